@@ -1,0 +1,1 @@
+"""The training program: everything that runs in the cluster, or on one machine with `python -m app`."""

@@ -1,0 +1,75 @@
+"""`python -m app`: train the run that the SUNSPOT_ settings describe, from wherever it stands."""
+
+from __future__ import annotations
+
+from app.errors import ConflictError, run_and_exit
+from app.layout import Run, open_run, to_json
+from app.layout.attempts import read_attempts, refuse_if_superseded
+from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.settings import IDENTITY, PREFIX, Settings, differences, load_settings
+
+
+def main() -> int:
+    """Read the settings, open the run, plan, train, and say what came of it."""
+    settings = load_settings()
+
+    # Only now, as torch and Ray take seconds to import: a wrong setting is told at once.
+    from app.plan import make_plan, with_absolute_paths
+    from app.tasks import load_task
+    from app.trainer import fit, new_owner
+
+    settings = with_absolute_paths(settings)
+    run = open_run(settings.storage_path, settings.run_name)
+    owner = new_owner(settings.job_id)
+    run.storage.prove(run.name)
+    attempts = read_attempts(run)
+    refuse_if_superseded(attempts, owner)
+
+    plan = make_plan(settings, load_task(settings))
+    keep_identity(run, settings, plan.source.fingerprint, plan.steps.rows, plan.steps.per_epoch)
+    checkpoint, skipped = find_newest_good(run, attempts)
+    print(f"run {run.name} in {run.location}")
+    for text in skipped:
+        print(f"warning: skipped {text}")
+    if checkpoint and checkpoint.step >= plan.total_steps:
+        print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+    else:
+        for reason in plan.reasons:
+            print(f"  {reason}")
+        print(f"  from: {checkpoint.name if checkpoint else settings.init_from or 'the beginning'}", flush=True)
+        checkpoint = fit(plan, run, owner)
+    print_result(run, checkpoint)
+    return 0
+
+
+def keep_identity(run: Run, settings: Settings, data: str, rows: int, steps_per_epoch: int) -> None:
+    """Record what a run may never change, or refuse to go on under other values (`ConflictError`, with a diff)."""
+    environment = settings.environment()
+    identity = {PREFIX + name.upper(): environment[PREFIX + name.upper()] for name in IDENTITY}
+    record = {"settings": identity, "data": data, "rows": rows, "steps_per_epoch": steps_per_epoch}
+    if run.storage.create(run.key("run.json"), to_json(record)):
+        return
+    begun = run.read_json("run.json")
+    changed = differences(begun["settings"], identity)
+    if not changed and begun["data"] != data:
+        changed = [
+            f"the data behind {environment[PREFIX + 'DATASET']}: {begun['rows']} rows -> {rows} rows, or other files"
+        ]
+    if changed:
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise ConflictError(
+            f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
+            f"set them back, or choose another {PREFIX}RUN_NAME"
+        )
+
+
+def print_result(run: Run, checkpoint: Checkpoint) -> None:
+    """The newest checkpoint's numbers, and where everything lies."""
+    names = [name for name in checkpoint.metrics if name.endswith(("loss", "accuracy"))]
+    for name in names:
+        print(f"  {name}: {checkpoint.metrics[name]:.4f}")
+    print(f"  weights: {run.storage.locate(run.key('checkpoints', checkpoint.name, 'model.pt'))}")
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

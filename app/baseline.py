@@ -1,0 +1,118 @@
+"""`python -m app.baseline`: the same task in ordinary PyTorch, on one device, without Ray.
+
+Read this first: app/train_loop.py is what becomes of it when several workers share the rows and any of them may be
+lost. It takes the same SUNSPOT_ settings and writes metrics.csv and model.pt below <STORAGE_PATH>/<RUN_NAME>-baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import time
+from collections.abc import Iterator
+
+import torch
+
+from app.data.torch_loader import load_rows
+from app.errors import run_and_exit
+from app.layout.storage import open_storage
+from app.plan import make_plan, with_absolute_paths
+from app.settings import Settings, load_settings
+from app.tasks import Batch, Task, load_task
+
+
+def train(settings: Settings) -> str:
+    """Train for EPOCHS on this machine; returns where the results lie."""
+    task = load_task(settings)
+    plan = make_plan(settings, task)
+    device = torch.device("cuda" if torch.cuda.is_available() and settings.use_gpu != "false" else "cpu")
+    rows = load_rows(plan.source)
+    test = load_rows(plan.test) if plan.test else None
+
+    torch.manual_seed(settings.seed)
+    model = task.build_model(settings, plan.source).to(device)
+    optimizer = task.build_optimizer(model, settings)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: task.schedule(step, plan.total_steps))
+
+    history = []
+    for epoch in range(1, settings.epochs + 1):
+        began = time.perf_counter()
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        for batch in shuffled(rows, settings.global_batch_size, device):
+            losses, _ = task.loss(model, batch)
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            loss_sum += losses.detach().sum()
+            if scheduler.last_epoch == plan.total_steps:
+                break
+        seconds = time.perf_counter() - began
+        record = {"epoch": epoch, "loss": float(loss_sum) / len(rows["row"]), "rows_per_s": len(rows["row"]) / seconds}
+        if test:
+            record |= evaluate(task, model, test, settings.global_batch_size, device)
+        print("  ".join(f"{name} {value:.4g}" for name, value in record.items()), flush=True)
+        history.append(record)
+    return save(settings, model, history)
+
+
+def shuffled(rows: Batch, batch_size: int, device: torch.device) -> Iterator[Batch]:
+    """All rows once, in batches; a single row left over joins the batch before it, as batch norm needs two."""
+    order = torch.randperm(len(rows["row"]))
+    batches = list(order.split(batch_size))
+    if len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    for chosen in batches:
+        yield {name: column[chosen].to(device) for name, column in rows.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, model: torch.nn.Module, test: Batch, batch_size: int, device: torch.device
+) -> dict[str, float]:
+    """Mean loss and metrics over the held-out rows."""
+    model.eval()
+    sums: dict[str, float] = {}
+    for chosen in torch.arange(len(test["row"])).split(batch_size):
+        losses, metrics = task.loss(model, {name: column[chosen].to(device) for name, column in test.items()})
+        for name, values in {"loss": losses, **metrics}.items():
+            sums[f"test_{name}"] = sums.get(f"test_{name}", 0.0) + float(values.double().sum())
+    return {name: total / len(test["row"]) for name, total in sums.items()}
+
+
+def save(settings: Settings, model: torch.nn.Module, history: list[dict[str, float]]) -> str:
+    """Write metrics.csv and model.pt; returns where."""
+    storage, folder = open_storage(settings.storage_path), f"{settings.run_name}-baseline"
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(history[-1]))
+    writer.writeheader()
+    writer.writerows(history)
+    storage.write(f"{folder}/metrics.csv", table.getvalue().encode())
+    with storage.writer(f"{folder}/model.pt") as file:
+        torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, file)
+    return storage.locate(folder)
+
+
+def main() -> int:
+    """Read the settings, train here or as one Ray task, and say where the results are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m app.baseline", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "--on-ray", action="store_true", help="run as one Ray task on a worker, with its GPU if it has one"
+    )
+    on_ray = parser.parse_args().on_ray
+    settings = with_absolute_paths(load_settings())
+    if on_ray:
+        from app.trainer import run_as_task
+
+        print(f"results in {run_as_task(train, settings)}")
+    else:
+        print(f"results in {train(settings)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

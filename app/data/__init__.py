@@ -1,0 +1,1 @@
+"""Where rows come from, in which order they are visited, and how they reach a worker."""

@@ -1,0 +1,89 @@
+"""What both loaders read rows through, and how the settings choose it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from app.errors import DataError
+from app.settings import Settings
+
+
+class Source(Protocol):
+    """Images with labels, in row groups: the unit of reading. Picklable, since it travels to Ray's tasks."""
+
+    @property
+    def row_groups(self) -> tuple[int, ...]:
+        """Rows in each group. Row ids are positions through all groups: 0 .. rows - 1."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image."""
+
+    @property
+    def classes(self) -> int:
+        """Labels are 0 .. classes - 1."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the files, their row groups or the images' shape do: row ids then mean other rows."""
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """`image` (uint8 [n, C, H, W]) and `label` (int64 [n]) of one row group; safe to call from many threads.
+
+        `rows` are positions in the group, in any order: only they are decoded, and they come back in that order.
+        The arrays may be read-only views. Raises `DataError` naming file and row, `StorageError` naming the file.
+        """
+
+    def where(self, group: int, row: int) -> str:
+        """The file of a row and its position in that file, for messages."""
+
+
+def rows_in(source: Source) -> int:
+    """Rows of all groups."""
+    return sum(source.row_groups)
+
+
+def find_sources(settings: Settings) -> tuple[Source, Source | None]:
+    """The rows to train on and, where there are any, the held-out rows, as DATASET and TEST_DATASET say.
+
+    Everything that can be known before training is checked here. Raises `DataError` or `StorageError`.
+    """
+    train: Source
+    test: Source | None
+    if settings.dataset == "sample":
+        from app.data.parquet import open_sample
+
+        train, test = open_sample()
+    elif settings.dataset == "mnist":
+        from app.data.mnist import open_mnist
+
+        train, test = open_mnist(settings.data_root)
+    else:
+        from app.data.parquet import open_dataset
+
+        train, test = open_dataset(settings.dataset, settings.test_dataset)
+    if test:
+        check_labels_match(train, test)
+    return train, test
+
+
+def check_labels_match(train: Source, test: Source) -> None:
+    """Raise `DataError` when a model of the training rows cannot take the held-out rows."""
+    if train.shape != test.shape:
+        raise DataError(
+            f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "
+            f"{train.shape}; both must have one shape"
+        )
+    if test.classes <= train.classes:
+        return
+    for group in range(len(test.row_groups)):
+        labels = test.read(group)["label"]
+        outside = np.flatnonzero(labels >= train.classes)
+        if len(outside):
+            row = int(outside[0])
+            raise DataError(
+                f"{test.where(group, row)}: label {labels[row]}, but the training rows have only 0 to "
+                f"{train.classes - 1}; number the classes alike in both"
+            )

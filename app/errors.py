@@ -1,0 +1,100 @@
+"""Every error a user can meet, and the exit code each one ends in.
+
+SunspotError               1  the run failed
+|-- DataError              1  a dataset cannot be used: names the file and the row
+|-- SettingsError          2  bad settings or usage: lists every problem at once
+|-- NotFoundError          3  no such run or checkpoint, or nothing recorded
+|-- StorageError           4  storage cannot be reached, or refuses: names the object
+|-- ConflictError          6  the run was begun with other settings
+|   `-- SupersededError    6  another process took the run over
+`-- DamageError            7  a checkpoint fails verification, an audit finds faults
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+WIDEST_FOREIGN_TEXT = 400
+
+
+class SunspotError(Exception):
+    """A failure with a message for the user: what happened, the value seen, and the fix."""
+
+    exit_code = 1
+
+
+class DataError(SunspotError):
+    """A dataset cannot be used; the message names the file and, where there is one, the row."""
+
+
+class SettingsError(SunspotError):
+    """Settings or arguments are wrong; the message lists every problem found."""
+
+    exit_code = 2
+
+
+class NotFoundError(SunspotError):
+    """The run, the checkpoint or the record asked for does not exist."""
+
+    exit_code = 3
+
+
+class StorageError(SunspotError):
+    """Storage cannot be reached or refuses; the message names the object."""
+
+    exit_code = 4
+
+
+class ConflictError(SunspotError):
+    """The run in storage was begun with other settings."""
+
+    exit_code = 6
+
+
+class SupersededError(ConflictError):
+    """Another process took the run over: this one may neither commit nor delete."""
+
+
+class DamageError(SunspotError):
+    """Stored data does not match what was recorded of it."""
+
+    exit_code = 7
+
+
+def by_name(name: str) -> type[SunspotError]:
+    """The error class called `name`, or `SunspotError` when there is none (used to carry an error across processes)."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
+
+
+def shorten(error: BaseException) -> str:
+    """One line of a foreign error's text, capped: enough to recognise it, never a page."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= WIDEST_FOREIGN_TEXT else text[: WIDEST_FOREIGN_TEXT - 3] + "..."
+
+
+def run_and_exit(program: Callable[[], int]) -> NoReturn:
+    """Run `program` and end the process: the one place where an error becomes an exit code.
+
+    A `SunspotError` prints its message alone; anything else is a defect of ours and prints its trace.
+    """
+    try:
+        code = program()
+    except SunspotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted: what was committed is safe; the same command goes on from there", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing is left to say, and not to stderr either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)

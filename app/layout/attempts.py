@@ -1,0 +1,134 @@
+"""Who trains a run, and which of what was written counts.
+
+Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
+run: there are no leases and no waiting, and an older attempt finds a newer number before its next commit or deletion.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from app.errors import NotFoundError, SupersededError, by_name
+from app.layout import Run, to_json
+
+CLAIM_TRIES = 20
+"""Claims lost in a row to other processes before this one gives up: each loss means that another one has won."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a worker group, as recorded in `attempts/NNNN.json`."""
+
+    number: int
+    owner: str
+    "The job (or process) that trains; the same for all attempts of one job."
+    starts_from: str | None
+    "Name of the checkpoint that this attempt goes on from; None: from the beginning."
+    step: int
+    "Optimizer steps taken in that checkpoint."
+    skipped: tuple[str, ...] = ()
+    "Newer checkpoints that were passed over, each with the reason."
+    time: float = field(default_factory=time.time)
+    "Seconds since the epoch."
+    about: dict[str, Any] = field(default_factory=dict)
+    "Settings, versions, host, world size."
+
+
+class Span(NamedTuple):
+    """The steps of one attempt that count: after `after`, up to and including `upto` (None: all that come)."""
+
+    attempt: int
+    after: int
+    upto: int | None
+
+    def holds(self, attempt: int, step: int) -> bool:
+        return attempt == self.attempt and self.after < step and (self.upto is None or step <= self.upto)
+
+
+def read_attempts(run: Run) -> list[Attempt]:
+    """All attempts, oldest first."""
+    found = []
+    for entry in run.storage.list(run.key("attempts")):
+        name = entry.key.rpartition("/")[2]
+        if name.removesuffix(".json").isdigit():
+            record = run.read_json("attempts", name)
+            found.append(Attempt(**{**record, "skipped": tuple(record["skipped"])}))
+    return found
+
+
+def lineage(attempts: list[Attempt]) -> list[Span]:
+    """The spans of steps that lead to the newest attempt, newest first.
+
+    Attempt n starts from a checkpoint of attempt m: of m, the steps up to that checkpoint count, and what m wrote
+    later does not, even when it was committed after n had begun.
+    """
+    by_number = {attempt.number: attempt for attempt in attempts}
+    spans = []
+    current, upto = attempts[-1] if attempts else None, None
+    while current:
+        spans.append(Span(current.number, current.step, upto))
+        upto = current.step
+        current = by_number.get(attempt_of(current.starts_from)) if current.starts_from else None
+    return spans
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """The name of a checkpoint: unique, since an attempt takes each step once."""
+    return f"step-{step:08d}-attempt-{attempt:04d}"
+
+
+def attempt_of(checkpoint: str) -> int:
+    """The attempt that wrote a checkpoint, from its name."""
+    return int(checkpoint.rpartition("-")[2])
+
+
+def step_of(checkpoint: str) -> int:
+    """The optimizer steps taken in a checkpoint, from its name."""
+    return int(checkpoint.split("-")[1])
+
+
+def refuse_if_superseded(attempts: list[Attempt], owner: str) -> None:
+    """Raise `SupersededError` when `owner` once had the run and another has it now: it never gets it back."""
+    if attempts and attempts[-1].owner != owner and any(attempt.owner == owner for attempt in attempts):
+        raise _superseded(attempts[-1])
+
+
+def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
+    """Take the run over as `attempt`; False when another process took this number first."""
+    refuse_if_superseded(attempts, attempt.owner)
+    return run.storage.create(_key(run, attempt.number), to_json(asdict(attempt)))
+
+
+def ensure_owner(run: Run, attempt: Attempt) -> None:
+    """Raise `SupersededError` when a newer attempt has begun. Asked before each commit and each deletion."""
+    if run.storage.exists(_key(run, attempt.number + 1)):
+        raise _superseded(read_attempts(run)[-1])
+
+
+def record_error(run: Run, attempt: int, error: Exception) -> None:
+    """Keep the error that ended an attempt for good: no later start of the same job trains on."""
+    record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
+    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), to_json(record))
+
+
+def read_error(run: Run, attempt: int) -> Exception | None:
+    """The error recorded for an attempt, as an exception of its own class."""
+    try:
+        record = run.read_json("attempts", f"{attempt:04d}-error.json")
+    except NotFoundError:
+        return None
+    return by_name(record["type"])(record["message"])
+
+
+def _superseded(newest: Attempt) -> SupersededError:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(newest.time))
+    return SupersededError(
+        f"attempt {newest.number} of {newest.owner} owns the run since {since} UTC; this process has ended, and its "
+        "retries will not claim the run again. To take it over, start a new job"
+    )
+
+
+def _key(run: Run, number: int) -> str:
+    return run.key("attempts", f"{number:04d}.json")

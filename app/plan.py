@@ -1,0 +1,121 @@
+"""What will be trained, with what, and why: every value that was chosen for the user, with its reason."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.data.order import LEAST_ROWS, Steps
+from app.data.source import Source, find_sources, rows_in
+from app.errors import DataError
+from app.settings import Settings
+
+READING_SHARE = 0.25
+"""Part of one machine's cores that LOADER=ray leaves to reading, at least one: without any it never reads a row."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, worked out before anything is started."""
+
+    settings: Settings
+    source: Source
+    test: Source | None
+    steps: Steps
+    total_steps: int
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker gets."""
+
+    use_gpu: bool
+    per_worker: dict[str, float]
+    threads: int
+    reasons: list[str]
+
+
+def make_plan(settings: Settings, task: Any) -> Plan:
+    """Look at the data and work out the steps; raises `DataError` for data that cannot be trained on."""
+    find = getattr(task, "find_sources", find_sources)
+    source, test = find(settings)
+    rows = rows_in(source)
+    if rows < LEAST_ROWS:
+        raise DataError(f"{settings.dataset}: {rows} training row; at least {LEAST_ROWS} are needed")
+    steps = Steps(rows, settings.global_batch_size)
+    by_epochs = settings.epochs * steps.per_epoch
+    total = min(by_epochs, settings.max_steps or by_epochs)
+    channels, height, width = source.shape
+    reasons = [
+        f"data: {rows} training rows of {channels}x{height}x{width}, {source.classes} classes; "
+        + (f"{rows_in(test)} held-out rows" if test else "no held-out rows, so no evaluation"),
+        f"steps: {total} = "
+        + (
+            f"MAX_STEPS, of {by_epochs} by EPOCHS"
+            if total < by_epochs
+            else f"{settings.epochs} epochs of {steps.per_epoch} steps of {settings.global_batch_size} rows"
+        ),
+    ]
+    if settings.num_workers.most * LEAST_ROWS > settings.global_batch_size:
+        reasons.append(
+            f"of {settings.num_workers.most} workers only {settings.global_batch_size // LEAST_ROWS} get rows: "
+            f"GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {LEAST_ROWS} each"
+        )
+    return Plan(settings, source, test, steps, total, reasons)
+
+
+def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
+    """What one worker gets of the cluster's resources (as Ray counts them), with the reasons."""
+    workers = settings.num_workers.most
+    gpus, cores = cluster.get("GPU", 0), cluster.get("CPU", 0)
+    given = settings.resources_per_worker
+    if settings.use_gpu == "auto":
+        use_gpu = gpus >= settings.num_workers.least or given.get("GPU", 0) > 0
+        why = f"{gpus:g} GPUs for {settings.num_workers} workers"
+    else:
+        use_gpu, why = settings.use_gpu == "true", "USE_GPU"
+
+    if given:
+        per_worker, reason = {name: float(amount) for name, amount in given.items()}, "RESOURCES_PER_WORKER"
+    elif nodes > 1:
+        per_worker, reason = {"CPU": 1.0}, "one core on a cluster; RESOURCES_PER_WORKER says otherwise"
+    else:
+        reading = max(1, math.floor(cores * READING_SHARE)) if settings.loader == "ray" else 0
+        cpus = max(cores - reading, cores * READING_SHARE) / workers
+        per_worker = {"CPU": float(math.floor(cpus)) if cpus >= 1 else math.floor(cpus * 100) / 100}
+        reason = f"{cores:g} cores for {workers} workers" + (f", {reading} of them left for reading" if reading else "")
+    if use_gpu:
+        per_worker = {"GPU": 1.0, **per_worker}
+    threads = max(1, math.floor(per_worker.get("CPU", 1)))
+    shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
+    return Resources(
+        use_gpu,
+        per_worker,
+        threads,
+        [f"workers: {settings.num_workers} of {shown} each ({reason}); device {'cuda' if use_gpu else 'cpu'} ({why})"],
+    )
+
+
+def with_absolute_paths(settings: Settings) -> Settings:
+    """The settings with local paths made absolute: workers run in another directory."""
+    paths = {
+        name: getattr(settings, name) for name in ("storage_path", "dataset", "test_dataset", "data_root", "init_from")
+    }
+    local = {
+        name: str(Path(value).expanduser().absolute())
+        for name, value in paths.items()
+        if value
+        and "://" not in value
+        and not value.startswith("run:")
+        and not (name == "dataset" and value in ("sample", "mnist"))
+    }
+    return settings.model_copy(update=local)
+
+
+def cores_here() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

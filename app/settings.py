@@ -1,0 +1,225 @@
+"""Every setting of a run, once: read by the training program and by the submitter.
+
+A setting is an environment variable with the prefix SUNSPOT_. The text below each field is its documentation;
+what it takes (`takes`) is the fix that is named when a value is wrong. Secrets are never settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.errors import SettingsError
+
+PREFIX = "SUNSPOT_"
+
+
+class Workers(NamedTuple):
+    """How many training workers: `least == most` when fixed, a range when elastic."""
+
+    least: int
+    most: int
+
+    @property
+    def elastic(self) -> bool:
+        return self.least != self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}" if self.elastic else str(self.least)
+
+
+def _parse_workers(value: Any) -> Workers:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
+    if not match:
+        raise ValueError("not a number or a range")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise ValueError("out of range")
+    return Workers(least, most)
+
+
+def _parse_json_object(value: Any) -> dict[str, Any]:
+    parsed = json.loads(value or "{}") if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
+        raise ValueError("not a JSON object")
+    return parsed
+
+
+JsonObject = Annotated[
+    dict[str, Any],
+    NoDecode,
+    BeforeValidator(_parse_json_object),
+    PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
+]
+WorkerCount = Annotated[Workers, NoDecode, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
+
+
+def _setting(default: Any, takes: str, **limits: Any) -> Any:
+    """A field with its default, the sentence that says what it takes, and pydantic's limits."""
+    return Field(default, description=takes, validate_default=True, **limits)
+
+
+class Settings(BaseSettings):
+    """The settings of one run, validated together. Immutable."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    task: str = _setting(
+        "app.tasks.mnist", "an importable module, e.g. app.tasks.mnist", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+    )
+    "Module that supplies the model, the optimizer and the loss (and, if it wants, the datasets)."
+
+    run_name: str = _setting(
+        "mnist",
+        "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
+        pattern=r"^[a-z]([a-z0-9-]{0,36}[a-z0-9])?$",
+    )
+    "Identity of the run: the same name and storage are the same run, which is resumed."
+
+    task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
+    "The task's own hyperparameters, passed to it as they are."
+
+    init_from: str = _setting("", "run:NAME, or the path or URL of a state_dict saved by torch.save")
+    "Warm start: weights to begin from when the run has no checkpoint of its own."
+
+    storage_path: str = _setting(
+        "runs", "a local or NFS path, or s3://bucket/prefix", pattern=r"^(s3://[^/:]+(/.*)?|[^:]+)$"
+    )
+    "Where runs are kept. Endpoint and credentials of S3 come from the usual AWS environment."
+
+    dataset: str = _setting("sample", "sample, mnist, or a path or URL of Parquet", min_length=1)
+    "What to train on: the bundled digits, torchvision's MNIST, or Parquet."
+
+    test_dataset: str = _setting("", "a path or URL of Parquet, or empty")
+    "Held-out rows when DATASET is a path; empty: its test/ folder if it has train/ and test/, else no evaluation."
+
+    data_root: str = _setting("data", "a directory", min_length=1)
+    "Where torchvision keeps MNIST."
+
+    loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
+    "torch: rows in memory behind a DataLoader. ray: rows streamed by Ray Data."
+
+    num_workers: WorkerCount = _setting("2", "a number such as 4, or a range such as 2..8")
+    "Training workers (the world size); a range is elastic."
+
+    use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
+    "auto: a GPU per worker if the cluster has that many."
+
+    resources_per_worker: JsonObject = _setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
+    "Ray resources of one worker; empty: chosen, and the plan says why."
+
+    epochs: int = _setting(2, "a whole number from 1", ge=1)
+    "Passes over the training rows."
+
+    max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
+    "Most optimizer steps of the whole run; 0 = no limit by steps."
+
+    global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
+    "Rows per optimizer step over all workers, whatever their number."
+
+    micro_batch_size: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
+    "Most rows in one forward pass of one worker; more are accumulated."
+
+    learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
+    "The peak rate; the task's schedule scales it."
+
+    seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
+    "With the data, decides the whole sequence of optimizer steps."
+
+    precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
+    "bf16: the forward pass runs under autocast; weights stay in fp32."
+
+    parallel: Literal["ddp"] = _setting("ddp", "ddp")
+    "How the model is spread over workers: ddp keeps a whole copy on each."
+
+    checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
+    "A checkpoint every so many optimizer steps, besides the end of each epoch."
+
+    checkpoint_every_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
+    "A checkpoint every so many seconds, besides the end of each epoch."
+
+    checkpoints_to_keep: int = _setting(3, "a whole number from 1", ge=1)
+    "How many of the best checkpoints stay; the newest always does too."
+
+    checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
+    "What 'best' is measured by; a checkpoint without this metric counts as worst."
+
+    checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
+    "Whether less or more of the metric is better."
+
+    max_failures: int = _setting(3, "a whole number from 0", ge=0)
+    "Worker or node losses without notice that a run survives before it fails."
+
+    storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
+    "How long training goes on while no checkpoint can be committed, before the run ends with a message."
+
+    report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
+    "How often the workers' numbers are gathered into the metric history, besides at each checkpoint."
+
+    audit: bool = _setting(False, "true or false")
+    "Record the id of every row that each optimizer step consumed."
+
+    job_id: str = _setting("", "the identity of the cluster job, or empty")
+    "Set by the manifest: the same for every retry of one job. Empty: each process is a job of its own."
+
+    def environment(self) -> dict[str, str]:
+        """Every setting as its environment variable, in the order of the fields."""
+        return {PREFIX + name.upper(): _as_text(value) for name, value in self.model_dump().items()}
+
+
+IDENTITY = ("task", "task_args", "dataset", "seed", "global_batch_size", "loader")
+"""Settings that give the position and the weights of a run their meaning: a run keeps them to its last step."""
+
+
+def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from the environment, `overrides` (variable name, with or without the prefix: value) winning.
+
+    Raises `SettingsError` with every problem at once: variable, value, fix.
+    """
+    given = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    for name, value in (overrides or {}).items():
+        given[PREFIX + name.upper().removeprefix(PREFIX)] = value
+    values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if value != ""}
+
+    problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
+    if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
+        problems.append(
+            f"{PREFIX}TEST_DATASET={values['test_dataset']}: set {PREFIX}DATASET to a path too, or leave this empty"
+        )
+    known = {name: value for name, value in values.items() if name in Settings.model_fields}
+    try:
+        settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
+    except ValidationError as error:
+        problems += [_explain(problem) for problem in error.errors(include_url=False)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SettingsError(f"{count} in the settings:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+    return settings
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The variables that differ, a line each, as `NAME: old -> new`."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name}: {before.get(name, '(unset)')} -> {after.get(name, '(unset)')}" for name in names]
+
+
+def _misspelt(variable: str) -> str:
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
+    return f"{variable}: no such setting; did you mean {nearest}?"
+
+
+def _explain(problem: Any) -> str:
+    field = str(problem["loc"][0])
+    return f"{PREFIX}{field.upper()}={problem['input']}: set it to {Settings.model_fields[field].description}"
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,55 @@
+"""A task: the module that supplies the model, the optimizer and the loss of a run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+
+from app.data.source import Source
+from app.errors import SettingsError, shorten
+from app.settings import Settings
+
+Batch = dict[str, torch.Tensor]
+"""The columns of a few rows: `row` int64 [B] (row ids), `image` uint8 [B, C, H, W], `label` int64 [B]."""
+
+
+class Task(Protocol):
+    """What a task module defines. `settings.task_args` holds its own hyperparameters."""
+
+    def build_model(self, settings: Settings, source: Source) -> torch.nn.Module:
+        """The model, on the CPU, its weights drawn from torch's default generator."""
+        ...
+
+    def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        """The optimizer, its groups at their peak learning rates."""
+        ...
+
+    def schedule(self, step: int, total_steps: int) -> float:
+        """The factor on the learning rates for optimizer step 0 .. total_steps - 1."""
+        ...
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        """The loss of each row, float [B], and any metrics of each row by name, [B].
+
+        Per row, so that the sums over all workers are exact whatever their shares.
+        """
+        ...
+
+    # Optional: find_sources(settings) -> (training rows, held-out rows or None), where the rows are not those of
+    # DATASET; see app.data.source.
+
+
+def load_task(settings: Settings) -> Task:
+    """Import the task; raises `SettingsError` when it cannot be, or lacks one of the functions."""
+    try:
+        module = importlib.import_module(settings.task)
+    except Exception as error:
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; set it to a module on PYTHONPATH"
+        ) from error
+    missing = [name for name in ("build_model", "build_optimizer", "schedule", "loss") if not hasattr(module, name)]
+    if missing:
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}")
+    return cast(Task, module)

@@ -1,0 +1,24 @@
+"""ResNet-18 on digits, or on any images of the dataset form: its first convolution and its head fit the data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+from app.data.source import Source
+from app.settings import Settings
+from app.tasks.images import loss, schedule
+
+__all__ = ["build_model", "build_optimizer", "loss", "schedule"]
+
+
+def build_model(settings: Settings, source: Source) -> nn.Module:
+    channels, _, _ = source.shape
+    model = resnet18(num_classes=source.classes)
+    model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    return model
+
+
+def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=settings.learning_rate)

@@ -1,0 +1,28 @@
+"""A small convolutional network without batch norm, trained by SGD: the same losses at any number of workers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from app.data.source import Source
+from app.settings import Settings
+from app.tasks.images import loss, schedule
+
+__all__ = ["build_model", "build_optimizer", "loss", "schedule"]
+
+
+def build_model(settings: Settings, source: Source) -> nn.Module:
+    channels, _, _ = source.shape
+    width = settings.task_args.get("width", 8)
+    return nn.Sequential(
+        nn.Conv2d(channels, width, kernel_size=5, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(16 * width, source.classes),
+    )
+
+
+def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=0.9)

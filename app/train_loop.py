@@ -1,0 +1,125 @@
+"""The training loop, as every worker of the group runs it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import ray.train
+import ray.train.torch
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from app.agreement import Agreement, Timer
+from app.data.order import micro_batches
+from app.evaluate import evaluate
+from app.metrics import Window
+from app.tasks import Batch
+from app.worker import Worker, join_run
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """What Ray Train runs on every worker; `config` is made by `app.trainer`."""
+    with join_run(config) as worker:
+        if worker:
+            train(worker)
+
+
+def train(worker: Worker) -> None:
+    """Train from the worker's checkpoint to the end of the run.
+
+    A step is one optimizer step, counted over the whole run: step k of an epoch consumes the same rows on any number
+    of workers, and every row has the same weight in the gradient.
+    """
+    settings, task, steps, rank = worker.settings, worker.task, worker.steps, worker.rank
+    model = ray.train.torch.prepare_model(worker.model)
+    optimizer, loader = worker.optimizer, worker.loader
+    agreement = Agreement(worker.control_group, questions=2)
+    save_timer, report_timer = Timer(settings.checkpoint_every_s), Timer(settings.report_every_s)
+    window = Window(worker.control_group, settings.audit)
+    step = worker.start
+
+    while step < worker.total_steps:
+        epoch, first = divmod(step, steps.per_epoch)
+        last = min(steps.per_epoch, first + worker.total_steps - step)
+        model.train()
+        for batch, data_wait, began in timed(loader.train(epoch + 1, first, last)):
+            seed_generators(settings.seed, step, rank)
+            begin, end = steps.bounds(step % steps.per_epoch)
+            values = accumulate_gradients(worker, model, batch, rows_in_step=end - begin)
+            worker.wait_for_copy()  # the last checkpoint's: from here on parameters change
+            learning_rate = set_learning_rate(optimizer, task.schedule(step, worker.total_steps))
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+            window.add_step(step, values, batch.get("row"), time.perf_counter() - began, data_wait)
+            epoch_ends = step == worker.total_steps or step % steps.per_epoch == 0
+            save_due, report_due = agreement.exchange(rank == 0 and save_timer.due(), rank == 0 and report_timer.due())
+            save_due |= epoch_ends or (
+                bool(settings.checkpoint_every_steps) and step % settings.checkpoint_every_steps == 0
+            )
+            worker.show_progress(step, window, epoch_ends)
+            if save_due or report_due:
+                record, consumed = window.close(step, epoch + 1, learning_rate, rank)
+                if epoch_ends:
+                    record |= evaluate(worker)
+                worker.report(record, consumed)
+            if save_due:
+                worker.save(step, record)
+    worker.finish()
+
+
+def accumulate_gradients(worker: Worker, model: torch.nn.Module, batch: Batch, rows_in_step: int) -> list[Batch]:
+    """Forward and backward over this worker's share of a step; returns each row's values, [B], without the graph.
+
+    DDP averages gradients over the workers, so a row's loss is weighted by world size / rows in the step: the result
+    is the mean over all rows of the step, whatever each worker's share. More than `micro_batch_size` rows are
+    accumulated, and gradients travel once, with the last part. A worker without rows joins with weight 0.
+    """
+    settings, task = worker.settings, worker.task
+    rows = len(batch["row"]) if batch else 0
+    weight = worker.world_size / rows_in_step if rows else 0.0
+    batch = batch if rows else worker.stand_in
+    parts = list(micro_batches(len(batch["row"]), settings.micro_batch_size))
+    values = []
+    for part in parts:
+        travels = part is parts[-1] or not isinstance(model, DistributedDataParallel)
+        with nullcontext() if travels else model.no_sync():
+            with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+                losses, metrics = task.loss(model, {name: column[part] for name, column in batch.items()})
+            (losses.sum() * weight).backward()
+        values.append({"loss": losses.detach(), **metrics})
+    return values if rows else []
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Scale each group's peak rate. The rate is a function of the step, so that nothing of it has to be stored."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Make what dropout or augmentation draws in a step a function of (seed, step, rank).
+
+    A resumed run draws what an uninterrupted one would have drawn, and no generator's state has to be stored.
+    """
+    word = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+    torch.manual_seed(word)
+    np.random.seed(word)
+    random.seed(word)
+
+
+def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
+    """Each batch with the seconds that were waited for it, and when the wait for it began (`perf_counter`)."""
+    while True:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - began, began

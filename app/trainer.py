@@ -1,0 +1,247 @@
+"""From a plan to a Ray Train run: the trainer, its configuration, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from app.errors import ConflictError, StorageError, SunspotError
+from app.layout import Run, open_run
+from app.layout.attempts import read_attempts, read_error, refuse_if_superseded
+from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.plan import Plan, choose_resources, cores_here
+from app.settings import Settings
+
+DRIVER_TRIES = 3
+"""Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
+
+DRIVER_BACKOFF_S = 5
+
+RAY_ENVIRONMENT = {
+    # The controller's poll also bounds how soon a lost worker is noticed and how often workers may report.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # After a loss Ray first asks for the old size again; only then does it take what is there.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    # Waiting for a process group whose peer is gone would delay every restart.
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+COLLECTIVE_TIMEOUT_S = 300
+"""A worker that waits longer than this for the others in one all-reduce fails (torch's default is 30 minutes)."""
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The step that the newest worker group starts from; asked by Ray when it makes the group's streams."""
+
+    storage_path: str
+    run_name: str
+
+    def __call__(self) -> int:
+        return read_attempts(open_run(self.storage_path, self.run_name))[-1].step
+
+
+def new_owner(job_id: str) -> str:
+    """Who trains: the cluster's job, or else this very process."""
+    return job_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
+    """Train to the end of the plan and return the last checkpoint.
+
+    Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from ray.train import ControllerError, TrainingFailedError
+
+    with _ray_session():
+        for attempt in range(1, DRIVER_TRIES + 1):
+            try:
+                failure: Exception | None = None
+                _fit_once(plan, owner)
+            except ControllerError as error:
+                failure = error
+                if attempt < DRIVER_TRIES and not _verdict(run, owner):
+                    print(
+                        f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
+                    )
+                    time.sleep(DRIVER_BACKOFF_S * attempt)
+                    continue
+            except TrainingFailedError as error:
+                failure = error
+            break
+
+    if verdict := _verdict(run, owner):
+        raise verdict
+    checkpoint, _ = find_newest_good(run, read_attempts(run))
+    if failure or not checkpoint or checkpoint.step < plan.total_steps:
+        at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
+        raise SunspotError(
+            f"training failed with {at} kept in {run.location}; the same command goes on from there\n{explain(failure)}"
+        ) from failure
+    return checkpoint
+
+
+def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
+    """Run `function(settings)` as one Ray task, on a GPU if the cluster has one and the settings allow it."""
+    import ray
+
+    with _ray_session():
+        gpus = 1 if ray.cluster_resources().get("GPU") and settings.use_gpu != "false" else 0
+        return ray.get(
+            ray.remote(num_cpus=1, num_gpus=gpus, max_retries=settings.max_failures)(function).remote(settings)
+        )
+
+
+def explain(failure: Exception | None) -> str:
+    """The workers' errors as Ray reports them, one for all workers that failed alike."""
+    from ray.train import WorkerGroupError
+
+    if isinstance(failure, WorkerGroupError):
+        seen: dict[str, list[int]] = {}
+        for rank, error in failure.worker_failures.items():
+            seen.setdefault(str(error).strip(), []).append(rank)
+        return "\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in seen.items())
+    return str(failure) if failure else "the workers ended before the last step"
+
+
+def _verdict(run: Run, owner: str) -> Exception | None:
+    """What ended this job's part in the run for good, if anything did."""
+    attempts = read_attempts(run)
+    try:
+        refuse_if_superseded(attempts, owner)
+    except ConflictError as error:
+        return error
+    return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None
+
+
+@contextmanager
+def _ray_session() -> Iterator[None]:
+    """Ray, for as long as the context lasts: the caller's, the cluster's of RAY_ADDRESS, or one on this machine."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
+    # What concerns the user comes through the progress board; the rest is in the session's logs, as Ray's actors
+    # write a line for every report, and without a dashboard one every second to say that it is missing.
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+    else:
+        ray.init(address="local", num_cpus=cores_here(), include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _fit_once(plan: Plan, owner: str) -> None:
+    import ray
+    import ray.data
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from app.data.ray_loader import StepStreams
+    from app.data.source import rows_in
+    from app.progress import shown_progress
+    from app.train_loop import train_loop
+
+    settings = plan.settings
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    prove_on_all_nodes(settings.storage_path, settings.run_name, nodes)
+    resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
+    for reason in resources.reasons:
+        print(f"  {reason}", flush=True)
+    streams = StepStreams(
+        plan.source,
+        plan.test,
+        plan.steps,
+        settings.seed,
+        plan.total_steps,
+        FirstStep(settings.storage_path, settings.run_name),
+    )
+    datasets = {}
+    if settings.loader == "ray":
+        # Row ids stand for the rows; StepStreams puts them in order and reads them.
+        datasets = {"train": ray.data.range(rows_in(plan.source))}
+        if plan.test:
+            datasets["test"] = ray.data.range(rows_in(plan.test))
+    workers = settings.num_workers
+    with shown_progress(plan.total_steps, plan.steps.per_epoch) as board, tempfile.TemporaryDirectory() as scratch:
+        TorchTrainer(
+            train_loop,
+            train_loop_config={
+                "settings": settings,
+                "owner": owner,
+                "train": plan.source,
+                "test": plan.test,
+                "steps": plan.steps,
+                "total_steps": plan.total_steps,
+                "threads": resources.threads,
+                "progress": board,
+            },
+            torch_config=TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S),
+            scaling_config=ScalingConfig(
+                num_workers=(workers.least, workers.most) if workers.elastic else workers.least,
+                use_gpu=resources.use_gpu,
+                resources_per_worker=resources.per_worker,
+            ),
+            run_config=RunConfig(
+                name=settings.run_name,
+                # Ray keeps nothing that a run needs: its own uploads can lose files, and one failed write of its
+                # snapshot ends the training. Checkpoints, history and resuming are ours (app/checkpoint.py).
+                storage_path=scratch,
+                failure_config=FailureConfig(max_failures=settings.max_failures),
+                logging_config=LoggingConfig(log_level="WARNING"),
+            ),
+            dataset_config=streams,
+            datasets=datasets,
+        ).fit()
+
+
+def prove_on_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, object]]) -> None:
+    """Prove from every other node that it sees what this one wrote; raises `StorageError` naming the node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = [str(node["NodeID"]) for node in nodes if node["NodeID"] != here]
+    if not others:
+        return
+    run = open_run(storage_path, run_name)
+    sees = ray.remote(num_cpus=0, max_retries=1)(_try_storage)
+    key, content = run.key(f"probe-{uuid.uuid4().hex}"), uuid.uuid4().bytes
+    run.storage.write(key, content)
+    try:
+        for node in others:
+            there = sees.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            problem = ray.get(there.remote(storage_path, run_name, key, content), timeout=120)
+            if problem:
+                raise StorageError(
+                    f"{run.location}: node {node[:12]} cannot use it: {problem}. With workers on several nodes, "
+                    "SUNSPOT_STORAGE_PATH must be s3://... or a file system that all nodes share"
+                )
+    finally:
+        run.storage.delete(key)
+
+
+def _try_storage(storage_path: str, run_name: str, key: str, content: bytes) -> str:
+    """What keeps this node from using the run's storage; empty when nothing does."""
+    run = open_run(storage_path, run_name)
+    try:
+        if run.storage.read(key) != content:
+            return "it reads something else than was written"
+        run.storage.prove(run.name)
+    except SunspotError as error:
+        return str(error)
+    return ""

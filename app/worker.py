@@ -1,0 +1,292 @@
+"""One worker's part in a run: what it trains with, where it starts, and how what it did is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import platform
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow
+import ray
+import ray.train.collective
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from app.checkpoint import Saver, describe, load_state
+from app.data.order import LEAST_ROWS, Steps
+from app.data.ray_loader import RayLoader
+from app.data.source import Source
+from app.data.torch_loader import TorchLoader
+from app.errors import ConflictError, NotFoundError, SettingsError, SunspotError, SupersededError, shorten
+from app.layout import Run, open_run
+from app.layout.attempts import (
+    CLAIM_TRIES,
+    Attempt,
+    claim,
+    read_attempts,
+    read_error,
+    record_error,
+    refuse_if_superseded,
+)
+from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.history import Journal
+from app.layout.storage import open_storage
+from app.metrics import Window
+from app.progress import PROGRESS_EVERY_S
+from app.settings import Settings
+from app.tasks import Batch, Task, load_task
+
+REPORT_TO_RAY_EVERY_S = 2
+"""Ray takes one report for each poll of its controller, and makes the workers wait for it."""
+
+
+@dataclass
+class Worker:
+    """What the training loop needs, the same names on every worker."""
+
+    settings: Settings
+    task: Task
+    steps: Steps
+    total_steps: int
+    start: int
+    "Optimizer steps taken in the checkpoint that this group starts from."
+    rank: int
+    world_size: int
+    device: torch.device
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: TorchLoader | RayLoader
+    has_test: bool
+    stand_in: Batch
+    "Two rows for a worker whose share of a step is empty."
+    control_group: dist.ProcessGroup
+    "Carries decisions and numbers between workers, on the CPU and apart from the gradients."
+    attempt: Attempt
+    journals: dict[str, Journal]
+    saver: Saver | None
+    "On rank 0 only: under DDP it has the whole state."
+    progress: Any
+    _shown: float = 0.0
+    _reported: float = 0.0
+
+    def wait_for_copy(self) -> None:
+        """Return when parameters may change again; raises what ended the commits for good, if anything did."""
+        if self.saver:
+            self.saver.wait_for_copy()
+            self.saver.raise_if_failed()
+
+    def save(self, step: int, metrics: dict[str, Any]) -> None:
+        """Begin a checkpoint of this step."""
+        if not self.saver:
+            return
+        about = describe(self.attempt, step, self.steps.per_epoch, self.total_steps, _scalars(metrics))
+        extra_state = {
+            "step": step,
+            "epoch": about.epoch,
+            # The loader's position and the generators' states are functions of these and the step.
+            "loader": {"name": self.settings.loader, **dataclasses.asdict(self.steps)},
+            "rng": {"seed": self.settings.seed, "step": step},
+            "settings": self.settings.environment(),
+            "versions": versions(),
+        }
+        self.saver.save(about, self.model, self.optimizer, extra_state)
+
+    def report(self, record: dict[str, Any], consumed: pyarrow.Table | None) -> None:
+        """Add a record to the metric history, and tell Ray; all workers call this with the same record."""
+        if self.saver:
+            self.journals["metrics"].append(record)
+            if consumed is not None:
+                self.saver.record_audit(record["step"] - record["steps"] + 1, record["step"], consumed)
+            self.progress.record.remote(_scalars(record))
+        if record["time"] - self._reported >= REPORT_TO_RAY_EVERY_S:
+            self._reported = record["time"]
+            ray.train.report(_scalars(record))
+
+    def show_progress(self, step: int, window: Window, now: bool) -> None:
+        """Tell the driver's terminal how far the run is, about once a second."""
+        if self.saver and (now or time.monotonic() - self._shown >= PROGRESS_EVERY_S):
+            self._shown = time.monotonic()
+            committed = self.saver.last_committed.step if self.saver.last_committed else self.start
+            self.progress.show.remote(
+                {"step": step, "loss": window.mean_loss, "committed": committed, "time": time.time()}
+            )
+
+    def finish(self) -> None:
+        """Wait until the newest checkpoint is committed."""
+        if self.saver:
+            self.saver.finish()
+
+
+@contextmanager
+def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
+    """Make this process a worker of the run; None when the run is no longer this job's to train.
+
+    An error that no retry can mend is recorded, so that the next worker group of this job ends at once.
+    """
+    settings: Settings = config["settings"]
+    run = open_run(settings.storage_path, settings.run_name)
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    torch.set_num_threads(config["threads"])
+
+    begun = _begin(run, config["owner"], settings, context.get_world_size()) if rank == 0 else None
+    attempt, checkpoint = ray.train.collective.broadcast_from_rank_zero(begun)
+    if attempt is None:
+        yield None
+        return
+    try:
+        yield _make_worker(config, run, attempt, checkpoint)
+    except SupersededError:
+        raise  # a fenced process writes nothing more
+    except SunspotError as error:
+        record_error(run, attempt.number, error)
+        raise
+
+
+def _begin(run: Run, owner: str, settings: Settings, world_size: int) -> tuple[Attempt | None, Checkpoint | None]:
+    """Claim the next attempt, from the newest good checkpoint; (None, None) when this job may not train on."""
+    for _ in range(CLAIM_TRIES):
+        attempts = read_attempts(run)
+        try:
+            refuse_if_superseded(attempts, owner)
+        except ConflictError:
+            return None, None
+        if attempts and attempts[-1].owner == owner and read_error(run, attempts[-1].number):
+            return None, None
+        checkpoint, skipped = find_newest_good(run, attempts)
+        attempt = Attempt(
+            number=attempts[-1].number + 1 if attempts else 1,
+            owner=owner,
+            starts_from=checkpoint.name if checkpoint else None,
+            step=checkpoint.step if checkpoint else 0,
+            skipped=skipped,
+            about={
+                "host": socket.gethostname(),
+                "world_size": world_size,
+                "settings": settings.environment(),
+                "versions": versions(),
+            },
+        )
+        if claim(run, attempts, attempt):
+            return attempt, checkpoint
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
+
+
+def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint: Checkpoint | None) -> Worker:
+    settings: Settings = config["settings"]
+    source: Source = config["train"]
+    test: Source | None = config["test"]
+    steps: Steps = config["steps"]
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    device = ray.train.torch.get_device()
+    task = load_task(settings)
+
+    torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
+    model = task.build_model(settings, source)
+    if checkpoint:
+        _load_weights(model, load_state(run, checkpoint, "model.pt"), checkpoint.name)
+    elif settings.init_from:
+        _load_weights(model, read_init(settings), settings.init_from)
+    model.to(device)  # before the optimizer: it keeps its state where it finds the parameters
+    optimizer = task.build_optimizer(model, settings)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    if checkpoint:
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict(load_state(run, checkpoint, "optimizer.pt"))
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["initial_lr"] = peak  # today's LEARNING_RATE, not that of the checkpoint
+
+    if settings.loader == "ray":
+        loader: TorchLoader | RayLoader = RayLoader(steps, world_size, rank, device, test is not None)
+    else:
+        loader = TorchLoader(source, test, steps, settings.seed, world_size, rank)
+    journals = {kind: Journal(run, kind, attempt.number) for kind in ("metrics", "events")}  # type: ignore[arg-type]
+    for text in attempt.skipped:
+        journals["events"].append(
+            {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
+        )
+        if rank == 0:
+            config["progress"].warn.remote(f"skipped {text}")
+    return Worker(
+        settings=settings,
+        task=task,
+        steps=steps,
+        total_steps=config["total_steps"],
+        start=attempt.step,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        has_test=test is not None,
+        stand_in={name: column.to(device) for name, column in _stand_in(source).items()},
+        control_group=dist.new_group(backend="gloo"),
+        attempt=attempt,
+        journals=journals,
+        saver=Saver(run, attempt, settings, journals, config["progress"].warn.remote) if rank == 0 else None,
+        progress=config["progress"],
+    )
+
+
+def _stand_in(source: Source) -> Batch:
+    group = next(number for number, rows in enumerate(source.row_groups) if rows)
+    columns = source.read(group, np.zeros(LEAST_ROWS, np.int64))
+    return {
+        "row": torch.zeros(LEAST_ROWS, dtype=torch.int64),
+        **{name: torch.from_numpy(v) for name, v in columns.items()},
+    }
+
+
+def read_init(settings: Settings) -> Any:
+    """The state_dict that INIT_FROM names: another run's newest good checkpoint, or a file."""
+    wanted = settings.init_from
+    if wanted.startswith("run:"):
+        other = open_run(settings.storage_path, wanted.removeprefix("run:"))
+        checkpoint, _ = find_newest_good(other, read_attempts(other))
+        if not checkpoint:
+            raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
+        return load_state(other, checkpoint, "model.pt")
+    folder, _, file = wanted.rpartition("/")
+    try:
+        content = open_storage(folder or ".").read(file)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except NotFoundError as error:
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: no such file") from error
+    except (RuntimeError, ValueError, OSError) as error:
+        raise SettingsError(
+            f"SUNSPOT_INIT_FROM={wanted}: not a state_dict saved by torch.save: {shorten(error)}"
+        ) from error
+
+
+def _load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ConflictError(
+            f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run may depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": ray.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}

@@ -1,0 +1,57 @@
+"""What the command prints: on stdout a table for people or one JSON document, on stderr everything else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+WIDEST_LINE = 10_000
+"""Width of a table that does not go to a terminal: no cell is ever broken or cut there."""
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document. What is not a finite number becomes null: NaN is not JSON."""
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows under their columns; numbers to the right, and nothing ever cut."""
+    from rich.console import Console
+    from rich.table import Table
+
+    cells = list(rows)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for position, name in enumerate(columns):
+        numeric = any(isinstance(row[position], (int, float)) and not isinstance(row[position], bool) for row in cells)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(_as_text, row))
+    console = Console(width=None if sys.stdout.isatty() else WIDEST_LINE, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    # Not by the console: it would end the process with 1 when the reader of our output went away.
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def warn(text: str) -> None:
+    """Print a line for the user that is no part of the answer."""
+    print(text, file=sys.stderr)
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,309 @@
+"""An S3 server in this process (moto), and a proxy in front of it that fails as told. Both on 127.0.0.1 only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import boto3
+import botocore.loaders
+import pytest
+
+HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "server", "transfer-encoding"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as the proxy saw it; header names are in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str] = field(repr=False)
+    body: bytes = field(repr=False)
+
+    @property
+    def path(self) -> str:
+        return unquote(urlsplit(self.target).path)
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(urlsplit(self.target).query, keep_blank_values=True))
+
+    @property
+    def operation(self) -> str:
+        """S3's name for it, for those operations that we use."""
+        if self.path.strip("/").count("/") == 0:
+            return {"GET": "ListObjects", "HEAD": "HeadBucket", "PUT": "CreateBucket"}.get(self.method, self.method)
+        if "uploadId" in self.query:
+            names = {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}
+            return names.get(self.method, "ListParts")
+        if self.method == "POST":
+            return "CreateMultipartUpload"
+        return self.method.capitalize() + "Object"
+
+
+Fault = Callable[["_Handler", Request], None]
+"""Answers a request in place of the server, or does not."""
+
+
+def answer(status: int, code: str) -> Fault:
+    """S3's XML for an error `code`, without asking the server. Status 200 is what a failed Complete may answer."""
+
+    def act(handler: _Handler, request: Request) -> None:
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told to fail</Message></Error>".encode()
+        handler.reply(status, {"Content-Type": "application/xml"}, body)
+
+    return act
+
+
+def reset(handler: _Handler, request: Request) -> None:
+    """Reset the connection; the server never sees the request."""
+    handler.reset()
+
+
+def carry_out_then_reset(handler: _Handler, request: Request) -> None:
+    """The server carries the request out, and its answer is lost."""
+    handler.ask_server(request)
+    handler.reset()
+
+
+def stall(handler: _Handler, request: Request) -> None:
+    """Accept the request and say nothing until the proxy ends."""
+    handler.server.ended.wait()
+    handler.reset()
+
+
+def cut_body(keep: int, how: str = "close") -> Fault:
+    """Announce the whole body, send `keep` bytes of it, then 'close' the connection, 'reset' it, or 'stall'."""
+
+    def act(handler: _Handler, request: Request) -> None:
+        status, headers, body = handler.ask_server(request)
+        handler.reply(status, headers, body[:keep], announced=len(body))
+        if how == "close":
+            handler.close_connection = True
+        else:
+            if how == "stall":
+                handler.server.ended.wait()
+            handler.reset()
+
+    return act
+
+
+def delay(seconds: float) -> Fault:
+    """Pass the request on after a while."""
+
+    def act(handler: _Handler, request: Request) -> None:
+        time.sleep(seconds)
+        handler.reply(*handler.ask_server(request))
+
+    return act
+
+
+def without_header(name: str) -> Fault:
+    """Pass the request on as a server would see it that does not know this header."""
+
+    def act(handler: _Handler, request: Request) -> None:
+        headers = {key: value for key, value in request.headers.items() if key != name.lower()}
+        handler.reply(*handler.ask_server(Request(request.method, request.target, headers, request.body)))
+
+    return act
+
+
+@dataclass
+class _Rule:
+    matches: Callable[[Request], bool]
+    fault: Fault
+    left: float
+
+
+class FaultProxy(ThreadingHTTPServer):
+    """A proxy that does what its rules say, and passes on what no rule is for. `requests` is all that it saw."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = (host, port)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.requests: list[Request] = []
+        self.ended = threading.Event()
+        self._rules: list[_Rule] = []
+        self._open: set[Any] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), name="fault-proxy", daemon=True)
+        self._thread.start()
+
+    def on(self, which: str | Callable[[Request], bool], fault: Fault, times: float = float("inf")) -> None:
+        """Meet the next `times` requests of an operation, or that a predicate holds for, with `fault`.
+
+        The first rule that matches and is not used up decides.
+        """
+        matches = which if callable(which) else lambda request: request.operation == which
+        with self._lock:
+            self._rules.append(_Rule(matches, fault, times))
+
+    def seen(self, operation: str) -> list[Request]:
+        """The requests of one operation so far."""
+        with self._lock:
+            return [request for request in self.requests if request.operation == operation]
+
+    def fault_for(self, request: Request) -> Fault | None:
+        with self._lock:
+            self.requests.append(request)
+            for rule in self._rules:
+                if rule.left > 0 and rule.matches(request):
+                    rule.left -= 1
+                    return rule.fault
+        return None
+
+    def end(self) -> None:
+        """Stop, and close every connection."""
+        self.ended.set()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+        with self._lock:
+            still_open = list(self._open)
+        for connection in still_open:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        # Without the base class's shutdown(SHUT_WR), which would send FIN before a reset.
+        with self._lock:
+            self._open.discard(request)
+        request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is what many tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: FaultProxy
+
+    def handle_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(self.command, self.path, headers, body)
+        fault = self.server.fault_for(request)
+        if fault:
+            fault(self, request)
+        else:
+            self.reply(*self.ask_server(request))
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
+
+    def ask_server(self, request: Request) -> tuple[int, dict[str, str], bytes]:
+        with contextlib.closing(http.client.HTTPConnection(*self.server.upstream, timeout=30)) as upstream:
+            headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
+            upstream.request(request.method, request.target, request.body or None, headers)
+            response = upstream.getresponse()
+            headers = {name: value for name, value in response.getheaders() if name.lower() not in HOP_BY_HOP}
+            if request.method == "HEAD":
+                headers["Content-Length"] = response.headers.get("Content-Length", "0")
+            return response.status, headers, response.read()
+
+    def reply(self, status: int, headers: dict[str, str], body: bytes, announced: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if status != 204 and self.command != "HEAD":
+            self.send_header("Content-Length", str(len(body) if announced is None else announced))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.wfile.flush()
+
+    def reset(self) -> None:
+        """RST instead of FIN when the connection is closed."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """`requests` is the log."""
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[tuple[str, int]]:
+    """Host and port of an S3 server."""
+    from moto.s3.responses import S3Response
+    from moto.server import ThreadedMotoServer
+
+    # S3 decides about 'If-None-Match' and stores in one step; moto looks first and stores later.
+    one_at_a_time, put_object = threading.Lock(), S3Response.put_object
+
+    def put_object_atomically(self: Any) -> Any:
+        with one_at_a_time:
+            return put_object(self)
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Every client would parse S3's description again, which takes most of a test's time.
+        patch.setattr("botocore.session.create_loader", functools.cache(botocore.loaders.create_loader))
+        patch.setattr(S3Response, "put_object", put_object_atomically)
+        server.start()
+        yield server.get_host_and_port()
+        server.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh bucket; the AWS environment points to its server."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://{}:{}".format(*s3_server),
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"test-{uuid.uuid4().hex}"
+    plain_client().create_bucket(Bucket=bucket)
+    return bucket
+
+
+@pytest.fixture
+def s3_proxy(s3_server: tuple[str, int], s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy in front of the server, which the AWS environment points to; retries do not wait."""
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
+    proxy = FaultProxy(*s3_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.end()
+
+
+def plain_client() -> Any:
+    """boto3's own client by the AWS environment."""
+    return boto3.session.Session().client("s3", region_name="us-east-1")
+
+
+def leftover_uploads(bucket: str) -> list[str]:
+    """Keys of the multipart uploads that were begun and neither completed nor aborted."""
+    return [upload["Key"] for upload in plain_client().list_multipart_uploads(Bucket=bucket).get("Uploads", [])]

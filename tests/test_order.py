@@ -1,0 +1,96 @@
+"""The data order and its shares: the same steps at any number of workers, every row once."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.order import LEAST_ROWS, Order, Steps, micro_batches, row_ids, share
+
+rows = st.integers(2, 500)
+batches = st.integers(2, 64)
+worlds = st.integers(1, 9)
+row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda groups: sum(groups) >= 2)
+
+
+@given(rows, batches)
+def test_steps_cover_every_position_once(rows: int, batch: int) -> None:
+    steps = Steps(rows, batch)
+    bounds = [steps.bounds(step) for step in range(steps.per_epoch)]
+    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == rows
+    assert all(end - begin == batch for begin, end in bounds[:-1])
+    assert LEAST_ROWS <= bounds[-1][1] - bounds[-1][0] <= batch + 1
+
+
+@given(st.integers(2, 500), worlds)
+def test_shares_are_fair_and_never_a_single_row(rows: int, world_size: int) -> None:
+    shares = [share(rows, world_size, rank) for rank in range(world_size)]
+    sizes = [end - begin for begin, end in shares]
+    some = [size for size in sizes if size]
+    assert [position for begin, end in shares for position in range(begin, end)] == list(range(rows))
+    assert max(some) - min(some) <= 1
+    assert min(some) >= LEAST_ROWS
+    assert len(some) == min(world_size, rows // LEAST_ROWS)
+    assert sizes[0] > 0, "rank 0's batch norm averages are the ones that are kept"
+
+
+@given(rows, batches, worlds, st.data())
+def test_workers_positions_are_their_shares(rows: int, batch: int, world_size: int, data: st.DataObject) -> None:
+    steps = Steps(rows, batch)
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    for rank in range(world_size):
+        shares = [steps.share(step, world_size, rank) for step in range(steps.per_epoch)]
+        expected = [p for begin, end in shares for p in range(begin, end) if first <= p < last]
+        assert steps.positions(world_size, rank, first, last).tolist() == expected
+
+
+@given(st.integers(2, 300), st.integers(0, 40))
+def test_micro_batches_are_even(rows: int, most: int) -> None:
+    parts = list(micro_batches(rows, most))
+    sizes = [part.stop - part.start for part in parts]
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(rows))
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= (most or rows)
+    assert min(sizes) >= (1 if 0 < most < 3 else LEAST_ROWS)
+
+
+@given(row_groups, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 100))
+def test_an_epoch_visits_every_row_once(groups: list[int], seed: int, epoch: int, window_rows: int) -> None:
+    order = Order(tuple(groups), seed, window_rows)
+    windows = order.windows(epoch)
+    assert [window.first for window in windows] == [0, *(window.last for window in windows[:-1])]
+    ids = [row_ids(groups, window.groups, order.permutation(epoch, window))[1] for window in windows]
+    assert sorted(np.concatenate(ids).tolist()) == list(range(sum(groups)))
+
+
+@given(row_groups, st.integers(0, 2**32 - 1))
+def test_rows_are_found_in_their_group(groups: list[int], seed: int) -> None:
+    order = Order(tuple(groups), seed, 50)
+    starts = np.cumsum([0, *groups])
+    for window in order.windows(1):
+        which, ids = row_ids(groups, window.groups, order.permutation(1, window))
+        group = np.array(window.groups)[which]
+        assert np.all((starts[group] <= ids) & (ids < starts[group + 1]))
+
+
+def test_the_order_depends_on_seed_and_epoch() -> None:
+    def first_rows(seed: int, epoch: int) -> list[int]:
+        order = Order((1000,), seed, 1000)
+        return order.permutation(epoch, order.windows(epoch)[0])[:20].tolist()
+
+    assert first_rows(0, 1) == first_rows(0, 1)
+    assert len({tuple(first_rows(seed, epoch)) for seed in range(3) for epoch in range(1, 4)}) == 9
+
+
+def test_the_order_is_the_one_that_stored_positions_mean() -> None:
+    """A position in storage means rows by this very sequence: a change of it would repeat rows of a resumed epoch."""
+    order = Order((5, 3, 4), seed=7, window_rows=6)
+    assert [window.groups for window in order.windows(2)] == PINNED_GROUPS
+    assert [order.permutation(2, window).tolist() for window in order.windows(2)] == PINNED_ROWS
+
+
+PINNED_GROUPS = [(2, 1), (0,)]
+PINNED_ROWS = [[5, 0, 2, 3, 6, 1, 4], [2, 4, 1, 3, 0]]

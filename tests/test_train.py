@@ -1,0 +1,274 @@
+"""Whole runs of the training program on real Ray workers: what they consume, and how they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.compute as pc
+import pytest
+import torch
+
+from app.errors import ConflictError, DataError
+from app.layout import Run, open_run
+from app.layout.attempts import lineage, read_attempts
+from app.layout.checkpoints import Checkpoint, find_newest_good, in_lineage, list_checkpoints
+from app.layout.history import read_audit, read_journal
+from tests.conftest import Program
+
+MakeData = Callable[..., str]
+
+
+def the_run(program: Program, name: str = "run") -> Run:
+    return open_run(program.settings["STORAGE_PATH"], name)
+
+
+def newest(run: Run) -> Checkpoint:
+    checkpoint, _ = find_newest_good(run, read_attempts(run))
+    assert checkpoint
+    return checkpoint
+
+
+def consumed(run: Run) -> dict[int, list[int]]:
+    """The row ids of each step that leads to the newest checkpoint, in no order."""
+    rows: dict[int, list[int]] = {}
+    for table in read_audit(run, lineage(read_attempts(run))):
+        for step, row in zip(table["step"].to_pylist(), table["row"].to_pylist(), strict=True):
+            rows.setdefault(step, []).append(row)
+    return rows
+
+
+def losses(run: Run) -> list[float]:
+    return [record["loss"] for record in read_journal(run, "metrics", lineage(read_attempts(run)))]
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    path = run.storage.locate(run.key("checkpoints", newest(run).name, "model.pt"))
+    return torch.load(path, weights_only=True)
+
+
+def sunspot(words):
+    from submitter.cli import main
+
+    main(words)
+
+
+def assert_audit_clean(program: Program) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sunspot(["audit", "run", "--storage", program.settings["STORAGE_PATH"]])
+    assert ended.value.code == 0
+
+
+def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 120) -> None:
+    """Return when a checkpoint at `step` or later stands."""
+    deadline = time.monotonic() + seconds
+    while not any(checkpoint.step >= step for checkpoint in list_checkpoints(run)):
+        assert time.monotonic() < deadline, f"no checkpoint at step {step} after {seconds} s"
+        assert process is None or process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+
+
+def worker_processes() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if "RayTrainWorker" in process.name() + " ".join(_words(process))]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_data: MakeData) -> None:
+    # 123 rows in batches of 20: the seventh step of an epoch has 3 rows, enough for one worker only.
+    data = make_data(123)
+    settings = {"DATASET": data, "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 30, "EPOCHS": 9, "CHECKPOINT_EVERY_STEPS": 1}
+    for workers in (1, 2, 3):
+        program.run(**settings, RUN_NAME=f"world-{workers}", NUM_WORKERS=workers, MICRO_BATCH_SIZE=0 if workers == 1 else 4)
+    one, two, three = (the_run(program, f"world-{workers}") for workers in (1, 2, 3))
+    assert len(consumed(one)) == 30
+    for other in (two, three):
+        assert {step: sorted(rows) for step, rows in consumed(other).items()} == {
+            step: sorted(rows) for step, rows in consumed(one).items()
+        }
+        assert losses(other) == pytest.approx(losses(one), rel=1e-5)
+    assert losses(one)[-1] < losses(one)[0] / 2
+
+
+@pytest.mark.parametrize("loader", ["torch", "ray"])
+def test_a_run_goes_on_after_the_loss_of_a_worker(loader: str, program: Program, make_data: MakeData) -> None:
+    settings = {
+        "DATASET": make_data(20_000, row_group=1000),
+        "GLOBAL_BATCH_SIZE": 50,
+        "EPOCHS": 2,
+        "LOADER": loader,
+        "CHECKPOINT_EVERY_STEPS": 20,
+    }
+    process = program.start(**settings)
+    run = the_run(program)
+    wait_for_step(run, 60, process)
+    worker_processes()[-1].send_signal(signal.SIGKILL)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    assert len(read_attempts(run)) == 2
+    assert newest(run).step == 800
+    assert_audit_clean(program)
+
+
+@pytest.mark.parametrize("loader", ["torch", "ray"])
+def test_a_killed_run_goes_on_at_another_world_size(loader: str, program: Program, make_data: MakeData) -> None:
+    settings = {
+        "DATASET": make_data(20_001, row_group=1000),
+        "GLOBAL_BATCH_SIZE": 50,
+        "EPOCHS": 2,
+        "LOADER": loader,
+        "CHECKPOINT_EVERY_STEPS": 20,
+    }
+    run = the_run(program)
+    for workers, step in [(2, 60), (1, 500)]:
+        process = program.start(**settings, NUM_WORKERS=workers)
+        wait_for_step(run, step, process)
+        kill_all(process)
+    program.run(**settings, NUM_WORKERS=3)
+    assert newest(run).step == 800
+    worlds = [attempt.about["world_size"] for attempt in read_attempts(run)]
+    assert worlds == [2, 1, 3]
+    assert_audit_clean(program)
+    history = read_journal(run, "metrics", lineage(read_attempts(run)))
+    assert sum(record["steps"] for record in history) == 800
+    assert sum(record["rows"] for record in history) == 40_002
+
+
+def kill_all(process: Any) -> None:
+    """SIGKILL the driver and all workers of its job at once."""
+    for victim in [psutil.Process(process.pid), *worker_processes()]:
+        victim.send_signal(signal.SIGKILL)
+    process.wait()
+    while worker_processes():
+        time.sleep(0.1)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: MakeData) -> None:
+    settings = {"DATASET": make_data(1000, test_rows=100), "GLOBAL_BATCH_SIZE": 32, "EPOCHS": 2, "TASK": "tests.batch_norm_task"}
+    program.run(**settings, RUN_NAME="whole")
+    program.run(**settings, RUN_NAME="parts", CHECKPOINT_EVERY_STEPS=10)
+    # Back to the middle of the first epoch: everything later goes.
+    whole, parts = the_run(program, "whole"), the_run(program, "parts")
+    for checkpoint in list_checkpoints(parts):
+        if checkpoint.step > 30:
+            parts.storage.delete(parts.key("checkpoints", checkpoint.name, "manifest.json"))
+    assert newest(parts).step == 30 or pytest.skip("retention kept none of the early checkpoints")
+    program.run(**settings, RUN_NAME="parts")
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(parts)[name]), name
+
+
+def test_a_finished_run_says_so(program: Program, make_data: MakeData, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"DATASET": make_data(100, test_rows=50), "GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1}
+    program.run(**settings)
+    assert "test_accuracy" in capfd.readouterr().out
+    program.run(**settings)
+    assert "already finished at step 5" in capfd.readouterr().out
+    assert len(read_attempts(the_run(program))) == 1
+
+    with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
+        program.run(**settings, SEED=1)
+    program.run(**{**settings, "EPOCHS": 2}, CHECKPOINTS_TO_KEEP=1)
+    assert newest(the_run(program)).step == 10
+
+
+DAMAGES = {
+    "truncated": lambda folder: os.truncate(folder / "model.pt", 100),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "a flipped byte": lambda folder: _flip(folder / "optimizer.pt"),
+    "manifest emptied": lambda folder: (folder / "manifest.json").write_text(""),
+}
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_checkpoints_are_skipped(program: Program, make_data: MakeData, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"DATASET": make_data(200), "GLOBAL_BATCH_SIZE": 20, "CHECKPOINT_EVERY_STEPS": 5}
+    program.run(**settings, EPOCHS=1)
+    run = the_run(program)
+    for epochs, (damage, do) in enumerate(DAMAGES.items(), 2):
+        good = newest(run)
+        before = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))[-2]
+        do(Path(run.storage.locate(run.key("checkpoints", good.name))))
+        capfd.readouterr()
+        program.run(**settings, EPOCHS=epochs)
+        assert f"skipped {good.name}" in capfd.readouterr().out, damage
+        assert read_attempts(run)[-1].starts_from == before.name, damage
+        assert newest(run).step == 10 * epochs
+    assert_audit_clean(program)
+
+
+def test_a_newer_process_takes_the_run_over(program: Program, make_data: MakeData) -> None:
+    settings = {
+        "DATASET": make_data(20_000),
+        "GLOBAL_BATCH_SIZE": 20,
+        "EPOCHS": 3,
+        "CHECKPOINT_EVERY_STEPS": 20,
+        "NUM_WORKERS": 1,
+    }
+    first = program.start(**settings)
+    run = the_run(program)
+    wait_for_step(run, 20, first)
+    second = program.start(**settings)
+    outputs = [process.communicate(timeout=250)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (6, 0), "\n".join(outputs)
+    assert "owns the run" in outputs[0]
+    owners = [attempt.owner for attempt in read_attempts(run)]
+    assert len(set(owners)) == 2
+    assert owners == sorted(owners, key=owners.index), "the first one came back"
+    assert_audit_clean(program)
+
+
+def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from tests.test_data import png  # a PNG of some pixels
+
+    good = png()
+    table = pa.table({"image": [good, good[:20], good, good], "label": [0, 1, 0, 1]})
+    pq.write_table(table, tmp_path / "broken.parquet")
+    with pytest.raises(DataError, match=r"broken\.parquet.*row 1"):
+        program.run(DATASET=tmp_path / "broken.parquet", GLOBAL_BATCH_SIZE=2, LOADER="ray")
+
+
+def test_every_rank_is_in_the_metric_history(program: Program, make_data: MakeData) -> None:
+    program.run(DATASET=make_data(300, test_rows=31), GLOBAL_BATCH_SIZE=30, EPOCHS=1, NUM_WORKERS=3)
+    [record] = read_journal(the_run(program), "metrics")
+    assert [numbers["rows"] for numbers in record["ranks"]] == [100, 100, 100]
+    assert record["steps"] == 10
+    for name in ("loss", "accuracy", "learning_rate", "rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s"):
+        assert record[name] >= 0, name
+    assert 0 <= record["test_accuracy"] <= 1
+    assert record["test_accuracy"] * 31 == pytest.approx(round(record["test_accuracy"] * 31)), "31 rows, each counted once"
+
+
+def test_the_audit_sees_a_repeated_row(program: Program, make_data: MakeData) -> None:
+    """The check itself can fail: one step's rows are recorded twice."""
+    program.run(DATASET=make_data(100), GLOBAL_BATCH_SIZE=20, EPOCHS=1)
+    run = the_run(program)
+    [table] = read_audit(run, lineage(read_attempts(run)))
+    from app.layout.history import write_audit
+
+    doubled = table.filter(pc.not_equal(table["step"], 2))
+    first = table.filter(pc.equal(table["step"], 1))
+    import pyarrow as pa
+
+    write_audit(run, 1, 1, 5, pa.concat_tables([doubled, first.set_column(0, "step", pa.array([2] * len(first), pa.int32()))]))
+    with pytest.raises(SystemExit) as ended:
+        sunspot(["audit", "run", "--storage", program.settings["STORAGE_PATH"]])
+    assert ended.value.code == 7
