@@ -91,7 +91,7 @@ def save(settings: Settings, model: torch.nn.Module, history: list[dict[str, flo
     writer.writerows(history)
     storage.write(f"{folder}/metrics.csv", table.getvalue().encode())
     with storage.writer(f"{folder}/model.pt") as file:
-        torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, file)
+        torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, file)  # type: ignore[arg-type]
     return storage.locate(folder)
 
 

@@ -117,14 +117,23 @@ class Saver:
         if self._error:
             raise self._error
 
-    def finish(self) -> None:
-        """Wait until the newest snapshot is committed; raises like `raise_if_failed`."""
+    def drain(self) -> None:
+        """Wait until the newest snapshot is committed; raises like `raise_if_failed`.
+
+        It ends: each request is bounded, and a commit that keeps failing is given up after `storage_timeout_s`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._error or not (self._pending or self._busy))
+        self.raise_if_failed()
+
+    def finish(self) -> None:
+        """`drain`, and end the threads."""
+        self.drain()
+        with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self.raise_if_failed()
         self._thread.join()
+        self._copier.shutdown()
 
     # ------------------------------------------------------------------------------------------ in the commit thread
 
@@ -201,7 +210,7 @@ class Saver:
         """Stream one file to storage, then read it back: an upload that was acknowledged may still have been lost."""
         key = self._run.key("checkpoints", name, file)
         with self._run.storage.writer(key) as writer:
-            torch.save(state, writer)
+            torch.save(state, writer)  # type: ignore[arg-type]  # of a file it needs only write()
         written = (writer.size, writer.sha256)
         arrived = self._run.storage.digest(key)
         if arrived != written:

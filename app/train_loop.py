@@ -89,7 +89,7 @@ def accumulate_gradients(worker: Worker, model: torch.nn.Module, batch: Batch, r
     values = []
     for part in parts:
         travels = part is parts[-1] or not isinstance(model, DistributedDataParallel)
-        with nullcontext() if travels else model.no_sync():
+        with nullcontext() if travels else model.no_sync():  # type: ignore[operator]
             with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
                 losses, metrics = task.loss(model, {name: column[part] for name, column in batch.items()})
             (losses.sum() * weight).backward()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow
@@ -231,7 +231,7 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
         loader=loader,
         has_test=test is not None,
         stand_in={name: column.to(device) for name, column in _stand_in(source).items()},
-        control_group=dist.new_group(backend="gloo"),
+        control_group=cast(dist.ProcessGroup, dist.new_group(backend="gloo")),
         attempt=attempt,
         journals=journals,
         saver=Saver(run, attempt, settings, journals, config["progress"].warn.remote) if rank == 0 else None,

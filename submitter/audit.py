@@ -102,7 +102,7 @@ def find_strangers(tables: list[pyarrow.Table], data: Data) -> list[str]:
     """A line for each row that is not in the data."""
     import pyarrow.compute as pc
 
-    strangers = []
+    strangers: list[tuple[int, int]] = []
     for table in tables:
         found = table.filter(pc.invert(_in_data(table["row"], data)))
         strangers += zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True)
@@ -125,9 +125,7 @@ def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[
 
 def _cut(spans: list[Span], end: int) -> list[Span]:
     """The spans up to step `end`."""
-    return [
-        span._replace(upto=end if span.upto is None else min(span.upto, end)) for span in spans if span.after < end
-    ]
+    return [span._replace(upto=end if span.upto is None else min(span.upto, end)) for span in spans if span.after < end]
 
 
 def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
@@ -138,9 +136,9 @@ def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
 
 def _ranges(steps: list[int]) -> Iterator[tuple[int, int]]:
     """First and last of each stretch of consecutive steps."""
-    starts = [i for i, step in enumerate(steps) if i == 0 or steps[i - 1] != step - 1]
-    for start, after in zip(starts, [*starts[1:], len(steps)], strict=True):
-        yield steps[start], steps[after - 1]
+    firsts = [step for step, before in zip(steps, [None, *steps], strict=False) if before != step - 1]
+    lasts = [step for step, behind in zip(steps, [*steps[1:], None], strict=False) if behind != step + 1]
+    return zip(firsts, lasts, strict=True)
 
 
 def _shorten(lines: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.server
 import io
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import pickle
 import re
 import shutil
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,6 +261,11 @@ def test_what_is_refused_before_training(tmp_path, image, label, parts):
             open_parquet(str(tmp_path))
 
 
+HOLED = pa.ExtensionArray.from_storage(
+    pa.fixed_shape_tensor(pa.uint8(), [2, 2]), pa.array([[0, 1, 2, 3], [0, None, 2, 3]], pa.list_(pa.uint8(), 4))
+)
+
+
 @pytest.mark.parametrize(
     ("image", "parts"),
     [
@@ -272,11 +279,9 @@ def test_what_is_refused_before_training(tmp_path, image, label, parts):
         (pa.array([[[0, 1], [2, 3]], [[0, 1], None]]), ("null",)),
         (pa.array([[[0, 1], [2, 3]], [[0, 1], [2, None]]]), ("null",)),
         (pa.array([[[0, 1], [2, 3]], None]), ("null",)),
-        (pa.ExtensionArray.from_storage(
-            pa.fixed_shape_tensor(pa.uint8(), [2, 2]), pa.array([[0, 1, 2, 3], [0, None, 2, 3]], pa.list_(pa.uint8(), 4))
-        ), ("null",)),
+        (HOLED, ("null",)),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_at_reading_names_the_row_of_the_file(tmp_path, image, parts):
     good = pa.concat_arrays([image[:1]] * 3)
     path = write(tmp_path / "a.parquet", pa.concat_arrays([good, image]), range(5), row_group_size=3)
@@ -550,6 +555,23 @@ def test_a_dataset_in_s3_is_the_same_dataset(tmp_path, monkeypatch, s3_server):
     assert rows_in(open_parquet("s3://data/digits/test/0.parquet")) == 2
     with refusal(DataError, "s3://data/nothing", "not found"):
         open_parquet("s3://data/nothing")
+
+
+def test_a_url_that_is_forbidden_is_named(monkeypatch):
+    class Refuse(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(403)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *args: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        s3_environment(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        with refusal(StorageError, "s3://data/digits", "ACCESS_DENIED"):
+            open_parquet("s3://data/digits")
+        server.shutdown()
 
 
 def test_an_unreachable_url_is_named_within_its_time(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import psutil
 import pyarrow.compute as pc
 import pytest
 import torch
+from PIL import Image
 
 from app.errors import ConflictError, DataError
 from app.layout import Run, open_run
@@ -74,7 +76,9 @@ def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 120
 
 
 def worker_processes() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if "RayTrainWorker" in process.name() + " ".join(_words(process))]
+    return [
+        process for process in psutil.process_iter() if "RayTrainWorker" in process.name() + " ".join(_words(process))
+    ]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -89,7 +93,9 @@ def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_dat
     data = make_data(123)
     settings = {"DATASET": data, "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 30, "EPOCHS": 9, "CHECKPOINT_EVERY_STEPS": 1}
     for workers in (1, 2, 3):
-        program.run(**settings, RUN_NAME=f"world-{workers}", NUM_WORKERS=workers, MICRO_BATCH_SIZE=0 if workers == 1 else 4)
+        program.run(
+            **settings, RUN_NAME=f"world-{workers}", NUM_WORKERS=workers, MICRO_BATCH_SIZE=0 if workers == 1 else 4
+        )
     one, two, three = (the_run(program, f"world-{workers}") for workers in (1, 2, 3))
     assert len(consumed(one)) == 30
     for other in (two, three):
@@ -154,7 +160,12 @@ def kill_all(process: Any) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: MakeData) -> None:
-    settings = {"DATASET": make_data(1000, test_rows=100), "GLOBAL_BATCH_SIZE": 32, "EPOCHS": 2, "TASK": "tests.batch_norm_task"}
+    settings = {
+        "DATASET": make_data(1000, test_rows=100),
+        "GLOBAL_BATCH_SIZE": 32,
+        "EPOCHS": 2,
+        "TASK": "tests.batch_norm_task",
+    }
     program.run(**settings, RUN_NAME="whole")
     program.run(**settings, RUN_NAME="parts", CHECKPOINT_EVERY_STEPS=10)
     # Back to the middle of the first epoch: everything later goes.
@@ -196,7 +207,9 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_checkpoints_are_skipped(program: Program, make_data: MakeData, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_skipped(
+    program: Program, make_data: MakeData, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = {"DATASET": make_data(200), "GLOBAL_BATCH_SIZE": 20, "CHECKPOINT_EVERY_STEPS": 5}
     program.run(**settings, EPOCHS=1)
     run = the_run(program)
@@ -237,9 +250,9 @@ def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from tests.test_data import png  # a PNG of some pixels
-
-    good = png()
+    buffer = io.BytesIO()
+    Image.new("L", (8, 8), 200).save(buffer, "png")
+    good = buffer.getvalue()
     table = pa.table({"image": [good, good[:20], good, good], "label": [0, 1, 0, 1]})
     pq.write_table(table, tmp_path / "broken.parquet")
     with pytest.raises(DataError, match=r"broken\.parquet.*row 1"):
@@ -251,10 +264,20 @@ def test_every_rank_is_in_the_metric_history(program: Program, make_data: MakeDa
     [record] = read_journal(the_run(program), "metrics")
     assert [numbers["rows"] for numbers in record["ranks"]] == [100, 100, 100]
     assert record["steps"] == 10
-    for name in ("loss", "accuracy", "learning_rate", "rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s"):
+    for name in (
+        "loss",
+        "accuracy",
+        "learning_rate",
+        "rows_per_s",
+        "step_time_median_s",
+        "step_time_p95_s",
+        "data_wait_s",
+    ):
         assert record[name] >= 0, name
     assert 0 <= record["test_accuracy"] <= 1
-    assert record["test_accuracy"] * 31 == pytest.approx(round(record["test_accuracy"] * 31)), "31 rows, each counted once"
+    assert record["test_accuracy"] * 31 == pytest.approx(round(record["test_accuracy"] * 31)), (
+        "31 rows, each counted once"
+    )
 
 
 def test_the_audit_sees_a_repeated_row(program: Program, make_data: MakeData) -> None:
@@ -268,7 +291,9 @@ def test_the_audit_sees_a_repeated_row(program: Program, make_data: MakeData) ->
     first = table.filter(pc.equal(table["step"], 1))
     import pyarrow as pa
 
-    write_audit(run, 1, 1, 5, pa.concat_tables([doubled, first.set_column(0, "step", pa.array([2] * len(first), pa.int32()))]))
+    write_audit(
+        run, 1, 1, 5, pa.concat_tables([doubled, first.set_column(0, "step", pa.array([2] * len(first), pa.int32()))])
+    )
     with pytest.raises(SystemExit) as ended:
         sunspot(["audit", "run", "--storage", program.settings["STORAGE_PATH"]])
     assert ended.value.code == 7

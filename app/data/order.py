@@ -77,7 +77,7 @@ def micro_batches(rows: int, most: int) -> Iterator[slice]:
 class Window(NamedTuple):
     """A stretch of an epoch's order: the rows of a few row groups, permuted."""
 
-    index: int
+    number: int
     groups: tuple[int, ...]
     first: int
     last: int
@@ -116,7 +116,7 @@ class Order:
 
         A number below counts through the rows of `window.groups`, laid end to end.
         """
-        return np.random.default_rng([self.seed, epoch, window.index]).permutation(window.last - window.first)
+        return np.random.default_rng([self.seed, epoch, window.number]).permutation(window.last - window.first)
 
 
 def row_ids(row_groups: Sequence[int], groups: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

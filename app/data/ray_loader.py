@@ -119,7 +119,7 @@ class StepStreams(ray.train.DataConfig):
             for window in self._order.windows(epoch + 1):
                 if window.first < last and first < window.last:
                     bounds = {"first": max(first, window.first), "last": min(last, window.last)}
-                    yield {"epoch": epoch + 1, "window": window.index, **bounds}
+                    yield {"epoch": epoch + 1, "window": window.number, **bounds}
             step += steps_here - first_step
 
 

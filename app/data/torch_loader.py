@@ -42,11 +42,11 @@ class TorchLoader:
     @staticmethod
     def _batches(rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
         # batch_size=None: an item is a whole batch, taken by one indexing operation and not row by row.
-        loader = DataLoader(_Selections(rows, selections), batch_size=None)
+        loader = DataLoader(Selections(rows, selections), batch_size=None)
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
-class _Selections(Dataset[Batch]):
+class Selections(Dataset[Batch]):
     """Item k is the rows of selection k."""
 
     def __init__(self, rows: Batch, selections: list[np.ndarray]) -> None:

@@ -6,6 +6,7 @@ when every file has the size and the SHA-256 that the manifest lists.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from app.layout import Run, to_json
 from app.layout.attempts import Attempt, Span, attempt_of, lineage, step_of
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-\d{8,}-attempt-\d{4,}")
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,14 @@ def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """Every directory with a manifest, by step; one whose manifest cannot be read has `damage`."""
-    found = []
-    for entry in run.storage.list(run.key("checkpoints")):
-        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
-        if file == MANIFEST:
-            checkpoint = _read_manifest(run, name)
-            if checkpoint:
-                found.append(checkpoint)
+    names = [name for name, complete in _directories(run).items() if complete]
+    found = [checkpoint for name in names if (checkpoint := _read_manifest(run, name))]
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
 
 
 def list_incomplete(run: Run) -> list[str]:
     """Names of the checkpoint directories without a manifest: uploads that never ended, or deletions that did not."""
-    names: dict[str, bool] = {}
-    for entry in run.storage.list(run.key("checkpoints")):
-        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
-        names[name] = names.get(name, False) or file == MANIFEST
-    return [name for name, complete in names.items() if not complete]
+    return [name for name, complete in _directories(run).items() if not complete]
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
@@ -121,16 +114,30 @@ def delete_checkpoint(run: Run, name: str) -> None:
         run.storage.delete(entry.key)
 
 
+def _directories(run: Run) -> dict[str, bool]:
+    """The checkpoint directories, and whether each has a manifest; what others put beside them is not ours to judge."""
+    names: dict[str, bool] = {}
+    for entry in run.storage.list(run.key("checkpoints")):
+        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
+        if NAME.fullmatch(name):
+            names[name] = names.get(name, False) or file == MANIFEST
+    return names
+
+
 def _read_manifest(run: Run, name: str) -> Checkpoint | None:
     try:
-        record = run.read_json("checkpoints", name, MANIFEST)
-        checkpoint = Checkpoint(**record)
-        if checkpoint.name != name or not checkpoint.files:
-            raise ValueError("it describes another checkpoint, or no file")
+        checkpoint = Checkpoint(**run.read_json("checkpoints", name, MANIFEST))
+        if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
+            raise ValueError("it describes another checkpoint")
+        sized = [
+            isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in checkpoint.files.values()
+        ]
+        if not sized or not all(sized) or not isinstance(checkpoint.metrics, dict):
+            raise ValueError("it lists no file, or not its size and SHA-256")
         return checkpoint
     except NotFoundError:  # deleted since it was listed
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=f"{MANIFEST} cannot be used: {error}")
 
 

@@ -1,0 +1,77 @@
+"""`make bench`: every benchmark beside its yardstick, as one table.
+
+MNIST is taken from SUNSPOT_DATA_ROOT (downloaded once by torchvision). One benchmark: python -m scripts.bench ingest
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import ray
+
+from app.trainer import RAY_ENVIRONMENT
+from scripts.bench import checkpoint, ingest, memory_rows, step
+
+
+@dataclass
+class Benchmark:
+    """A yardstick and the product, in the same unit, measured in pairs."""
+
+    title: str
+    yardstick: str
+    unit: str
+    higher_is_better: bool
+    goal: float
+    "Yardstick over product where less is better, product over yardstick otherwise: at least this."
+    measure: Callable[[], list[tuple[float, float]]]
+    "Pairs of (yardstick, product)."
+
+
+BENCHMARKS = {
+    "step": Benchmark(
+        "step of the training loop", "torchrun DDP, an idle Ray beside it", "ms", False, 1 / 1.03, step.measure
+    ),
+    "checkpoint": Benchmark(
+        "training thread stalled by a checkpoint of 200 MB to S3",
+        "torch.save and report() with Ray's upload",
+        "ms",
+        False,
+        25,
+        checkpoint.measure,
+    ),
+    "ingest": Benchmark(
+        "Ray Data, rows into iter_torch_batches", "ds.map through PIL, row by row", "rows/s", True, 6, ingest.measure
+    ),
+    "memory_rows": Benchmark(
+        "rows in memory, into batches", "DataLoader over torchvision's MNIST", "rows/s", True, 20, memory_rows.measure
+    ),
+}
+
+
+def main(names: list[str]) -> None:
+    """Measure the named benchmarks, or all, and print the table."""
+    os.environ.update(RAY_ENVIRONMENT)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    lines = []
+    for name in names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        print(f"measuring: {benchmark.title}", flush=True)
+        pairs = benchmark.measure()
+        ratios = [ours / theirs if benchmark.higher_is_better else theirs / ours for theirs, ours in pairs]
+        lines.append(
+            f"| {benchmark.title} | {median(ours for _, ours in pairs):,.1f} {benchmark.unit} "
+            f"| {benchmark.yardstick} | {median(theirs for theirs, _ in pairs):,.1f} {benchmark.unit} "
+            f"| {median(ratios):.3g}x ({min(ratios):.3g} to {max(ratios):.3g}, {len(pairs)} pairs) "
+            f"| {benchmark.goal:.3g}x |"
+        )
+    print("\n| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|")
+    print("\n".join(lines))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,117 @@
+"""What the training thread loses to a checkpoint in S3, against the usual way with Ray Train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from app.checkpoint import Saver, describe
+from app.layout import open_run
+from app.layout.attempts import Attempt, claim, read_attempts
+from app.layout.history import Journal
+from app.settings import Settings
+
+PAIRS = 7
+WIDTH = 4096
+"""One layer of 4096 x 4096 in fp32 has 67 MB, and Adam keeps twice as much again: 201 MB."""
+
+
+def measure() -> list[tuple[float, float]]:
+    """Milliseconds that one checkpoint takes from the training thread, (Ray's, ours), in turns on one worker."""
+    with s3_server() as bucket, tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/pairs"
+        TorchTrainer(
+            on_worker,
+            train_loop_config={"storage": f"s3://{bucket}/ours", "out": out},
+            scaling_config=ScalingConfig(num_workers=1),
+            run_config=RunConfig(
+                name="theirs", storage_path=f"s3://{bucket}", worker_runtime_env={"env_vars": aws_environment()}
+            ),
+        ).fit()
+        with open(out) as lines:
+            return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
+
+
+def on_worker(config: dict[str, Any]) -> None:
+    """Both ways on the same model, in turns; a forward and a backward pass lie between, as in training."""
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    rows = torch.randn(64, WIDTH)
+    run = open_run(config["storage"], "run")
+    attempt = Attempt(1, "bench", None, 0)
+    claim(run, read_attempts(run), attempt)
+    journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    saver = Saver(run, attempt, Settings(checkpoints_to_keep=1), journals, print)
+    with open(config["out"], "w") as out:
+        for step in range(1, 2 + PAIRS):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            began = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, os.path.join(folder, "state.pt"))
+                ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+            theirs = time.perf_counter() - began
+
+            began = time.perf_counter()
+            saver.save(describe(attempt, step, 100, 100, {"loss": 0.0}), model, optimizer, {"step": step})
+            ours = time.perf_counter() - began
+            model(rows).square().mean().backward()
+            began = time.perf_counter()
+            saver.wait_for_copy()
+            ours += time.perf_counter() - began
+            saver.drain()
+            if step > 1:  # the first one allocates
+                print(1000 * theirs, 1000 * ours, file=out)
+    saver.finish()
+
+
+def aws_environment() -> dict[str, str]:
+    """The variables that point to the server."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """An S3 server in a process of its own, on this machine; yields a bucket."""
+    import socket
+
+    import boto3
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
+        AWS_ACCESS_KEY_ID="bench",
+        AWS_SECRET_ACCESS_KEY="bench",
+        AWS_REGION="us-east-1",
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        boto3.client("s3").create_bucket(Bucket="bench")
+        yield "bench"
+    finally:
+        server.terminate()
+        server.wait()
