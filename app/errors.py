@@ -82,19 +82,31 @@ def run_and_exit(program: Callable[[], int]) -> NoReturn:
 
     A `SunspotError` prints its message alone; anything else is a defect of ours and prints its trace.
     """
+    code = _run(program)
     try:
-        code = program()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _mute()
+    sys.exit(code)
+
+
+def _run(program: Callable[[], int]) -> int:
+    try:
+        return program()
     except SunspotError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted: what was committed is safe; the same command goes on from there", file=sys.stderr)
-        code = 130
+        return 130
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing is left to say, and not to stderr either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        _mute()
+        return 0
     except Exception:
         traceback.print_exc()
-        code = 1
-    sys.exit(code)
+        return 1
+
+
+def _mute() -> None:
+    """The reader of our output went away (`| head`): nothing is left to say, nor to complain of at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

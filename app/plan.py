@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from app.data.order import LEAST_ROWS, Steps
 from app.data.source import Source, find_sources, rows_in
-from app.errors import DataError
+from app.errors import DataError, SettingsError
 from app.settings import Settings
 
 READING_SHARE = 0.25
@@ -36,6 +37,8 @@ class Resources:
     use_gpu: bool
     per_worker: dict[str, float]
     threads: int
+    reading_cpus: float
+    "CPUs of one of Ray Data's reading tasks."
     reasons: list[str]
 
 
@@ -90,14 +93,17 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
         reason = f"{cores:g} cores for {workers} workers" + (f", {reading} of them left for reading" if reading else "")
     if use_gpu:
         per_worker = {"GPU": 1.0, **per_worker}
+    left = cores - workers * per_worker.get("CPU", 1)
+    if settings.loader == "ray" and nodes == 1 and left <= 0:
+        raise SettingsError(
+            f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and "
+            "leave none to LOADER=ray, which would wait for ever; give each fewer, or leave the setting empty"
+        )
     threads = max(1, math.floor(per_worker.get("CPU", 1)))
     shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
-    return Resources(
-        use_gpu,
-        per_worker,
-        threads,
-        [f"workers: {settings.num_workers} of {shown} each ({reason}); device {'cuda' if use_gpu else 'cpu'} ({why})"],
-    )
+    device = f"device {'cuda' if use_gpu else 'cpu'} ({why})"
+    reasons = [f"workers: {settings.num_workers} of {shown} each ({reason}); {device}"]
+    return Resources(use_gpu, per_worker, threads, min(1.0, left) if nodes == 1 else 1.0, reasons)
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

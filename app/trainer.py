@@ -169,6 +169,7 @@ def _fit_once(plan: Plan, owner: str) -> None:
         settings.seed,
         plan.total_steps,
         FirstStep(settings.storage_path, settings.run_name),
+        resources.reading_cpus,
     )
     datasets = {}
     if settings.loader == "ray":

@@ -196,6 +196,7 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
         _load_weights(model, load_state(run, checkpoint, "model.pt"), checkpoint.name)
     elif settings.init_from:
         _load_weights(model, read_init(settings), settings.init_from)
+    _refuse_small_micro_batches(model, settings)
     model.to(device)  # before the optimizer: it keeps its state where it finds the parameters
     optimizer = task.build_optimizer(model, settings)
     for group in optimizer.param_groups:
@@ -276,6 +277,16 @@ def _load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
         raise ConflictError(
             f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
         ) from error
+
+
+def _refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
+    """Three rows cut into parts of at most two would leave batch norm one alone; from three on, no cut does."""
+    norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
+        raise SettingsError(
+            f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: the model has batch norm, which needs two rows in "
+            "every forward pass; set it to 3 or more, or to 0"
+        )
 
 
 def versions() -> dict[str, str]:

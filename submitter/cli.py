@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,7 +27,6 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     def program() -> int:
         arguments = _parser().parse_args(words)
         arguments.begin(arguments)
-        sys.stdout.flush()  # here, where a reader that went away is no error
         return 0
 
     run_and_exit(program)

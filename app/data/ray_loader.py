@@ -85,9 +85,17 @@ class StepStreams(ray.train.DataConfig):
     """
 
     def __init__(
-        self, source: Source, test: Source | None, steps: Steps, seed: int, total_steps: int, start: Callable[[], int]
+        self,
+        source: Source,
+        test: Source | None,
+        steps: Steps,
+        seed: int,
+        total_steps: int,
+        start: Callable[[], int],
+        reading_cpus: float = 1.0,
     ) -> None:
         super().__init__()
+        self._reading_cpus = reading_cpus
         self._source, self._test, self._steps = source, test, steps
         self._order = Order(source.row_groups, seed, WINDOW_ROWS)
         self._total_steps, self._start = total_steps, start
@@ -95,20 +103,27 @@ class StepStreams(ray.train.DataConfig):
     def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         [name] = datasets
         streams = self._train_streams if name == "train" else self._test_streams
-        return [{name: _in_order(stream).iterator()} for stream in streams(world_size)]
+        return [{name: stream.iterator()} for stream in streams(world_size)]
 
     def _train_streams(self, world_size: int) -> list[ray.data.Dataset]:
         index = list(self._remaining(self._start()))
         streams = []
         for rank in range(world_size):
             reader = WindowReader(self._source, self._order, self._steps, world_size, rank)
-            streams.append(_read(index, reader))
+            streams.append(self._read(index, reader))
         return streams
 
     def _test_streams(self, world_size: int) -> list[ray.data.Dataset]:
         assert self._test
         groups = [{"group": group} for group in range(len(self._test.row_groups))]
-        return [_read(groups[rank::world_size], InOrder(self._test)) for rank in range(world_size)]
+        return [self._read(groups[rank::world_size], InOrder(self._test)) for rank in range(world_size)]
+
+    def _read(self, index: list[dict[str, int]], reader: WindowReader | InOrder) -> ray.data.Dataset:
+        blocks = max(1, min(len(index), MOST_BLOCKS))
+        stream = ray.data.from_items(index, override_num_blocks=blocks)
+        stream = stream.map_batches(reader, batch_size=None, num_cpus=self._reading_cpus)
+        stream.context.execution_options.preserve_order = True
+        return stream
 
     def _remaining(self, step: int) -> Iterator[dict[str, int]]:
         """The windows that hold the rows of the steps from `step` to the end of the run, in order."""
@@ -163,13 +178,3 @@ class RayLoader:
             {name: column[rows:] for name, column in self._left.items()} if len(self._left["row"]) > rows else {}
         )
         return taken
-
-
-def _read(index: list[dict[str, int]], reader: WindowReader | InOrder) -> ray.data.Dataset:
-    blocks = max(1, min(len(index), MOST_BLOCKS))
-    return ray.data.from_items(index, override_num_blocks=blocks).map_batches(reader, batch_size=None)
-
-
-def _in_order(stream: ray.data.Dataset) -> ray.data.Dataset:
-    stream.context.execution_options.preserve_order = True
-    return stream

@@ -1,0 +1,69 @@
+"""The plan: what is chosen for the user fits the machine, and says why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import SettingsError
+from app.plan import choose_resources, make_plan, with_absolute_paths
+from app.settings import load_settings
+from app.tasks import load_task
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["torch", "ray"]))
+def test_workers_and_reading_fit_any_number_of_cores(cores: int, workers: int, loader: str) -> None:
+    settings = load_settings({"NUM_WORKERS": str(workers), "LOADER": loader})
+    resources = choose_resources(settings, {"CPU": cores}, nodes=1)
+    used = workers * resources.per_worker["CPU"]
+    assert resources.per_worker["CPU"] > 0
+    assert used <= cores
+    assert resources.threads * workers <= max(cores, workers)
+    if loader == "ray":
+        assert 0 < resources.reading_cpus <= cores - used + 1e-9
+
+
+def test_what_leaves_no_core_for_reading_is_refused() -> None:
+    settings = load_settings({"LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 1}'})
+    with pytest.raises(SettingsError, match="to LOADER=ray, which would wait"):
+        choose_resources(settings, {"CPU": 2}, nodes=1)
+
+
+@pytest.mark.parametrize(("use_gpu", "gpus", "used"), [("auto", 2, True), ("auto", 1, False), ("false", 8, False)])
+def test_gpus_are_used_when_there_is_one_for_each_worker(use_gpu: str, gpus: int, used: bool) -> None:
+    resources = choose_resources(load_settings({"USE_GPU": use_gpu}), {"CPU": 8, "GPU": gpus}, nodes=1)
+    assert resources.use_gpu is used
+    assert ("GPU" in resources.per_worker) is used
+    assert f"{gpus} GPUs" in resources.reasons[0] or use_gpu == "false"
+
+
+def test_the_plan_says_what_ends_the_run() -> None:
+    task = load_task(load_settings())
+    plan = make_plan(load_settings(), task)
+    assert (plan.steps.rows, plan.total_steps) == (12_000, 188)
+    assert "188 = 2 epochs of 94 steps of 128 rows" in plan.reasons[1]
+    assert make_plan(load_settings({"MAX_STEPS": "10"}), task).total_steps == 10
+    assert make_plan(load_settings({"MAX_STEPS": "1000"}), task).total_steps == 188
+
+
+def test_workers_without_rows_are_told() -> None:
+    plan = make_plan(load_settings({"GLOBAL_BATCH_SIZE": "4", "NUM_WORKERS": "3"}), load_task(load_settings()))
+    assert "of 3 workers only 2 get rows" in plan.reasons[2]
+
+
+def test_a_task_that_lacks_a_function_is_refused() -> None:
+    with pytest.raises(SettingsError, match="does not define build_model"):
+        load_task(load_settings({"TASK": "json"}))
+    with pytest.raises(SettingsError, match=r"no\.such\.module: cannot be imported"):
+        load_task(load_settings({"TASK": "no.such.module"}))
+
+
+def test_local_paths_become_absolute() -> None:
+    settings = with_absolute_paths(load_settings({"DATASET": "rows", "INIT_FROM": "run:other", "DATA_ROOT": "~/data"}))
+    assert settings.storage_path.startswith("/")
+    assert settings.storage_path.endswith("/runs")
+    assert settings.dataset.endswith("/rows")
+    assert settings.init_from == "run:other"
+    assert "~" not in settings.data_root
+    assert with_absolute_paths(load_settings({"STORAGE_PATH": "s3://bucket/runs"})).storage_path == "s3://bucket/runs"

@@ -1,0 +1,63 @@
+"""Every command of the README is run, and its example task is the one that is trained."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources with the same .venv, the README's task, and a folder of pictures."""
+    folder = tmp_path_factory.mktemp("readme") / "sunspot"
+    folder.mkdir()
+    for name in ("app", "submitter", "requirements", "Makefile", "pyproject.toml"):
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
+        copy(REPOSITORY / name, folder / name)
+    (folder / ".venv").symlink_to(REPOSITORY / ".venv")
+    [task] = re.findall(r"```python\n# my_task\.py\n(.*?)```", README, re.S)
+    assert task.count("\n") < 40
+    (folder / "my_task.py").write_text(task)
+    random = np.random.default_rng(0)
+    for label in ("cats", "dogs"):
+        (folder / "pictures" / label).mkdir(parents=True)
+        for number in range(20):
+            pixels = random.integers(0, 255, (70, 80, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "pictures" / label / f"{number}.png")
+    return folder
+
+
+def test_the_readme_has_commands() -> None:
+    assert COMMANDS[:2] == ["make train SUNSPOT_AUDIT=true", ".venv/bin/sunspot audit mnist"]
+    assert len(COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_works(command: str, checkout: Path, ray_address: str) -> None:
+    short = {
+        "RAY_ADDRESS": ray_address,
+        "SUNSPOT_MAX_STEPS": "2",
+        "SUNSPOT_GLOBAL_BATCH_SIZE": "16",
+        "SUNSPOT_RESOURCES_PER_WORKER": '{"CPU": 1}',
+    }
+    if not command.startswith("make"):
+        short = {}
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    answer = subprocess.run(
+        command, shell=True, cwd=checkout, env={**environment, **short}, capture_output=True, text=True, timeout=280
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    if command.startswith("make"):
+        assert "weights: " in answer.stdout

@@ -1,0 +1,127 @@
+"""Settings: every problem at once, by variable, with the fix; and no waiting for torch to hear of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import SettingsError
+from app.settings import PREFIX, Settings, Workers, differences, load_settings
+from tests.conftest import REPOSITORY
+
+CONTRACT = {
+    "TASK": "app.tasks.mnist",
+    "RUN_NAME": "mnist",
+    "TASK_ARGS": "{}",
+    "INIT_FROM": "",
+    "STORAGE_PATH": "runs",
+    "DATASET": "sample",
+    "TEST_DATASET": "",
+    "DATA_ROOT": "data",
+    "LOADER": "torch",
+    "NUM_WORKERS": "2",
+    "USE_GPU": "auto",
+    "EPOCHS": "2",
+    "MAX_STEPS": "0",
+    "GLOBAL_BATCH_SIZE": "128",
+    "MICRO_BATCH_SIZE": "0",
+    "LEARNING_RATE": "0.001",
+    "SEED": "0",
+    "PRECISION": "fp32",
+    "PARALLEL": "ddp",
+    "CHECKPOINT_EVERY_STEPS": "0",
+    "CHECKPOINT_EVERY_S": "60.0",
+    "CHECKPOINTS_TO_KEEP": "3",
+    "CHECKPOINT_METRIC": "loss",
+    "CHECKPOINT_ORDER": "min",
+    "MAX_FAILURES": "3",
+    "AUDIT": "false",
+}
+
+
+def test_the_defaults_are_the_contracts() -> None:
+    environment = load_settings().environment()
+    assert {name: environment[PREFIX + name] for name in CONTRACT} == CONTRACT
+
+
+def test_all_problems_at_once_without_torch_or_ray() -> None:
+    wrong = {
+        "SUNSPOT_EPOCHS": "two",
+        "SUNSPOT_NUM_WORKERS": "8..2",
+        "SUNSPOT_TASK_ARGS": "[1]",
+        "SUNSPOT_LERNING_RATE": "0.1",
+    }
+    check = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('app', run_name='__main__')\n"
+        "finally: print('imported', sorted({'torch', 'ray', 'numpy', 'pyarrow'} & sys.modules.keys()))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", check], env={**os.environ, **wrong}, cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert answer.returncode == 2
+    assert "4 problems" in answer.stderr
+    for line in (
+        "SUNSPOT_EPOCHS=two: set it to a whole number from 1",
+        "SUNSPOT_NUM_WORKERS=8..2: set it to a number such as 4, or a range such as 2..8",
+        'SUNSPOT_TASK_ARGS=[1]: set it to a JSON object, e.g. {"width": 64}',
+        "SUNSPOT_LERNING_RATE: no such setting; did you mean SUNSPOT_LEARNING_RATE?",
+    ):
+        assert line in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == "imported []\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RUN_NAME", "Mnist"),
+        ("RUN_NAME", "a" * 39),
+        ("RUN_NAME", "ends-"),
+        ("STORAGE_PATH", "gs://bucket"),
+        ("STORAGE_PATH", "s3://"),
+        ("NUM_WORKERS", "0"),
+        ("NUM_WORKERS", "2.."),
+        ("GLOBAL_BATCH_SIZE", "1"),
+        ("LEARNING_RATE", "nan"),
+        ("LEARNING_RATE", "0"),
+        ("CHECKPOINT_EVERY_S", "-1"),
+        ("CHECKPOINTS_TO_KEEP", "0"),
+        ("RESOURCES_PER_WORKER", "CPU=1"),
+        ("SEED", "-1"),
+        ("TASK", "my task"),
+        ("USE_GPU", "maybe"),
+        ("AUDIT", "perhaps"),
+        ("TEST_DATASET", "rows.parquet"),
+    ],
+)
+def test_a_wrong_value_is_named(variable: str, value: str) -> None:
+    with pytest.raises(SettingsError, match="1 problem in the settings") as refused:
+        load_settings({variable: value})
+    assert f"SUNSPOT_{variable}={value}: " in str(refused.value)
+
+
+def test_overrides_win_and_take_both_forms_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUNSPOT_EPOCHS", "5")
+    monkeypatch.setenv("SUNSPOT_SEED", "")
+    assert load_settings().epochs == 5
+    assert load_settings().seed == 0, "an empty variable is an unset one"
+    assert load_settings({"EPOCHS": "6", "SUNSPOT_SEED": "7"}).environment().items() >= {
+        ("SUNSPOT_EPOCHS", "6"),
+        ("SUNSPOT_SEED", "7"),
+    }
+
+
+@given(st.integers(1, 99), st.integers(0, 99), st.dictionaries(st.text(max_size=5), st.integers(), max_size=3))
+def test_settings_survive_the_environment(least: int, more: int, task_args: dict[str, int]) -> None:
+    settings = Settings(num_workers=Workers(least, least + more), task_args=task_args, audit=True)  # type: ignore[arg-type]
+    assert load_settings(settings.environment()) == settings
+
+
+def test_differences_name_what_changed() -> None:
+    assert differences({"A": "1", "B": "2"}, {"A": "1", "B": "3", "C": "4"}) == ["B: 2 -> 3", "C: (unset) -> 4"]
