@@ -13,6 +13,7 @@ SunspotError               1  the run failed
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -63,6 +64,14 @@ class DamageError(SunspotError):
     """Stored data does not match what was recorded of it."""
 
     exit_code = 7
+
+
+def find_in(error: BaseException) -> SunspotError | None:
+    """The `SunspotError` that `error` is or carries: of a task's error, Ray Data keeps nothing but the text."""
+    if isinstance(error, SunspotError):
+        return error
+    carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
+    return by_name(carried[-1][0])(carried[-1][1]) if carried else None
 
 
 def by_name(name: str) -> type[SunspotError]:

@@ -60,9 +60,7 @@ def train(worker: Worker) -> None:
             window.add_step(step, values, batch.get("row"), time.perf_counter() - began, data_wait)
             epoch_ends = step == worker.total_steps or step % steps.per_epoch == 0
             save_due, report_due = agreement.exchange(rank == 0 and save_timer.due(), rank == 0 and report_timer.due())
-            save_due |= epoch_ends or (
-                bool(settings.checkpoint_every_steps) and step % settings.checkpoint_every_steps == 0
-            )
+            save_due |= epoch_ends or is_multiple(step, settings.checkpoint_every_steps)
             worker.show_progress(step, window, epoch_ends)
             if save_due or report_due:
                 record, consumed = window.close(step, epoch + 1, learning_rate, rank)
@@ -102,6 +100,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])
+
+
+def is_multiple(step: int, every: int) -> bool:
+    """Whether something done every so many steps (0: never) is due at `step`."""
+    return every > 0 and step % every == 0
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -85,7 +85,8 @@ def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
     if failure or not checkpoint or checkpoint.step < plan.total_steps:
         at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
         raise SunspotError(
-            f"training failed with {at} kept in {run.location}; the same command goes on from there\n{explain(failure)}"
+            f"training failed with {at} kept in {run.location}; the same command goes on from there\n"
+            f"{failure or 'the workers ended before the last step'}"
         ) from failure
     return checkpoint
 
@@ -99,18 +100,6 @@ def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
         return ray.get(
             ray.remote(num_cpus=1, num_gpus=gpus, max_retries=settings.max_failures)(function).remote(settings)
         )
-
-
-def explain(failure: Exception | None) -> str:
-    """The workers' errors as Ray reports them, one for all workers that failed alike."""
-    from ray.train import WorkerGroupError
-
-    if isinstance(failure, WorkerGroupError):
-        seen: dict[str, list[int]] = {}
-        for rank, error in failure.worker_failures.items():
-            seen.setdefault(str(error).strip(), []).append(rank)
-        return "\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in seen.items())
-    return str(failure) if failure else "the workers ended before the last step"
 
 
 def _verdict(run: Run, owner: str) -> Exception | None:

@@ -25,7 +25,7 @@ from app.data.order import LEAST_ROWS, Steps
 from app.data.ray_loader import RayLoader
 from app.data.source import Source
 from app.data.torch_loader import TorchLoader
-from app.errors import ConflictError, NotFoundError, SettingsError, SunspotError, SupersededError, shorten
+from app.errors import ConflictError, NotFoundError, SettingsError, SupersededError, find_in, shorten
 from app.layout import Run, open_run
 from app.layout.attempts import (
     CLAIM_TRIES,
@@ -144,10 +144,10 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         return
     try:
         yield _make_worker(config, run, attempt, checkpoint)
-    except SupersededError:
-        raise  # a fenced process writes nothing more
-    except SunspotError as error:
-        record_error(run, attempt.number, error)
+    except Exception as error:
+        final = find_in(error)
+        if final and not isinstance(final, SupersededError):  # which writes nothing more
+            record_error(run, attempt.number, final)
         raise
 
 

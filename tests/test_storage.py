@@ -34,7 +34,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small parts, and no thread of an upload left behind by any test."""
     monkeypatch.setattr(module, "PART", PART)
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("s3-part")]
+    assert_no_threads()
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -55,6 +55,10 @@ def s3_storage(s3_proxy: FaultProxy, s3_bucket: str) -> S3Storage:  # noqa: F811
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.3, "REQUEST_TRIES": 3}.items():
         monkeypatch.setattr(module, name, value)
+
+
+def assert_no_threads() -> None:
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("s3-part")]
 
 
 def pattern(size: int) -> bytes:
@@ -294,6 +298,7 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
     with storage.writer("run/model.pt") as writer:
         for start in range(0, len(content), MIB):
             writer.write(content[start : start + MIB])
+    assert_no_threads()  # while the writer still lives: its pool would end its threads when it is collected
     return writer.sha256
 
 
@@ -418,6 +423,8 @@ def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) 
 @pytest.mark.usefixtures("short_limits")
 def test_a_stalled_server_is_given_up(s3_proxy: FaultProxy, s3_bucket: str, operation: str) -> None:  # noqa: F811
     storage = S3Storage(f"s3://{s3_bucket}/runs")
+    assert storage._client.meta.config.read_timeout == module.READ_TIMEOUT_S
+    assert storage._client.meta.config.connect_timeout == module.CONNECT_TIMEOUT_S
     s3_proxy.on(operation, s3.stall)
     act: dict[str, Callable[[], Any]] = {
         "PutObject": lambda: storage.write("run/a", b"content"),

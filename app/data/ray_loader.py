@@ -17,6 +17,7 @@ import torch
 
 from app.data.order import Order, Steps, Window, row_ids
 from app.data.source import Source
+from app.errors import DataError
 from app.tasks import Batch
 
 WINDOW_ROWS = 8192
@@ -149,7 +150,7 @@ class RayLoader:
         self._left: Batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); a share may have no rows."""
+        """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); {} for a share without rows."""
         for step in range(first, last):
             begin, end = self._steps.share(step, self._world_size, self._rank)
             yield self._take(end - begin)
@@ -161,20 +162,18 @@ class RayLoader:
 
     def _take(self, rows: int) -> Batch:
         """The next `rows` rows of the stream, which goes on from one epoch to the next without a pause."""
+        if not rows:
+            return {}
         if self._rows is None:
-            size = max(
-                1,
-                self._steps.share(0, self._world_size, self._rank)[1]
-                - self._steps.share(0, self._world_size, self._rank)[0],
-            )
-            self._rows = iter(
-                self._stream.iter_torch_batches(batch_size=size, device=self._device, prefetch_batches=BATCHES_AHEAD)
-            )
-        while rows and len(self._left.get("row", ())) < rows:
-            more = next(self._rows)
+            begin, end = self._steps.share(0, self._world_size, self._rank)
+            options = {"batch_size": max(1, end - begin), "prefetch_batches": BATCHES_AHEAD}
+            self._rows = iter(self._stream.iter_torch_batches(device=self._device, **options))
+        while len(self._left.get("row", ())) < rows:
+            more = next(self._rows, None)
+            if more is None:
+                raise DataError(f"rank {self._rank}: its stream of rows ended early; has the dataset been changed?")
             self._left = {name: torch.cat([self._left[name], more[name]]) for name in more} if self._left else more
         taken = {name: column[:rows] for name, column in self._left.items()}
-        self._left = (
-            {name: column[rows:] for name, column in self._left.items()} if len(self._left["row"]) > rows else {}
-        )
+        rest = {name: column[rows:] for name, column in self._left.items()}
+        self._left = rest if len(rest["row"]) else {}
         return taken
