@@ -14,12 +14,13 @@ from collections.abc import Iterator
 
 import torch
 
+from app.data.batch import Batch
 from app.data.torch_loader import load_rows
 from app.errors import run_and_exit
 from app.layout.storage import open_storage
 from app.plan import make_plan, with_absolute_paths
 from app.settings import Settings, load_settings
-from app.tasks import Batch, Task, load_task
+from app.tasks import Task, load_task
 
 
 def train(settings: Settings) -> str:

@@ -192,6 +192,7 @@ class Saver:
         ensure_owner(self._run, self._attempt)
         committed = Checkpoint(**{**vars(about), "files": files, "time": time.time()})
         write_manifest(self._run, committed)
+        ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
         self.last_committed = committed
         self._delete_surplus()
 

@@ -67,11 +67,12 @@ class DamageError(SunspotError):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """The `SunspotError` that `error` is or carries: of a task's error, Ray Data keeps nothing but the text."""
-    if isinstance(error, SunspotError):
-        return error
+    """The `SunspotError` that `error` is or carries: of a task's error, Ray keeps for certain only the text."""
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
-    return by_name(carried[-1][0])(carried[-1][1]) if carried else None
+    if carried:
+        name, message = carried[-1]
+        return by_name(name)(message)
+    return error if isinstance(error, SunspotError) else None
 
 
 def by_name(name: str) -> type[SunspotError]:

@@ -11,7 +11,7 @@ import pyarrow
 import torch
 import torch.distributed as dist
 
-from app.tasks import Batch
+from app.data.batch import Batch
 
 
 class Sums:

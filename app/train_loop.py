@@ -15,10 +15,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from app.agreement import Agreement, Timer
+from app.data.batch import Batch
 from app.data.order import micro_batches
 from app.evaluate import evaluate
 from app.metrics import Window
-from app.tasks import Batch
 from app.worker import Worker, join_run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
@@ -125,9 +126,15 @@ def _ray_session() -> Iterator[None]:
     # What concerns the user comes through the progress board; the rest is in the session's logs, as Ray's actors
     # write a line for every report, and without a dashboard one every second to say that it is missing.
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
     else:
-        ray.init(address="local", num_cpus=cores_here(), include_dashboard=False, log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=cores_here(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     try:
         yield
     finally:
@@ -209,7 +216,7 @@ def prove_on_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, o
     if not others:
         return
     run = open_run(storage_path, run_name)
-    sees = ray.remote(num_cpus=0, max_retries=1)(_try_storage)
+    sees = ray.remote(num_cpus=0, max_retries=1)(try_storage)
     key, content = run.key(f"probe-{uuid.uuid4().hex}"), uuid.uuid4().bytes
     run.storage.write(key, content)
     try:
@@ -225,7 +232,7 @@ def prove_on_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, o
         run.storage.delete(key)
 
 
-def _try_storage(storage_path: str, run_name: str, key: str, content: bytes) -> str:
+def try_storage(storage_path: str, run_name: str, key: str, content: bytes) -> str:
     """What keeps this node from using the run's storage; empty when nothing does."""
     run = open_run(storage_path, run_name)
     try:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import platform
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,28 +18,24 @@ import torch
 import torch.distributed as dist
 
 from app.checkpoint import Saver, describe, load_state
+from app.data.batch import Batch
 from app.data.order import LEAST_ROWS, Steps
 from app.data.ray_loader import RayLoader
 from app.data.source import Source
 from app.data.torch_loader import TorchLoader
-from app.errors import ConflictError, NotFoundError, SettingsError, SupersededError, find_in, shorten
+from app.errors import SettingsError, SupersededError, find_in
 from app.layout import Run, open_run
 from app.layout.attempts import (
-    CLAIM_TRIES,
     Attempt,
-    claim,
-    read_attempts,
-    read_error,
     record_error,
-    refuse_if_superseded,
 )
-from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.checkpoints import Checkpoint
 from app.layout.history import Journal
-from app.layout.storage import open_storage
 from app.metrics import Window
 from app.progress import PROGRESS_EVERY_S
+from app.restore import begin_attempt, load_weights, read_init, versions
 from app.settings import Settings
-from app.tasks import Batch, Task, load_task
+from app.tasks import Task, load_task
 
 REPORT_TO_RAY_EVERY_S = 2
 """Ray takes one report for each poll of its controller, and makes the workers wait for it."""
@@ -137,7 +130,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     rank = context.get_world_rank()
     torch.set_num_threads(config["threads"])
 
-    begun = _begin(run, config["owner"], settings, context.get_world_size()) if rank == 0 else None
+    begun = begin_attempt(run, config["owner"], settings, context.get_world_size()) if rank == 0 else None
     attempt, checkpoint = ray.train.collective.broadcast_from_rank_zero(begun)
     if attempt is None:
         yield None
@@ -149,35 +142,6 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         if final and not isinstance(final, SupersededError):  # which writes nothing more
             record_error(run, attempt.number, final)
         raise
-
-
-def _begin(run: Run, owner: str, settings: Settings, world_size: int) -> tuple[Attempt | None, Checkpoint | None]:
-    """Claim the next attempt, from the newest good checkpoint; (None, None) when this job may not train on."""
-    for _ in range(CLAIM_TRIES):
-        attempts = read_attempts(run)
-        try:
-            refuse_if_superseded(attempts, owner)
-        except ConflictError:
-            return None, None
-        if attempts and attempts[-1].owner == owner and read_error(run, attempts[-1].number):
-            return None, None
-        checkpoint, skipped = find_newest_good(run, attempts)
-        attempt = Attempt(
-            number=attempts[-1].number + 1 if attempts else 1,
-            owner=owner,
-            starts_from=checkpoint.name if checkpoint else None,
-            step=checkpoint.step if checkpoint else 0,
-            skipped=skipped,
-            about={
-                "host": socket.gethostname(),
-                "world_size": world_size,
-                "settings": settings.environment(),
-                "versions": versions(),
-            },
-        )
-        if claim(run, attempts, attempt):
-            return attempt, checkpoint
-    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
 
 
 def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint: Checkpoint | None) -> Worker:
@@ -193,10 +157,10 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
     torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
     model = task.build_model(settings, source)
     if checkpoint:
-        _load_weights(model, load_state(run, checkpoint, "model.pt"), checkpoint.name)
+        load_weights(model, load_state(run, checkpoint, "model.pt"), checkpoint.name)
     elif settings.init_from:
-        _load_weights(model, read_init(settings), settings.init_from)
-    _refuse_small_micro_batches(model, settings)
+        load_weights(model, read_init(settings), settings.init_from)
+    refuse_small_micro_batches(model, settings)
     model.to(device)  # before the optimizer: it keeps its state where it finds the parameters
     optimizer = task.build_optimizer(model, settings)
     for group in optimizer.param_groups:
@@ -249,37 +213,7 @@ def _stand_in(source: Source) -> Batch:
     }
 
 
-def read_init(settings: Settings) -> Any:
-    """The state_dict that INIT_FROM names: another run's newest good checkpoint, or a file."""
-    wanted = settings.init_from
-    if wanted.startswith("run:"):
-        other = open_run(settings.storage_path, wanted.removeprefix("run:"))
-        checkpoint, _ = find_newest_good(other, read_attempts(other))
-        if not checkpoint:
-            raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
-        return load_state(other, checkpoint, "model.pt")
-    folder, _, file = wanted.rpartition("/")
-    try:
-        content = open_storage(folder or ".").read(file)
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except NotFoundError as error:
-        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: no such file") from error
-    except (RuntimeError, ValueError, OSError) as error:
-        raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted}: not a state_dict saved by torch.save: {shorten(error)}"
-        ) from error
-
-
-def _load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ConflictError(
-            f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
-        ) from error
-
-
-def _refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
+def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
     """Three rows cut into parts of at most two would leave batch norm one alone; from three on, no cut does."""
     norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
@@ -287,16 +221,6 @@ def _refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> N
             f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: the model has batch norm, which needs two rows in "
             "every forward pass; set it to 3 or more, or to 0"
         )
-
-
-def versions() -> dict[str, str]:
-    """What the numbers of a run may depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ray": ray.__version__,
-        "numpy": np.__version__,
-    }
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from app.tasks import Batch
+from app.data.batch import Batch
 from app.tasks.images import loss as fast_loss
 from app.tasks.tiny import build_model, build_optimizer, schedule
 

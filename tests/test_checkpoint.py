@@ -221,7 +221,9 @@ def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
     import app.checkpoint
     from app.layout import storage
 
-    monkeypatch.setattr(storage, "PART", 5 << 20)
+    limits = {"PART": 5 << 20, "CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
+    for name, value in limits.items():
+        monkeypatch.setattr(storage, name, value)
     monkeypatch.setattr(app.checkpoint, "BACKOFF_S", (0.1,))
     return open_run(f"s3://{s3_bucket}/runs", "run")
 
@@ -247,38 +249,23 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_is_survived(
-    fault: str, s3_run: Run, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from app.layout import storage
-
-    for name, value in {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}.items():
-        monkeypatch.setattr(storage, name, value)
-    run = open_run(s3_run.storage.locate("").rstrip("/"), "run")
-    trainee = large_trainee(run)
+def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+    trainee = large_trainee(s3_run)
     trainee.train()
     operation, act = FAULTS[fault]
     s3_proxy.on(operation, act, times=5)
     trainee.save()
     trainee.saver.finish()
-    checkpoint = newest(run)
+    checkpoint = newest(s3_run)
     assert checkpoint
     assert checkpoint.step == 1
     assert trainee.warnings, "the user heard of it"
-    [event, *_] = read_journal(run, "events") or [None]
-    assert event is None or event["event"] == "commit failed"
+    assert all(event["event"] == "commit failed" for event in read_journal(s3_run, "events"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_ends_the_run_with_the_objects_name(
-    fault: str, s3_run: Run, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from app.layout import storage
-
-    for name, value in {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}.items():
-        monkeypatch.setattr(storage, name, value)
-    run = open_run(s3_run.storage.locate("").rstrip("/"), "run")
-    trainee = large_trainee(run, storage_timeout_s=1)
+def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+    trainee = large_trainee(s3_run, storage_timeout_s=1)
     trainee.train()
     trainee.save()
     trainee.saver.drain()
@@ -291,9 +278,10 @@ def test_a_fault_that_stays_ends_the_run_with_the_objects_name(
     ):
         trainee.saver.finish()
     s3_proxy._rules.clear()
-    assert newest(run).step == 1
+    assert newest(s3_run).step == 1
     assert [
-        find_faults(run, checkpoint) for checkpoint in in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
+        find_faults(s3_run, checkpoint)
+        for checkpoint in in_lineage(list_checkpoints(s3_run), lineage(read_attempts(s3_run)))
     ] == [[]]
 
 

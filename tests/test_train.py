@@ -16,12 +16,18 @@ import pytest
 import torch
 from PIL import Image
 
-from app.errors import ConflictError, DataError
+from app.errors import ConflictError, DataError, SettingsError
 from app.layout import Run, open_run
 from app.layout.attempts import lineage, read_attempts
 from app.layout.checkpoints import Checkpoint, find_newest_good, in_lineage, list_checkpoints
 from app.layout.history import read_audit, read_journal
+from app.settings import Settings
+from app.trainer import try_storage
+from app.worker import refuse_small_micro_batches
+from submitter.cli import main as sunspot
+from tests import s3
 from tests.conftest import Program
+from tests.s3 import FaultProxy
 
 MakeData = Callable[..., str]
 
@@ -52,12 +58,6 @@ def losses(run: Run) -> list[float]:
 def weights(run: Run) -> dict[str, torch.Tensor]:
     path = run.storage.locate(run.key("checkpoints", newest(run).name, "model.pt"))
     return torch.load(path, weights_only=True)
-
-
-def sunspot(words):
-    from submitter.cli import main
-
-    main(words)
 
 
 def assert_audit_clean(program: Program) -> None:
@@ -97,15 +97,12 @@ def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_dat
     assert losses(one)[-1] < losses(one)[0] / 2
 
 
+LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
+
+
 @pytest.mark.parametrize("loader", ["torch", "ray"])
 def test_a_run_goes_on_after_the_loss_of_a_worker(loader: str, program: Program, make_data: MakeData) -> None:
-    settings = {
-        "DATASET": make_data(20_000, row_group=1000),
-        "GLOBAL_BATCH_SIZE": 50,
-        "EPOCHS": 2,
-        "LOADER": loader,
-        "CHECKPOINT_EVERY_STEPS": 20,
-    }
+    settings = {**LONG, "DATASET": make_data(20_000, row_group=1000), "LOADER": loader}
     process = program.start(**settings)
     run = the_run(program)
     wait_for_step(run, 60, process)
@@ -119,13 +116,8 @@ def test_a_run_goes_on_after_the_loss_of_a_worker(loader: str, program: Program,
 
 @pytest.mark.parametrize("loader", ["torch", "ray"])
 def test_a_killed_run_goes_on_at_another_world_size(loader: str, program: Program, make_data: MakeData) -> None:
-    settings = {
-        "DATASET": make_data(20_001, row_group=1000),
-        "GLOBAL_BATCH_SIZE": 50,
-        "EPOCHS": 2,
-        "LOADER": loader,
-        "CHECKPOINT_EVERY_STEPS": 20,
-    }
+    # Three windows of the shuffle; a single row is left over, and joins the last step.
+    settings = {**LONG, "DATASET": make_data(20_001, row_group=1000), "LOADER": loader}
     run = the_run(program)
     for workers, step in [(2, 60), (1, 500)]:
         process = program.start(**settings, NUM_WORKERS=workers)
@@ -183,6 +175,11 @@ def test_a_finished_run_says_so(program: Program, make_data: MakeData, capfd: py
         program.run(**settings, SEED=1)
     program.run(**{**settings, "EPOCHS": 2}, CHECKPOINTS_TO_KEEP=1)
     assert newest(the_run(program)).step == 10
+
+    warm = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9, "PRECISION": "bf16"}
+    program.run(**settings, **warm)
+    begun, went_on = weights(the_run(program)), weights(the_run(program, "warm"))
+    assert all(torch.allclose(begun[name], went_on[name], atol=1e-6) for name in begun)
 
 
 DAMAGES = {
@@ -255,7 +252,7 @@ def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) 
 
 
 def test_every_rank_is_in_the_metric_history(program: Program, make_data: MakeData) -> None:
-    program.run(DATASET=make_data(300, test_rows=31), GLOBAL_BATCH_SIZE=30, EPOCHS=1, NUM_WORKERS=3)
+    program.run(DATASET=make_data(300, test_rows=31), GLOBAL_BATCH_SIZE=30, EPOCHS=1, NUM_WORKERS="1..3", LOADER="ray")
     [record] = read_journal(the_run(program), "metrics")
     assert [numbers["rows"] for numbers in record["ranks"]] == [100, 100, 100]
     assert record["steps"] == 10
@@ -273,6 +270,41 @@ def test_every_rank_is_in_the_metric_history(program: Program, make_data: MakeDa
     assert record["test_accuracy"] * 31 == pytest.approx(round(record["test_accuracy"] * 31)), (
         "31 rows, each counted once"
     )
+
+
+def test_a_run_in_s3_outlives_its_faults(
+    program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str
+) -> None:
+    s3_proxy.on("PutObject", s3.answer(503, "SlowDown"), times=6)
+    s3_proxy.on("GetObject", s3.cut_body(1000), times=2)
+    # A Ray of its own, as its workers get their AWS environment from the process that starts it.
+    program.ray_address = ""
+    storage = f"s3://{s3_bucket}/runs"
+    process = program.start(
+        DATASET=make_data(1000), GLOBAL_BATCH_SIZE=20, EPOCHS=1, STORAGE_PATH=storage, RESOURCES_PER_WORKER=""
+    )
+    output = process.communicate(timeout=250)[0]
+    assert process.returncode == 0, output
+    program.settings["STORAGE_PATH"] = storage
+    assert newest(the_run(program)).step == 50
+    assert_audit_clean(program)
+
+
+def test_small_micro_batches_are_refused_with_batch_norm() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for rows, refused in [(1, True), (2, True), (3, False), (0, False)]:
+        settings = Settings(micro_batch_size=rows)
+        with pytest.raises(SettingsError, match="batch norm") if refused else contextlib.nullcontext():
+            refuse_small_micro_batches(model, settings)
+        refuse_small_micro_batches(model[0], settings)
+
+
+def test_a_node_that_does_not_see_the_storage_is_found(tmp_path: Path) -> None:
+    run = open_run(str(tmp_path / "here"), "run")
+    run.storage.write(run.key("probe"), b"content")
+    assert try_storage(str(tmp_path / "here"), "run", run.key("probe"), b"content") == ""
+    assert "not found" in try_storage(str(tmp_path / "there"), "run", run.key("probe"), b"content")
+    assert "something else" in try_storage(str(tmp_path / "here"), "run", run.key("probe"), b"other")
 
 
 def test_the_audit_sees_a_repeated_row(program: Program, make_data: MakeData) -> None:

@@ -15,10 +15,10 @@ import ray.data
 import ray.train
 import torch
 
+from app.data.batch import Batch
 from app.data.order import Order, Steps, Window, row_ids
 from app.data.source import Source
 from app.errors import DataError
-from app.tasks import Batch
 
 WINDOW_ROWS = 8192
 """Rows of one window of the shuffle, the unit of reading. Part of what a position means: a change moves every row."""

@@ -7,12 +7,10 @@ from typing import Protocol, cast
 
 import torch
 
+from app.data.batch import Batch
 from app.data.source import Source
 from app.errors import SettingsError, shorten
 from app.settings import Settings
-
-Batch = dict[str, torch.Tensor]
-"""The columns of a few rows: `row` int64 [B] (row ids), `image` uint8 [B, C, H, W], `label` int64 [B]."""
 
 
 class Task(Protocol):
