@@ -38,7 +38,7 @@ def main() -> int:
             print(f"  {reason}")
         print(f"  from: {checkpoint.name if checkpoint else settings.init_from or 'the beginning'}", flush=True)
         checkpoint = fit(plan, run, owner)
-    print_result(run, checkpoint)
+    print_result(run, checkpoint, settings)
     return 0
 
 
@@ -63,11 +63,14 @@ def keep_identity(run: Run, settings: Settings, data: str, rows: int, steps_per_
         )
 
 
-def print_result(run: Run, checkpoint: Checkpoint) -> None:
+def print_result(run: Run, checkpoint: Checkpoint, settings: Settings) -> None:
     """The newest checkpoint's numbers, and where everything lies."""
     names = [name for name in checkpoint.metrics if name.endswith(("loss", "accuracy"))]
     for name in names:
         print(f"  {name}: {checkpoint.metrics[name]:.4f}")
+    if settings.checkpoint_metric not in checkpoint.metrics:
+        known = ", ".join(sorted(checkpoint.metrics))
+        print(f"warning: CHECKPOINT_METRIC={settings.checkpoint_metric} is not among {known}; the newest were kept")
     print(f"  weights: {run.storage.locate(run.key('checkpoints', checkpoint.name, 'model.pt'))}")
 
 

@@ -125,16 +125,9 @@ def _ray_session() -> Iterator[None]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     # What concerns the user comes through the progress board; the rest is in the session's logs, as Ray's actors
     # write a line for every report, and without a dashboard one every second to say that it is missing.
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        ray.init(
-            address="local",
-            num_cpus=cores_here(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    here = {"address": "local", "num_cpus": cores_here(), "include_dashboard": False}
+    ray.init(**({} if os.environ.get("RAY_ADDRESS") else here), **quiet)
     try:
         yield
     finally:

@@ -275,8 +275,11 @@ def test_every_rank_is_in_the_metric_history(program: Program, make_data: MakeDa
 def test_a_run_in_s3_outlives_its_faults(
     program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str
 ) -> None:
-    s3_proxy.on("PutObject", s3.answer(503, "SlowDown"), times=6)
-    s3_proxy.on("GetObject", s3.cut_body(1000), times=2)
+    def of_a_checkpoint(method: str) -> Callable[[s3.Request], bool]:
+        return lambda request: request.method == method and "/checkpoints/" in request.path
+
+    s3_proxy.on(of_a_checkpoint("PUT"), s3.answer(503, "SlowDown"), times=6)
+    s3_proxy.on(of_a_checkpoint("GET"), s3.cut_body(1000), times=2)
     # A Ray of its own, as its workers get their AWS environment from the process that starts it.
     program.ray_address = ""
     storage = f"s3://{s3_bucket}/runs"
