@@ -76,7 +76,16 @@ def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 120
 
 
 def worker_processes() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["name"]) if process.info["name"].startswith("ray::RayTrain")]
+    """The training workers of the suite's own Ray instance."""
+    return [
+        process for process in psutil.Process().children(recursive=True) if _name(process).startswith("ray::RayTrain")
+    ]
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_data: MakeData) -> None:

@@ -5,6 +5,7 @@ MNIST is taken from SUNSPOT_DATA_ROOT (downloaded once by torchvision). One benc
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -55,22 +56,28 @@ BENCHMARKS = {
 def main(names: list[str]) -> None:
     """Measure the named benchmarks, or all, and print the table."""
     os.environ.update(RAY_ENVIRONMENT)
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    lines = []
-    for name in names or BENCHMARKS:
-        benchmark = BENCHMARKS[name]
-        print(f"measuring: {benchmark.title}", flush=True)
-        pairs = benchmark.measure()
-        ratios = [ours / theirs if benchmark.higher_is_better else theirs / ours for theirs, ours in pairs]
-        lines.append(
-            f"| {benchmark.title} | {median(ours for _, ours in pairs):,.1f} {benchmark.unit} "
-            f"| {benchmark.yardstick} | {median(theirs for theirs, _ in pairs):,.1f} {benchmark.unit} "
-            f"| {median(ratios):.3g}x ({min(ratios):.3g} to {max(ratios):.3g}, {len(pairs)} pairs) "
-            f"| {benchmark.goal:.3g}x |"
-        )
+    with checkpoint.s3_server():
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        lines = [line_of(BENCHMARKS[name]) for name in names or BENCHMARKS]
+        ray.shutdown()
     print("\n| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|")
     print("\n".join(lines))
-    ray.shutdown()
+
+
+def line_of(benchmark: Benchmark) -> str:
+    """Measure, and describe the result as a line of the table."""
+    print(f"measuring: {benchmark.title}", flush=True)
+    pairs = benchmark.measure()
+    ratios = [ours / theirs if benchmark.higher_is_better else theirs / ours for theirs, ours in pairs]
+    cells = [
+        benchmark.title,
+        f"{median(ours for _, ours in pairs):,.1f} {benchmark.unit}",
+        benchmark.yardstick,
+        f"{median(theirs for theirs, _ in pairs):,.1f} {benchmark.unit}",
+        f"{median(ratios):.3g}x ({min(ratios):.3g} to {max(ratios):.3g}, {len(pairs)} pairs)",
+        f"{benchmark.goal:.3g}x",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

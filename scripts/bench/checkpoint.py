@@ -23,21 +23,20 @@ from app.layout.history import Journal
 from app.settings import Settings
 
 PAIRS = 7
+BUCKET = "bench"
 WIDTH = 4096
 """One layer of 4096 x 4096 in fp32 has 67 MB, and Adam keeps twice as much again: 201 MB."""
 
 
 def measure() -> list[tuple[float, float]]:
     """Milliseconds that one checkpoint takes from the training thread, (Ray's, ours), in turns on one worker."""
-    with s3_server() as bucket, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/pairs"
         TorchTrainer(
             on_worker,
-            train_loop_config={"storage": f"s3://{bucket}/ours", "out": out},
+            train_loop_config={"storage": f"s3://{BUCKET}/ours", "out": out},
             scaling_config=ScalingConfig(num_workers=1),
-            run_config=RunConfig(
-                name="theirs", storage_path=f"s3://{bucket}", worker_runtime_env={"env_vars": aws_environment()}
-            ),
+            run_config=RunConfig(name="theirs", storage_path=f"s3://{BUCKET}"),
         ).fit()
         with open(out) as lines:
             return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
@@ -77,14 +76,9 @@ def on_worker(config: dict[str, Any]) -> None:
     saver.finish()
 
 
-def aws_environment() -> dict[str, str]:
-    """The variables that point to the server."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """An S3 server in a process of its own, on this machine; yields a bucket."""
+def s3_server() -> Iterator[None]:
+    """An S3 server in a process of its own, on this machine; workers of a Ray that is started meanwhile find it."""
     import socket
 
     import boto3
@@ -110,8 +104,8 @@ def s3_server() -> Iterator[str]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.2)
-        boto3.client("s3").create_bucket(Bucket="bench")
-        yield "bench"
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield
     finally:
         server.terminate()
         server.wait()
