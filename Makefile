@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv pip
+DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint format bench lock sample clean
+.PHONY: help train test lint format bench lock sample clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,9 +14,6 @@ train: .venv/train  ## train ResNet-18 on real digits with two workers; any sett
 	@$(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))') $(BIN)/python -m app
 
 test: .venv/dev  ## the test suite that needs no cluster
-	$(BIN)/python -m pytest -q -m "not slow"
-
-test-all: .venv/dev  ## the same and what takes minutes
 	$(BIN)/python -m pytest -q
 
 lint: .venv/dev  ## format, lint, types, import layers
@@ -29,7 +27,7 @@ format: .venv/dev  ## put the code into its one form
 	$(BIN)/ruff check --fix .
 
 bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
-	$(BIN)/python -m scripts.bench
+	@$(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))') $(BIN)/python -m scripts.bench
 
 lock: .venv/dev  ## lock the newest dependencies, with hashes
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) requirements/uv.in -o requirements/uv.txt
