@@ -32,6 +32,7 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
     # Waiting for a process group whose peer is gone would delay every restart.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    # Ray's future default: workers without a GPU keep CUDA_VISIBLE_DEVICES as it is, and do not warn of it.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 COLLECTIVE_TIMEOUT_S = 300

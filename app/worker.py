@@ -25,10 +25,7 @@ from app.data.source import Source
 from app.data.torch_loader import TorchLoader
 from app.errors import SettingsError, SupersededError, find_in
 from app.layout import Run, open_run
-from app.layout.attempts import (
-    Attempt,
-    record_error,
-)
+from app.layout.attempts import Attempt, record_error
 from app.layout.checkpoints import Checkpoint
 from app.layout.history import Journal
 from app.metrics import Window
@@ -163,13 +160,11 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
     refuse_small_micro_batches(model, settings)
     model.to(device)  # before the optimizer: it keeps its state where it finds the parameters
     optimizer = task.build_optimizer(model, settings)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+    peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
     if checkpoint:
-        peaks = [group["lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(load_state(run, checkpoint, "optimizer.pt"))
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["initial_lr"] = peak  # today's LEARNING_RATE, not that of the checkpoint
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["initial_lr"] = peak
 
     if settings.loader == "ray":
         loader: TorchLoader | RayLoader = RayLoader(steps, world_size, rank, device, test is not None)

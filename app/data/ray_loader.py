@@ -108,11 +108,8 @@ class StepStreams(ray.train.DataConfig):
 
     def _train_streams(self, world_size: int) -> list[ray.data.Dataset]:
         index = list(self._remaining(self._start()))
-        streams = []
-        for rank in range(world_size):
-            reader = WindowReader(self._source, self._order, self._steps, world_size, rank)
-            streams.append(self._read(index, reader))
-        return streams
+        readers = [WindowReader(self._source, self._order, self._steps, world_size, rank) for rank in range(world_size)]
+        return [self._read(index, reader) for reader in readers]
 
     def _test_streams(self, world_size: int) -> list[ray.data.Dataset]:
         assert self._test
