@@ -5,13 +5,24 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench lock sample clean
+.PHONY: help train test lint format bench image smoke submit render lock sample clean
+
+# Every SUNSPOT_ variable given to make reaches the command as one of its environment.
+SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
+
+# For a cluster: make submit PROFILE=gke-spot RUN=mnist
+IMAGE ?= sunspot:0.1.0
+BASE ?= debian:bookworm-slim
+PROFILE ?= kind
+RUN ?= mnist
+OUTPUT ?= rendered/$(RUN)
+RENDER = --profile '$(PROFILE)' --run '$(RUN)' --image '$(IMAGE)' $(if $(GENERATION),--generation $(GENERATION))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: .venv/train  ## train ResNet-18 on real digits with two workers; any setting: make train SUNSPOT_EPOCHS=3
-	@$(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))') $(BIN)/python -m app
+	@$(SETTINGS) $(BIN)/python -m app
 
 test: .venv/dev  ## the test suite that needs no cluster
 	$(BIN)/python -m pytest -q
@@ -21,17 +32,32 @@ lint: .venv/dev  ## format, lint, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy app submitter scripts
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 
 format: .venv/dev  ## put the code into its one form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
-	@$(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))') $(BIN)/python -m scripts.bench
+	@$(SETTINGS) $(BIN)/python -m scripts.bench
+
+image:  ## the container image: make image IMAGE=registry/sunspot:0.1.0
+	docker build --build-arg BASE=$(BASE) -f docker/Dockerfile -t $(IMAGE) .
+
+smoke: .venv/dev  ## the CPU smoke test, on kind or: make smoke KUBE_CONTEXT=NAME LOAD_IMAGE='COMMAND'
+	@KUBE_CONTEXT='$(KUBE_CONTEXT)' LOAD_IMAGE='$(LOAD_IMAGE)' IMAGE='$(IMAGE)' $(BIN)/python -m scripts.smoke
+
+submit: .venv/submitter  ## render and submit to the current cluster: make submit PROFILE=gke-spot RUN=mnist
+	@$(SETTINGS) $(BIN)/sunspot submit $(RENDER) $(if $(KUBE_CONTEXT),--context '$(KUBE_CONTEXT)')
+
+render: .venv/submitter  ## write the manifest that submit would apply, for GitOps: make render OUTPUT=rendered/mnist
+	@$(SETTINGS) $(BIN)/sunspot render $(RENDER) --output '$(OUTPUT)'
 
 lock: .venv/dev  ## lock the newest dependencies, with hashes
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) requirements/uv.in -o requirements/uv.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train -o requirements/train.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml -c requirements/train.txt -o requirements/submitter.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
 LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
@@ -48,12 +74,18 @@ clean:  ## remove what was installed here; runs and data stay
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
+# Bytecode is compiled at once: the first use of the command is as fast as the others.
+.venv/submitter: requirements/submitter.txt pyproject.toml .venv/uv
+	@test -e .venv/train || $(UV) install -q --compile-bytecode --require-hashes -r $<
+	@$(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
+	@touch $@
+
 .venv/train: requirements/train.txt pyproject.toml .venv/uv
 	@test -e .venv/dev || $(UV) install -q --require-hashes -r $<
-	@$(UV) install -q --no-deps -e .
+	@$(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
 	@touch $@
 
 .venv/dev: requirements/dev.txt pyproject.toml .venv/uv
 	$(UV) install -q --require-hashes -r $<
-	@$(UV) install -q --no-deps -e .
+	@$(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
 	@touch $@ .venv/train

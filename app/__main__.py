@@ -6,31 +6,49 @@ from app.errors import ConflictError, run_and_exit
 from app.layout import Run, open_run, to_json
 from app.layout.attempts import read_attempts, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.status import RunState, stop_requested
 from app.settings import IDENTITY, PREFIX, Settings, differences, load_settings
 
 
 def main() -> int:
-    """Read the settings, open the run, plan, train, and say what came of it."""
+    """Read the settings, open the run, and train it; the run's storage learns what came of it."""
     settings = load_settings()
 
     # Only now, as torch and Ray take seconds to import: a wrong setting is told at once.
-    from app.plan import make_plan, with_absolute_paths
-    from app.tasks import load_task
-    from app.trainer import fit, new_owner
+    from app.outcome import recorded_outcome
+    from app.output import shipped_driver_output
+    from app.plan import with_absolute_paths
+    from app.trainer import new_owner
 
     settings = with_absolute_paths(settings)
     run = open_run(settings.storage_path, settings.run_name)
-    owner = new_owner(settings.job_id)
     run.storage.prove(run.name)
-    attempts = read_attempts(run)
-    refuse_if_superseded(attempts, owner)
+    with shipped_driver_output(run):
+        attempts = read_attempts(run)
+        owner = new_owner(run, settings.job_id)
+        refuse_if_superseded(attempts, owner)
+        checkpoint, skipped = find_newest_good(run, attempts)
+        print(f"run {run.name} in {run.location}")
+        for text in skipped:
+            print(f"warning: skipped {text}")
+        with recorded_outcome(run, owner, checkpoint, settings.max_driver_starts) as outcome:
+            outcome.state = train(settings, run, owner, checkpoint)
+    return 0
 
+
+def train(settings: Settings, run: Run, owner: str, checkpoint: Checkpoint | None) -> RunState:
+    """Plan, train from `checkpoint`, and say what came of it."""
+    from app.plan import make_plan
+    from app.tasks import load_task
+    from app.trainer import find_verdict, fit
+
+    if verdict := find_verdict(run, owner):
+        raise verdict  # this job has failed for good: a retry of it does not train either
+    if stop_requested(run):
+        print(f"  stopped; `sunspot resume {run.name}` lets it train again")
+        return RunState.STOPPED
     plan = make_plan(settings, load_task(settings))
     keep_identity(run, settings, plan.source.fingerprint, plan.steps.rows, plan.steps.per_epoch)
-    checkpoint, skipped = find_newest_good(run, attempts)
-    print(f"run {run.name} in {run.location}")
-    for text in skipped:
-        print(f"warning: skipped {text}")
     if checkpoint and checkpoint.step >= plan.total_steps:
         print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
     else:
@@ -38,8 +56,11 @@ def main() -> int:
             print(f"  {reason}")
         print(f"  from: {checkpoint.name if checkpoint else settings.init_from or 'the beginning'}", flush=True)
         checkpoint = fit(plan, run, owner)
+    if checkpoint.step < plan.total_steps:
+        print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
+        return RunState.STOPPED
     print_result(run, checkpoint, settings)
-    return 0
+    return RunState.SUCCEEDED
 
 
 def keep_identity(run: Run, settings: Settings, data: str, rows: int, steps_per_epoch: int) -> None:

@@ -23,7 +23,7 @@ import torch
 from app.errors import DamageError, NotFoundError, StorageError
 from app.layout import Run
 from app.layout.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts
-from app.layout.checkpoints import Checkpoint, delete_checkpoint, in_lineage, list_checkpoints, write_manifest
+from app.layout.checkpoints import Checkpoint, delete_checkpoint, in_lineage, list_checkpoints, surplus, write_manifest
 from app.layout.history import Journal, write_audit
 from app.settings import Settings
 
@@ -218,13 +218,15 @@ class Saver:
             raise DamageError(
                 f"{self._run.storage.locate(key)}: {arrived[0]} bytes came back of {written[0]}, or other bytes"
             )
-        return {"size": writer.size, "sha256": writer.sha256}
+        version = next(entry.version for entry in self._run.storage.list(key) if entry.key == key)
+        return {"size": writer.size, "sha256": writer.sha256, "version": version}
 
     def _delete_surplus(self) -> None:
         """Keep the best and the newest. Comes after the new manifest: nothing goes before what replaces it is safe."""
         try:
             mine = in_lineage(list_checkpoints(self._run), lineage(read_attempts(self._run)))
-            for checkpoint in surplus(mine, self._settings):
+            keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric
+            for checkpoint in surplus(mine, keep, metric, self._settings.checkpoint_order):
                 ensure_owner(self._run, self._attempt)
                 delete_checkpoint(self._run, checkpoint.name)
         except StorageError as error:
@@ -238,19 +240,6 @@ class Saver:
         step = about.step if about else 0
         self._warn(f"{what} at step {step}: {detail}")
         self._journals["events"].append({"step": step, "time": time.time(), "event": what, "detail": detail})
-
-
-def surplus(checkpoints: list[Checkpoint], settings: Settings) -> list[Checkpoint]:
-    """Those that are neither the newest nor among the best `checkpoints_to_keep`, by step."""
-    sign = 1 if settings.checkpoint_order == "min" else -1
-
-    def badness(checkpoint: Checkpoint) -> tuple[float, int]:
-        value = checkpoint.metrics.get(settings.checkpoint_metric)
-        number = float("inf") if value is None or value != value else sign * value
-        return number, -checkpoint.step
-
-    kept = sorted(checkpoints, key=badness)[: settings.checkpoints_to_keep] + checkpoints[-1:]
-    return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
 
 
 def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:

@@ -5,6 +5,8 @@ SunspotError               1  the run failed
 |-- SettingsError          2  bad settings or usage: lists every problem at once
 |-- NotFoundError          3  no such run or checkpoint, or nothing recorded
 |-- StorageError           4  storage cannot be reached, or refuses: names the object
+|-- ClusterError           4  the cluster cannot be reached, or refuses: names the server
+|-- GaveUpError            5  gave up waiting; the run goes on
 |-- ConflictError          6  the run was begun with other settings
 |   `-- SupersededError    6  another process took the run over
 `-- DamageError            7  a checkpoint fails verification, an audit finds faults
@@ -48,6 +50,18 @@ class StorageError(SunspotError):
     """Storage cannot be reached or refuses; the message names the object."""
 
     exit_code = 4
+
+
+class ClusterError(SunspotError):
+    """The Kubernetes API cannot be reached or refuses; the message names the server."""
+
+    exit_code = 4
+
+
+class GaveUpError(SunspotError):
+    """What was waited for has not come in time; nothing was stopped by it."""
+
+    exit_code = 5
 
 
 class ConflictError(SunspotError):

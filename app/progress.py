@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 PROGRESS_EVERY_S = 1.0
 """Seconds between two looks of the terminal at the run."""
@@ -26,10 +27,19 @@ class ProgressBoard:
         self._state: dict[str, Any] = {}
         self._records: list[dict[str, Any]] = []
         self._warnings: list[str] = []
+        self._stopping = False
 
-    def show(self, state: dict[str, Any]) -> None:
-        """Take the newest state: `step`, `loss`, `committed` (step of the last checkpoint) and `time`."""
+    def show(self, state: dict[str, Any]) -> bool:
+        """Take the newest state: `step`, `loss`, `committed` (step of the last checkpoint) and `time`.
+
+        The answer is whether the run is to stop: rank 0 calls every second anyway.
+        """
         self._state = state
+        return self._stopping
+
+    def stop(self) -> None:
+        """From now on, rank 0 hears that the run is to stop."""
+        self._stopping = True
 
     def record(self, record: dict[str, Any]) -> None:
         """Take a record of the metric history."""
@@ -49,7 +59,10 @@ class ProgressBoard:
 @contextmanager
 def shown_progress(total_steps: int, steps_per_epoch: int) -> Iterator[Any]:
     """Show progress while the context lasts; yields the board that rank 0 tells it to."""
-    board = ProgressBoard.remote()  # type: ignore[attr-defined]
+    here = ray.get_runtime_context().get_node_id()  # a spot node would take the board with it
+    board = ProgressBoard.options(  # type: ignore[attr-defined]
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
+    ).remote()
     over = threading.Event()
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
     thread = threading.Thread(target=_watch, args=(board, screen, over), name="progress", daemon=True)

@@ -157,6 +157,9 @@ class Settings(BaseSettings):
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
     "Worker or node losses without notice that a run survives before it fails."
 
+    max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
+    "Starts of one job's driver in a row without a new checkpoint before the run fails."
+
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
     "How long training goes on while no checkpoint can be committed, before the run ends with a message."
 

@@ -38,7 +38,7 @@ def train(worker: Worker) -> None:
     settings, task, steps, rank = worker.settings, worker.task, worker.steps, worker.rank
     model = ray.train.torch.prepare_model(worker.model)
     optimizer, loader = worker.optimizer, worker.loader
-    agreement = Agreement(worker.control_group, questions=2)
+    agreement = Agreement(worker.control_group, questions=3)
     save_timer, report_timer = Timer(settings.checkpoint_every_s), Timer(settings.report_every_s)
     window = Window(worker.control_group, settings.audit)
     step = worker.start
@@ -59,9 +59,11 @@ def train(worker: Worker) -> None:
 
             window.add_step(step, values, batch.get("row"), time.perf_counter() - began, data_wait)
             epoch_ends = step == worker.total_steps or step % steps.per_epoch == 0
-            save_due, report_due = agreement.exchange(rank == 0 and save_timer.due(), rank == 0 and report_timer.due())
-            save_due |= epoch_ends or is_multiple(step, settings.checkpoint_every_steps)
             worker.show_progress(step, window, epoch_ends)
+            save_due, report_due, stop = agreement.exchange(
+                rank == 0 and save_timer.due(), rank == 0 and report_timer.due(), worker.told_to_stop()
+            )
+            save_due |= epoch_ends or stop or is_multiple(step, settings.checkpoint_every_steps)
             if save_due or report_due:
                 record, consumed = window.close(step, epoch + 1, learning_rate, rank)
                 if epoch_ends:
@@ -69,6 +71,9 @@ def train(worker: Worker) -> None:
                 worker.report(record, consumed)
             if save_due:
                 worker.save(step, record)
+            if stop:
+                worker.finish()
+                return
     worker.finish()
 
 

@@ -17,8 +17,10 @@ from app.errors import ConflictError, StorageError, SunspotError
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts, read_error, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.submissions import owner_of
 from app.plan import Plan, choose_resources, cores_here
 from app.settings import Settings
+from app.stop import StopWish, watched_stop
 
 DRIVER_TRIES = 3
 """Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
@@ -50,16 +52,17 @@ class FirstStep:
         return read_attempts(open_run(self.storage_path, self.run_name))[-1].step
 
 
-def new_owner(job_id: str) -> str:
+def new_owner(run: Run, job_id: str) -> str:
     """Who trains: the cluster's job, or else this very process."""
-    return job_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
-    """Train to the end of the plan and return the last checkpoint.
+    """Train to the end of the plan, or until the run is to stop, and return the newest checkpoint.
 
     Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
+    wish = StopWish()
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from ray.train import ControllerError, TrainingFailedError
@@ -68,10 +71,10 @@ def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
         for attempt in range(1, DRIVER_TRIES + 1):
             try:
                 failure: Exception | None = None
-                _fit_once(plan, owner)
+                _fit_once(plan, run, owner, wish)
             except ControllerError as error:
                 failure = error
-                if attempt < DRIVER_TRIES and not _verdict(run, owner):
+                if attempt < DRIVER_TRIES and not wish and not find_verdict(run, owner):
                     print(
                         f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
                     )
@@ -81,16 +84,18 @@ def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
                 failure = error
             break
 
-    if verdict := _verdict(run, owner):
+    if verdict := find_verdict(run, owner):
         raise verdict
     checkpoint, _ = find_newest_good(run, read_attempts(run))
-    if failure or not checkpoint or checkpoint.step < plan.total_steps:
-        at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
-        raise SunspotError(
-            f"training failed with {at} kept in {run.location}; the same command goes on from there\n"
-            f"{failure or 'the workers ended before the last step'}"
-        ) from failure
-    return checkpoint
+    if checkpoint and not failure and (checkpoint.step == plan.total_steps or wish.marked):
+        return checkpoint
+    at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
+    if wish.terminated and not failure:
+        raise SunspotError(f"told to end by SIGTERM, with {at} kept in {run.location}; the same command goes on there")
+    raise SunspotError(
+        f"training failed with {at} kept in {run.location}; the same command goes on from there\n"
+        f"{failure or 'the workers ended before the last step'}"
+    ) from failure
 
 
 def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
@@ -104,7 +109,7 @@ def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
         )
 
 
-def _verdict(run: Run, owner: str) -> Exception | None:
+def find_verdict(run: Run, owner: str) -> Exception | None:
     """What ended this job's part in the run for good, if anything did."""
     attempts = read_attempts(run)
     try:
@@ -135,7 +140,7 @@ def _ray_session() -> Iterator[None]:
         ray.shutdown()
 
 
-def _fit_once(plan: Plan, owner: str) -> None:
+def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish) -> None:
     import ray
     import ray.data
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -168,7 +173,11 @@ def _fit_once(plan: Plan, owner: str) -> None:
         if plan.test:
             datasets["test"] = ray.data.range(rows_in(plan.test))
     workers = settings.num_workers
-    with shown_progress(plan.total_steps, plan.steps.per_epoch) as board, tempfile.TemporaryDirectory() as scratch:
+    with (
+        shown_progress(plan.total_steps, plan.steps.per_epoch) as board,
+        watched_stop(run, board, wish),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         TorchTrainer(
             train_loop,
             train_loop_config={

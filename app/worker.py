@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
+from app.background import Background
 from app.checkpoint import Saver, describe, load_state
 from app.data.batch import Batch
 from app.data.order import LEAST_ROWS, Steps
@@ -25,10 +27,12 @@ from app.data.source import Source
 from app.data.torch_loader import TorchLoader
 from app.errors import SettingsError, SupersededError, find_in
 from app.layout import Run, open_run
-from app.layout.attempts import Attempt, record_error
+from app.layout.attempts import Attempt, ensure_owner, record_error
 from app.layout.checkpoints import Checkpoint
 from app.layout.history import Journal
+from app.layout.status import RunState, Status, read_status, write_status
 from app.metrics import Window
+from app.output import shipped_worker_output
 from app.progress import PROGRESS_EVERY_S
 from app.restore import begin_attempt, load_weights, read_init, versions
 from app.settings import Settings
@@ -64,6 +68,11 @@ class Worker:
     saver: Saver | None
     "On rank 0 only: under DDP it has the whole state."
     progress: Any
+    status: Status
+    "The newest news of the run, which rank 0 keeps in storage."
+    _run: Run
+    _answer: Any = None
+    "What the progress board will say to the last news: whether the run is to stop."
     _shown: float = 0.0
     _reported: float = 0.0
 
@@ -96,6 +105,14 @@ class Worker:
             if consumed is not None:
                 self.saver.record_audit(record["step"] - record["steps"] + 1, record["step"], consumed)
             self.progress.record.remote(_scalars(record))
+            self.status = replace(
+                self.status,
+                step=record["step"],
+                epoch=record["epoch"],
+                loss=record["loss"],
+                rows_per_s=record["rows_per_s"],
+                step_time_s=record["seconds"] / record["steps"],
+            )
         if record["time"] - self._reported >= REPORT_TO_RAY_EVERY_S:
             self._reported = record["time"]
             ray.train.report(_scalars(record))
@@ -105,9 +122,26 @@ class Worker:
         if self.saver and (now or time.monotonic() - self._shown >= PROGRESS_EVERY_S):
             self._shown = time.monotonic()
             committed = self.saver.last_committed.step if self.saver.last_committed else self.start
-            self.progress.show.remote(
+            self._answer = self.progress.show.remote(
                 {"step": step, "loss": window.mean_loss, "committed": committed, "time": time.time()}
             )
+
+    def told_to_stop(self) -> bool:
+        """Whether the driver wants the workers to save and return; on rank 0 only, at most once for each wish."""
+        if self._answer is None or not ray.wait([self._answer], timeout=0)[0]:
+            return False
+        answer, self._answer = self._answer, None
+        return bool(ray.get(answer))
+
+    def publish(self) -> None:
+        """Write the newest numbers to storage, on rank 0; raises `SupersededError` when they are no news any more."""
+        ensure_owner(self._run, self.attempt)
+        for journal in self.journals.values():
+            journal.flush()
+        committed = self.saver.last_committed if self.saver else None
+        if committed:
+            self.status = replace(self.status, checkpoint=committed.name, checkpoint_time=committed.time)
+        write_status(self._run, self.status)
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is committed."""
@@ -126,19 +160,25 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     torch.set_num_threads(config["threads"])
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every report would fill the rank's log
 
     begun = begin_attempt(run, config["owner"], settings, context.get_world_size()) if rank == 0 else None
     attempt, checkpoint = ray.train.collective.broadcast_from_rank_zero(begun)
     if attempt is None:
         yield None
         return
-    try:
-        yield _make_worker(config, run, attempt, checkpoint)
-    except Exception as error:
-        final = find_in(error)
-        if final and not isinstance(final, SupersededError):  # which writes nothing more
-            record_error(run, attempt.number, final)
-        raise
+    with ExitStack() as stack:
+        stack.enter_context(shipped_worker_output(run, attempt.number, rank))
+        try:
+            worker = _make_worker(config, run, attempt, checkpoint)
+            if rank == 0:
+                stack.enter_context(Background(settings.report_every_s, worker.publish))
+            yield worker
+        except Exception as error:
+            final = find_in(error)
+            if final and not isinstance(final, SupersededError):  # which writes nothing more
+                record_error(run, attempt.number, final)
+            raise
 
 
 def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint: Checkpoint | None) -> Worker:
@@ -196,6 +236,18 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
         journals=journals,
         saver=Saver(run, attempt, settings, journals, config["progress"].warn.remote) if rank == 0 else None,
         progress=config["progress"],
+        status=replace(
+            read_status(run) or Status(RunState.RUNNING, attempt.owner),
+            state=RunState.RUNNING,
+            reason="",
+            attempt=attempt.number,
+            world_size=world_size,
+            step=attempt.step,
+            checkpoint=attempt.starts_from,
+            total_steps=config["total_steps"],
+            steps_per_epoch=steps.per_epoch,
+        ),
+        _run=run,
     )
 
 

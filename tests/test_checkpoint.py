@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.checkpoint import Saver, describe, load_state, surplus
+from app.checkpoint import Saver, describe, load_state
 from app.errors import DamageError, StorageError, SupersededError
 from app.layout import Run, open_run
 from app.layout.attempts import Attempt, claim, lineage, read_attempts
-from app.layout.checkpoints import Checkpoint, find_faults, find_newest_good, in_lineage, list_checkpoints
+from app.layout.checkpoints import Checkpoint, find_faults, find_newest_good, in_lineage, list_checkpoints, surplus
 from app.layout.history import Journal, read_journal
 from app.settings import Settings
 from tests import s3
@@ -196,7 +196,7 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
         Checkpoint(str(step), step, 1, 100, 100, 1, {} if value is None else {"loss": value})
         for step, value in enumerate(values, 1)
     ]
-    gone = surplus(checkpoints, Settings(checkpoints_to_keep=keep, checkpoint_order=order))
+    gone = surplus(checkpoints, keep, "loss", order)
     kept = [checkpoint for checkpoint in checkpoints if checkpoint not in gone]
     assert checkpoints[-1] in kept
     assert min(keep, len(checkpoints)) <= len(kept) <= keep + 1

@@ -1,19 +1,23 @@
 """Which checkpoints a run has, and whether they are whole.
 
 A checkpoint directory counts when it holds `manifest.json`, which is written last and removed first, and is whole
-when every file has the size and the SHA-256 that the manifest lists.
+when every file has the size and the SHA-256 that the manifest lists. A file that storage still lists under the version
+it had when the commit read it back has not been written since: that much can be seen without reading it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from app.errors import NotFoundError
 from app.layout import Run, to_json
 from app.layout.attempts import Attempt, Span, attempt_of, lineage, step_of
+from app.layout.storage import Entry, in_parallel
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-\d{8,}-attempt-\d{4,}")
@@ -34,7 +38,7 @@ class Checkpoint:
     attempt: int
     metrics: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    "For each file: `size` in bytes and `sha256`."
+    "For each file: `size` in bytes, `sha256`, and the `version` (`storage.Entry`) under which it was read back."
     time: float = field(default_factory=time.time)
     damage: str = ""
     "Why the manifest itself cannot be used; empty when it can."
@@ -52,59 +56,143 @@ class Checkpoint:
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
     """The commit: after this the checkpoint exists."""
     record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
-    run.storage.write(_key(run, checkpoint.name, MANIFEST), to_json(record))
+    run.storage.write(_key(run, checkpoint.name, MANIFEST), to_json({**record, "sha256": _digest(record)}))
+
+
+def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
+    """The files of every checkpoint directory, as storage lists them; one with MANIFEST among them is committed.
+
+    What others put beside them is not ours to judge.
+    """
+    found: dict[str, dict[str, Entry]] = {}
+    for entry in run.storage.list(run.key("checkpoints")):
+        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
+        if NAME.fullmatch(name):
+            found.setdefault(name, {})[file] = entry
+    return found
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """Every directory with a manifest, by step; one whose manifest cannot be read has `damage`."""
-    names = [name for name, complete in _directories(run).items() if complete]
-    found = [checkpoint for name in names if (checkpoint := _read_manifest(run, name))]
-    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt))
+    names = [name for name, files in list_directories(run).items() if MANIFEST in files]
+    found = in_parallel(lambda name: read_manifest(run, name), by_step(names))
+    return [checkpoint for checkpoint in found if checkpoint]
 
 
 def list_incomplete(run: Run) -> list[str]:
     """Names of the checkpoint directories without a manifest: uploads that never ended, or deletions that did not."""
-    return [name for name, complete in _directories(run).items() if not complete]
+    return [name for name, files in list_directories(run).items() if MANIFEST not in files]
+
+
+def by_step(names: Iterable[str]) -> list[str]:
+    """Names of checkpoints in the order of their steps."""
+    return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
+
+
+def leads_to_newest(name: str, spans: list[Span]) -> bool:
+    """Whether a checkpoint is of the steps that led to the newest attempt; a stale writer's late one is not."""
+    return any(span.holds(attempt_of(name), step_of(name)) for span in spans)
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
-    """Those that lead to the newest attempt; a stale writer's late manifest is not among them."""
-    return [c for c in checkpoints if any(span.holds(c.attempt, c.step) for span in spans)]
+    """Those that lead to the newest attempt."""
+    return [checkpoint for checkpoint in checkpoints if leads_to_newest(checkpoint.name, spans)]
 
 
-def find_faults(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """What is wrong with a checkpoint, a line for each fault; empty when every byte is as the manifest says."""
+def read_manifest(run: Run, name: str) -> Checkpoint | None:
+    """The checkpoint, with `damage` when its manifest cannot be used; None when it is not there (any more)."""
+    try:
+        record = run.read_json("checkpoints", name, MANIFEST)
+        written = record.pop("sha256", None)  # older ones have none
+        if written is not None and written != _digest(record):
+            raise ValueError("it was changed after it was written")
+        checkpoint = Checkpoint(**record)
+        if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
+            raise ValueError("it describes another checkpoint")
+        sized = [
+            isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in checkpoint.files.values()
+        ]
+        if not sized or not all(sized) or not isinstance(checkpoint.metrics, dict):
+            raise ValueError("it lists no file, or not its size and SHA-256")
+        return checkpoint
+    except NotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=f"{MANIFEST} cannot be used: {error}")
+
+
+def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
+    """What is wrong with a checkpoint, a line for each fault; empty when every byte is as the manifest says.
+
+    With `listed`, its directory in `list_directories`, only those files are read of which the listing does not show
+    that they are as the commit read them back: those of a copied run, or one that was written since.
+    """
     if checkpoint.damage:
         return [checkpoint.damage]
     faults = []
     for file, expected in checkpoint.files.items():
-        try:
-            size, sha256 = run.storage.digest(_key(run, checkpoint.name, file))
-        except NotFoundError:
-            faults.append(f"{file} is missing")
+        entry = listed.get(file) if listed is not None else None
+        if entry and entry.version == expected.get("version") and entry.size == expected["size"]:
             continue
-        if size != expected["size"]:
-            faults.append(f"{file} has {size} bytes instead of {expected['size']}")
-        elif sha256 != expected["sha256"]:
-            faults.append(f"{file} has SHA-256 {sha256[:12]}... instead of {expected['sha256'][:12]}...")
+        if listed is not None and not entry:
+            faults.append(f"{file} is missing")
+        elif entry and entry.size != expected["size"]:
+            faults.append(f"{file} has {entry.size} bytes instead of {expected['size']}")
+        else:
+            faults += _compare_bytes(run, checkpoint, file)
     return faults
 
 
-def find_newest_good(run: Run, attempts: list[Attempt]) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest whole checkpoint of the run's lineage, and what was passed over to reach it, newest first."""
+def _compare_bytes(run: Run, checkpoint: Checkpoint, file: str) -> list[str]:
+    expected = checkpoint.files[file]
+    try:
+        size, sha256 = run.storage.digest(_key(run, checkpoint.name, file))
+    except NotFoundError:
+        return [f"{file} is missing"]
+    if size != expected["size"]:
+        return [f"{file} has {size} bytes instead of {expected['size']}"]
+    if sha256 != expected["sha256"]:
+        return [f"{file} has SHA-256 {sha256[:12]}... instead of {expected['sha256'][:12]}..."]
+    return []
+
+
+def find_newest_good(
+    run: Run, attempts: list[Attempt], trust_listing: bool = False
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest whole checkpoint of the run's lineage, and what was passed over to reach it, newest first.
+
+    `trust_listing` spares the reading of what the listing shows to be whole (`find_faults`): for showing, not for use.
+    """
     spans = lineage(attempts)
-    skipped = [
-        (step_of(name), f"{name}: incomplete, it has no manifest")
-        for name in list_incomplete(run)
-        if any(span.holds(attempt_of(name), step_of(name)) for span in spans)
-    ]
-    for checkpoint in reversed(in_lineage(list_checkpoints(run), spans)):
-        faults = find_faults(run, checkpoint)
-        if not faults:
-            newer = sorted((step, text) for step, text in skipped if step > checkpoint.step)
-            return checkpoint, tuple(text for _, text in reversed(newer))
-        skipped.append((checkpoint.step, f"{checkpoint.name}: damaged, {'; '.join(faults)}"))
-    return None, tuple(text for _, text in sorted(skipped, reverse=True))
+    directories = list_directories(run)
+    passed: list[str] = []
+    for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
+        if MANIFEST not in directories[name]:
+            passed.append(f"{name}: incomplete, it has no manifest")
+        elif checkpoint := read_manifest(run, name):
+            faults = find_faults(run, checkpoint, directories[name] if trust_listing else None)
+            if not faults:
+                return checkpoint, tuple(passed)
+            passed.append(f"{name}: damaged, {'; '.join(faults)}")
+    return None, tuple(passed)
+
+
+def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
+    """From the best by `metric` to the worst, the later first among equals; `order` is min or max."""
+    sign = 1 if order == "min" else -1
+
+    def badness(checkpoint: Checkpoint) -> tuple[float, int]:
+        value = checkpoint.metrics.get(metric)
+        number = float("inf") if value is None or value != value else sign * value
+        return number, -checkpoint.step
+
+    return sorted(checkpoints, key=badness)
+
+
+def surplus(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
+    """Those that are neither the newest nor among the `keep` best, of `checkpoints` by step."""
+    kept = best_first(checkpoints, metric, order)[:keep] + checkpoints[-1:]
+    return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
@@ -114,31 +202,8 @@ def delete_checkpoint(run: Run, name: str) -> None:
         run.storage.delete(entry.key)
 
 
-def _directories(run: Run) -> dict[str, bool]:
-    """The checkpoint directories, and whether each has a manifest; what others put beside them is not ours to judge."""
-    names: dict[str, bool] = {}
-    for entry in run.storage.list(run.key("checkpoints")):
-        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
-        if NAME.fullmatch(name):
-            names[name] = names.get(name, False) or file == MANIFEST
-    return names
-
-
-def _read_manifest(run: Run, name: str) -> Checkpoint | None:
-    try:
-        checkpoint = Checkpoint(**run.read_json("checkpoints", name, MANIFEST))
-        if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
-            raise ValueError("it describes another checkpoint")
-        sized = [
-            isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in checkpoint.files.values()
-        ]
-        if not sized or not all(sized) or not isinstance(checkpoint.metrics, dict):
-            raise ValueError("it lists no file, or not its size and SHA-256")
-        return checkpoint
-    except NotFoundError:  # deleted since it was listed
-        return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=f"{MANIFEST} cannot be used: {error}")
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(record)).hexdigest()
 
 
 def _key(run: Run, name: str, file: str) -> str:

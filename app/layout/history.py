@@ -34,6 +34,7 @@ class Journal:
         self._records: list[str] = []
         self._written = 0
         self._lock = threading.Lock()
+        self._flushing = threading.Lock()
 
     def append(self, record: dict[str, Any]) -> None:
         """Keep a record; it is durable after the next `flush`."""
@@ -42,16 +43,17 @@ class Journal:
 
     def flush(self) -> None:
         """Write what is not written yet; raises `StorageError`, after which it can be called again."""
-        with self._lock:
-            records = list(self._records)
-        while self._written < len(records):
-            file = self._written // FILE_RECORDS
-            end = min(len(records), (file + 1) * FILE_RECORDS)
-            text = "\n".join(records[file * FILE_RECORDS : end]) + "\n"
-            self._run.storage.write(
-                self._run.key(self._kind, f"attempt-{self._attempt:04d}-{file:05d}.jsonl"), text.encode()
-            )
-            self._written = end
+        with self._flushing:
+            with self._lock:
+                records = list(self._records)
+            while self._written < len(records):
+                file = self._written // FILE_RECORDS
+                end = min(len(records), (file + 1) * FILE_RECORDS)
+                text = "\n".join(records[file * FILE_RECORDS : end]) + "\n"
+                self._run.storage.write(
+                    self._run.key(self._kind, f"attempt-{self._attempt:04d}-{file:05d}.jsonl"), text.encode()
+                )
+                self._written = end
 
 
 def read_journal(run: Run, kind: Kind, spans: list[Span] | None = None) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ import functools
 import hashlib
 import io
 import os
+import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from app.errors import NotFoundError, StorageError, shorten
 
@@ -32,6 +33,9 @@ PART = 16 << 20
 
 PARTS_IN_FLIGHT = 4
 """Parts uploaded at once: with PART, the most memory (64 MiB) that one upload holds besides the part being filled."""
+
+READS_IN_FLIGHT = 16
+"""Small objects read at once by whoever needs many of them: each waits for an answer, not for bytes."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
 """One request is given up after about 4 x 20 s of silence and the backoff between (botocore's standard mode)."""
@@ -53,16 +57,38 @@ S3_FIXES = {
 """What to do about an error, by the code that S3 answers or the class that botocore raises."""
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 Errors = Callable[[], contextlib.AbstractContextManager[None]]
 """Turns the errors of one object's storage into `StorageError`. Goes around storage's own calls, never around a
 caller's: a `FileNotFoundError` of theirs would pass for a missing object."""
 
 
 class Entry(NamedTuple):
-    """An object in a listing: its key and its size in bytes."""
+    """An object in a listing."""
 
     key: str
     size: int
+    "Bytes."
+    modified: float
+    "When it was last written, in seconds since the epoch."
+    version: str
+    """Another one after every write, also of the same number of bytes, and for every copy: S3's ETag and time, or a
+    file's number and time of change. The time is for servers that keep the ETag of a file which changed under them."""
+
+
+class Unfinished(NamedTuple):
+    """What a writer left behind that was killed: it takes space, and is no object."""
+
+    key: str
+    "The object that it would have become."
+    size: int
+    "Bytes."
+    modified: float
+    "When it was begun or last written, in seconds since the epoch."
+    token: str
+    "Names it to storage."
 
 
 class Writer(Protocol):
@@ -86,8 +112,8 @@ class Storage(ABC):
         """The path or URL of `key`, for messages."""
 
     @abstractmethod
-    def open(self, key: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A stream of the object's bytes."""
+    def open(self, key: str, offset: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A stream of the object's bytes from `offset` on, which must lie before its end (or be 0)."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
@@ -115,6 +141,14 @@ class Storage(ABC):
     @abstractmethod
     def exists(self, key: str) -> bool:
         """Whether the object is there."""
+
+    @abstractmethod
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        """What killed writers left below `prefix`, and what living ones are at."""
+
+    @abstractmethod
+    def discard(self, unfinished: Unfinished) -> None:
+        """Give back the space of what a killed writer left; being gone already is no error."""
 
     def read(self, key: str) -> bytes:
         """All bytes of an object."""
@@ -159,6 +193,12 @@ class Storage(ABC):
 def open_storage(storage_path: str) -> Storage:
     """The storage at a local path or `s3://bucket/prefix`."""
     return S3Storage(storage_path) if storage_path.startswith("s3://") else LocalStorage(storage_path)
+
+
+def in_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = READS_IN_FLIGHT) -> list[Result]:
+    """What `act` returns for each item, in their order. The first error ends it: what has not begun never does."""
+    with ThreadPoolExecutor(at_once, thread_name_prefix="storage") as pool:
+        return list(pool.map(act, items))
 
 
 class HashingWriter:
@@ -246,6 +286,10 @@ class _Source(io.RawIOBase):
 # ---------------------------------------------------------------------------------------------------------------- local
 
 
+TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
+"""A file of `write` or `create` that is not yet, or never became, the object in the group."""
+
+
 class LocalStorage(Storage):
     """A directory. Also right for NFS: only rename and link, which are atomic there, are relied on."""
 
@@ -256,10 +300,11 @@ class LocalStorage(Storage):
         return str(self.root / key)
 
     @contextlib.contextmanager
-    def open(self, key: str) -> Iterator[BinaryIO]:
+    def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
         errors = functools.partial(_os_errors, self.locate(key), reading=True)
         with errors():
             source = io.FileIO(self.root / key)
+            source.seek(offset)
         with io.BufferedReader(_Source(source, errors), CHUNK) as stream:
             yield stream
 
@@ -285,16 +330,30 @@ class LocalStorage(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
+        return sorted(
+            Entry(path.relative_to(self.root).as_posix(), about.st_size, about.st_mtime, _version(about))
+            for path, about in self._files(prefix)
+            if not TEMPORARY.fullmatch(path.name)
+        )
+
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        found = []
+        for path, about in self._files(prefix):
+            if match := TEMPORARY.fullmatch(path.name):
+                key = path.with_name(match[1]).relative_to(self.root).as_posix()
+                found.append(Unfinished(key, about.st_size, about.st_mtime, str(path)))
+        return sorted(found)
+
+    def discard(self, unfinished: Unfinished) -> None:
+        with _os_errors(unfinished.token):
+            Path(unfinished.token).unlink(missing_ok=True)
+
+    def _files(self, prefix: str) -> Iterator[tuple[Path, os.stat_result]]:
         top = self.root / prefix
         with _os_errors(self.locate(prefix)):
-            paths = [top] if top.is_file() else _walk(top)
-            found = []
-            for path in paths:
-                # A temporary of `write` or `create` belongs to nobody yet.
-                if not (path.name.startswith(".") and path.name.endswith(".tmp")):
-                    with contextlib.suppress(FileNotFoundError):  # deleted since the walk saw it
-                        found.append(Entry(path.relative_to(self.root).as_posix(), path.stat().st_size))
-        return sorted(found)
+            for path in [top] if top.is_file() else _walk(top):
+                with contextlib.suppress(FileNotFoundError):  # deleted since the walk saw it
+                    yield path, path.stat()
 
     def delete(self, key: str) -> None:
         path = self.root / key
@@ -311,7 +370,7 @@ class LocalStorage(Storage):
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes) -> Iterator[Path]:
         path = self.root / key
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # TEMPORARY
         try:
             with _open_new(temporary) as sink:
                 sink.write(data)
@@ -369,6 +428,10 @@ def _walk(top: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
+def _version(about: os.stat_result) -> str:
+    return f"{about.st_ino}-{about.st_ctime_ns}"
+
+
 def _sync_directory(path: Path) -> None:
     """Make a rename or a new name survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -405,10 +468,11 @@ class S3Storage(Storage):
         return f"s3://{self.bucket}/{self._full(key)}"
 
     @contextlib.contextmanager
-    def open(self, key: str) -> Iterator[BinaryIO]:
+    def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
         errors = functools.partial(self._s3_errors, "read", key)
+        part = {"Range": f"bytes={offset}-"} if offset else {}
         with errors():
-            body = self._client.get_object(Bucket=self.bucket, Key=self._full(key))["Body"]
+            body = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **part)["Body"]
         with io.BufferedReader(_Source(body, errors), CHUNK) as stream:
             yield stream
 
@@ -445,10 +509,43 @@ class S3Storage(Storage):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self._full(prefix)
             )
-            found = [Entry(item["Key"][skip:], item["Size"]) for page in pages for item in page.get("Contents", ())]
-        below = prefix.rstrip("/") + "/" if prefix else ""
+            found = [
+                Entry(item["Key"][skip:], item["Size"], item["LastModified"].timestamp(), _etag_and_time(item))
+                for page in pages
+                for item in page.get("Contents", ())
+            ]
         # A key that ends in '/' is a folder that somebody's browser of the bucket made.
-        return sorted(e for e in found if (e.key == prefix or e.key.startswith(below)) and not e.key.endswith("/"))
+        return sorted(e for e in found if _is_below(e.key, prefix) and not e.key.endswith("/"))
+
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        skip = len(self.prefix) + 1 if self.prefix else 0
+        with self._s3_errors("list the unfinished uploads of", prefix):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket, Prefix=self._full(prefix)
+            )
+            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        return sorted(
+            Unfinished(key, *self._so_far(key, upload), upload["UploadId"])
+            for upload in uploads
+            if _is_below(key := upload["Key"][skip:], prefix)
+        )
+
+    def _so_far(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
+        """The bytes of an upload's parts, and when it was begun or got the last of them."""
+        parts: list[dict[str, Any]] = []
+        with self._s3_errors("list the parts of", key), _unless_upload_is_gone():
+            pages = self._client.get_paginator("list_parts").paginate(
+                Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+            parts += [part for page in pages for part in page.get("Parts", ())]
+        times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
+        return sum(part["Size"] for part in parts), max(times).timestamp()
+
+    def discard(self, unfinished: Unfinished) -> None:
+        with self._s3_errors("abort the upload of", unfinished.key), _unless_upload_is_gone():
+            self._client.abort_multipart_upload(
+                Bucket=self.bucket, Key=self._full(unfinished.key), UploadId=unfinished.token
+            )
 
     def delete(self, key: str) -> None:
         # S3 answers 204 when there is nothing; others answer NoSuchKey.
@@ -475,6 +572,27 @@ class S3Storage(Storage):
                 raise NotFoundError(f"{self.locate(key)}: not found") from error
             fix = f"; {S3_FIXES[name]}" if name in S3_FIXES else ""
             raise StorageError(f"{self.locate(key)}: cannot {action}: {shorten(error)}{fix}") from error
+
+
+def _is_below(key: str, prefix: str) -> bool:
+    """Whether `key` is the object `prefix` or lies in the folder `prefix`; S3 itself knows no folders."""
+    return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
+
+
+def _etag_and_time(item: dict[str, Any]) -> str:
+    return item["ETag"].strip('"') + f"-{item['LastModified'].timestamp():.0f}"
+
+
+@contextlib.contextmanager
+def _unless_upload_is_gone() -> Iterator[None]:
+    """Completed or aborted meanwhile, by its writer or by the bucket's lifecycle rules."""
+    from botocore.exceptions import ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchUpload":
+            raise
 
 
 class _S3Writer(HashingWriter):
@@ -570,7 +688,7 @@ def _s3_client(url: str) -> Any:
                 # Checksums in trailers are AWS's own; we hash every byte ourselves and read it back.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
-                max_pool_connections=2 * PARTS_IN_FLIGHT,
+                max_pool_connections=max(2 * PARTS_IN_FLIGHT, READS_IN_FLIGHT),
             ),
         )
     except (BotoCoreError, ValueError) as error:

@@ -47,7 +47,7 @@ def ours() -> float:
         chosen = settings(storage)
         plan = make_plan(chosen, load_task(chosen))
         run = open_run(storage, chosen.run_name)
-        fit(plan, run, new_owner(""))
+        fit(plan, run, new_owner(run, ""))
         records = [record for record in read_journal(run, "metrics") if record["step"] >= WARM_UP]
     first, last = records[0], records[-1]
     return 1000 * (last["time"] - first["time"]) / (last["step"] - first["step"])

@@ -1,0 +1,44 @@
+"""Small chores behind the training: whatever storage does meanwhile, training does not wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from app.errors import SunspotError
+
+CLOSE_TIMEOUT_S = 30
+"""How long the end of the context waits for chores that hang, before it leaves them behind."""
+
+
+class Background:
+    """Does some chores every so many seconds while the context lasts, and once more at its end.
+
+    A chore that fails with a `SunspotError` (storage that is away, most often) is tried again the next time.
+    """
+
+    def __init__(self, every_s: float, *chores: Callable[[], None]) -> None:
+        self._every_s, self._chores = every_s, chores
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="background", daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        last_time = False
+        while not last_time:
+            last_time = self._over.wait(self._every_s)
+            for chore in self._chores:
+                try:
+                    chore()
+                except SunspotError:
+                    continue

@@ -1,0 +1,227 @@
+"""`make smoke`: the whole way on a real cluster, on CPUs: image, base, submit, wait, and a model that is good.
+
+Uses the cluster of KUBE_CONTEXT, or makes one with kind; and the S3 server of AWS_ENDPOINT_URL, or starts one on this
+machine. Everything it makes has a name of its own, and is gone at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+KIND = "sunspot-smoke"
+NAMESPACE = "sunspot-smoke"
+OPERATOR = "https://github.com/ray-project/kuberay/ray-operator/config/default?ref=v1.7.0"
+S3_PORT = 9000
+"""One that k8s/base lets pods reach."""
+
+LEAST_ACCURACY = 0.96
+WAIT_S = 1800
+"""For one run, from submit to its end: two cores need about five minutes."""
+
+GONE_S = 240
+"""For the cluster of a finished run to go: the profile's TTL, and the pods' grace."""
+
+
+def main() -> None:
+    """Run all of it, and say how long each part took."""
+    image = os.environ["IMAGE"]
+    loaders = os.environ.get("LOADERS", "torch ray").split()
+    began = time.monotonic()
+    with _cluster() as context, _s3_server(context) as secret, _namespace(context):
+        with _step(f"load {image} onto the nodes"):
+            load = os.environ.get("LOAD_IMAGE") or f"kind load docker-image --name {KIND}"
+            _call(*shlex.split(load), image)
+        with _step("create the Secret"):
+            values = [f"--from-literal={name}={value}" for name, value in secret.items()]
+            _call(
+                "kubectl",
+                "--context",
+                context,
+                "-n",
+                NAMESPACE,
+                "create",
+                "secret",
+                "generic",
+                "sunspot-storage",
+                *values,
+            )
+        for loader in loaders:
+            _train(context, image, loader)
+    print(f"smoke test passed in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _train(context: str, image: str, loader: str) -> None:
+    """One run, from submit to the end of its cluster, and what it left in storage."""
+    run = f"smoke-{loader}"
+    cluster = ["--context", context, "--namespace", NAMESPACE]
+    with _step(f"{run}: submit"):
+        settings = [word for name in (f"LOADER={loader}", "AUDIT=true") for word in ("--set", name)]
+        _sunspot("submit", "--run", run, "--profile", "kind", "--image", image, *settings, *cluster)
+    with _step(f"{run}: wait"):
+        _sunspot("wait", run, "--timeout", str(WAIT_S), *cluster)
+    with _step(f"{run}: check what it left"):
+        status = json.loads(_sunspot("status", run, "--json", *cluster, quiet=True))
+        assert status["state"] == "succeeded", status
+        _sunspot("checkpoints", "verify", run)
+        _sunspot("audit", run)
+        with tempfile.TemporaryDirectory() as folder:
+            _sunspot("checkpoints", "get", run, "--output", folder)
+            accuracy = _score(Path(folder, "model.pt"))
+        print(f"accuracy on the held-out digits: {accuracy:.2%}", flush=True)
+        assert accuracy >= LEAST_ACCURACY, f"below {LEAST_ACCURACY:.0%}"
+    with _step(f"{run}: wait for its cluster to go"):
+        _wait_until_gone(context, f"sunspot/run={run}")
+
+
+def _score(weights: Path) -> float:
+    """Accuracy of the downloaded model on the sample's held-out rows."""
+    import torch
+
+    from app.baseline import evaluate
+    from app.data.source import find_sources
+    from app.data.torch_loader import load_rows
+    from app.settings import load_settings
+    from app.tasks import load_task
+
+    settings = load_settings({"TASK": "app.tasks.mnist", "DATASET": "sample"})
+    task = load_task(settings)
+    source, test = find_sources(settings)
+    assert test
+    model = task.build_model(settings, source)
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    return evaluate(task, model, load_rows(test), 500, torch.device("cpu"))["test_accuracy"]
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[str]:
+    """The context of the cluster to use; one that was made here is deleted."""
+    if context := os.environ.get("KUBE_CONTEXT"):
+        yield context
+        return
+    with _step("create a kind cluster with the KubeRay operator"):
+        _call("kind", "create", "cluster", "--name", KIND, "--wait", "120s")
+    context = f"kind-{KIND}"
+    try:
+        # Server-side: the CRDs are too large for the annotation of a client-side apply.
+        _call("kubectl", "--context", context, "apply", "--server-side", "-k", OPERATOR)
+        ready = ("rollout", "status", "--timeout=300s", "deployment/kuberay-operator")
+        _call("kubectl", "--context", context, "-n", "default", *ready)
+        yield context
+    finally:
+        _call("kind", "delete", "cluster", "--name", KIND)
+
+
+@contextlib.contextmanager
+def _s3_server(context: str) -> Iterator[dict[str, str]]:
+    """What the Secret has to hold; this process's environment reaches the same server, and its runs' place."""
+    if os.environ.get("AWS_ENDPOINT_URL"):
+        os.environ.setdefault("SUNSPOT_STORAGE_PATH", f"s3://sunspot/smoke-{int(time.time())}")
+        try:
+            yield {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        finally:
+            _empty(os.environ["SUNSPOT_STORAGE_PATH"])
+        return
+
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    address = _address_for_nodes(context)
+    server = ThreadedMotoServer(address, S3_PORT, verbose=False)
+    server.start()
+    secret = {
+        "AWS_ENDPOINT_URL": f"http://{address}:{S3_PORT}",
+        "AWS_ACCESS_KEY_ID": "smoke",
+        "AWS_SECRET_ACCESS_KEY": "smoke-test",
+        "AWS_REGION": "us-east-1",
+    }
+    os.environ.update(secret, SUNSPOT_STORAGE_PATH="s3://sunspot/runs")
+    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="sunspot")
+    try:
+        yield secret
+    finally:
+        server.stop()
+
+
+def _address_for_nodes(context: str) -> str:
+    """The address of this machine on the way to the cluster's nodes: they reach it there."""
+    path = "{.items[0].status.addresses[?(@.type=='InternalIP')].address}"
+    node = _call("kubectl", "--context", context, "get", "nodes", "-o", f"jsonpath={path}", quiet=True)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((node, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@contextlib.contextmanager
+def _namespace(context: str) -> Iterator[None]:
+    """k8s/base in a namespace of the test's own."""
+    with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:  # kustomize wants a relative path to the base
+        text = f"namespace: {NAMESPACE}\nresources: [../k8s/base]\n"
+        Path(folder, "kustomization.yaml").write_text(text)
+        with _step("apply k8s/base"):
+            _call("kubectl", "--context", context, "apply", "-k", folder)
+    try:
+        yield
+    finally:
+        with _step("delete the namespace"):
+            _call("kubectl", "--context", context, "delete", "namespace", NAMESPACE, "--timeout=300s")
+
+
+def _wait_until_gone(context: str, label: str) -> None:
+    """Return when no RayCluster and no pod with this label is left."""
+    deadline = time.monotonic() + GONE_S
+    while True:
+        kinds = "rayclusters.ray.io,pods"
+        left = _call(
+            "kubectl", "--context", context, "-n", NAMESPACE, "get", kinds, "-l", label, "-o", "name", quiet=True
+        )
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"still there after {GONE_S} s:\n{left}"
+        time.sleep(2)
+
+
+def _empty(storage_path: str) -> None:
+    from app.layout.storage import open_storage
+
+    storage = open_storage(storage_path)
+    for entry in storage.list(""):
+        storage.delete(entry.key)
+
+
+def _sunspot(*words: str, quiet: bool = False) -> str:
+    return _call(sys.executable, "-m", "submitter.cli", *words, quiet=quiet)
+
+
+def _call(*words: str, quiet: bool = False) -> str:
+    """Run a command in the repository; its output is shown, or with `quiet` returned."""
+    if not quiet:
+        shown = ["sunspot" if word == "submitter.cli" else word for word in words if word not in (sys.executable, "-m")]
+        print("$", shlex.join(word.partition("KEY=")[0] for word in shown), flush=True)
+    done = subprocess.run(words, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE if quiet else None)
+    if done.returncode:
+        sys.exit(f"smoke test failed: {Path(words[0]).name} ended with {done.returncode}")
+    return (done.stdout or "").strip()
+
+
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[Any]:
+    print(f"== {name}", flush=True)
+    began = time.monotonic()
+    yield
+    print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,554 @@
+"""From a profile and settings to the RayJob that is applied. Pure: the same inputs give the same bytes.
+
+k8s/rayjob.yaml is read, patched as data, and written in its own order. The inputs are the arguments, the profile and
+the SUNSPOT_ variables of the environment; no cluster, no network, no clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.errors import SettingsError, shorten
+from app.settings import PREFIX, Settings, load_settings
+from submitter.profile import QUEUE, Machine, Profile, Toleration, Worker, load_profile, manifests, read_yaml
+from submitter.shape import Shape, choose_shape, whole_cpus
+
+RUN_LABEL = "sunspot/run"
+AUTOSCALER_LABEL = "sunspot/autoscaler"
+"""On heads with Ray's autoscaler: k8s/base lets these, and no other pods, talk to the API server."""
+
+GENERATION = "sunspot/generation"
+DERIVED = "sunspot/derived"
+
+AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
+GPU = "nvidia.com/gpu"
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+CLUSTER_SELECTOR = "ray.io/cluster"
+
+DRAIN_MARGIN = 0.1
+LEAST_DRAIN_MARGIN_S = 2
+"""What the drain leaves of the notice: Ray still has to end its processes."""
+
+HASH_DIGITS = 8
+
+AUTOSCALER: dict[str, Any] = {
+    "version": "v2",
+    # Ray's own 60 s may send a node away again before the running workers have stopped to take it in.
+    "idleTimeoutSeconds": 180,
+    "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
+    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+}
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value in the manifest, and where it came from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What `submit` applies, and what it was made of."""
+
+    manifest: dict[str, Any]
+    settings: Settings
+    "As the job will read them."
+    namespace: str
+    derived: list[Derived]
+
+    @property
+    def name(self) -> str:
+        """The RayJob's name: the run's, and a hash of the whole specification."""
+        return str(self.manifest["metadata"]["name"])
+
+    def to_yaml(self) -> str:
+        """The manifest as YAML, in the order of k8s/rayjob.yaml."""
+        return to_yaml(self.manifest)
+
+
+def render(
+    profile: str,
+    overrides: Mapping[str, str],
+    *,
+    image: str | None = None,
+    namespace: str | None = None,
+    cluster: str | None = None,
+    queue: str | None = None,
+    generation: int = 1,
+) -> Rendered:
+    """Make the RayJob of a run.
+
+    `overrides` are settings (variable, with or without the prefix: value), which win over the environment, and it over
+    the profile. With `cluster`, the job goes into that RayCluster instead of one of its own. `generation` is part of
+    the name: another number starts a finished job again. Raises `SettingsError` with every problem.
+    """
+    options = {"image": image, "namespace": namespace, "queue": queue}
+    chosen = load_profile(profile, {name: value for name, value in options.items() if value is not None})
+    # Through JSON, as YAML's aliases would let one change show in several places.
+    job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
+    given = _gather(_ray(_head(job))["env"], chosen, profile, overrides)
+    settings = load_settings({name: value for name, (value, _) in given.items()})
+
+    base_cpus = int(_workers(job)["rayStartParams"]["num-cpus"])
+    shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus)
+    problems += _find_problems(settings, chosen, shape, cluster, generation)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+
+    variables, derived = _resolve(settings, given, shape)
+    if shape:
+        _make_cluster(job, chosen, shape, settings.run_name, variables)
+        derived += _explain(job, chosen, shape, profile)
+    else:
+        _select_cluster(job, str(cluster), variables)
+    _set_job(job, chosen, settings.run_name, generation)
+
+    # Before what follows from it is written in; the wording of the reasons is no part of the specification.
+    name = f"{settings.run_name}-{_digest(job)}"
+    job["metadata"]["name"] = name
+    _set_variable(job, PREFIX + "JOB_ID", name)
+    job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
+    settings = load_settings({**{n: v for n, (v, _) in given.items()}, **settings_of(job)})
+    return Rendered(job, settings, job["metadata"]["namespace"], derived)
+
+
+def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
+    spec = manifest["spec"]
+    if spec.get("rayClusterSpec"):
+        variables = {entry["name"]: _unescape(entry.get("value", "")) for entry in _ray(_head(manifest)).get("env", ())}
+    else:
+        variables = _parse_runtime_env(spec.get("runtimeEnvYAML", ""))
+    return {name: value for name, value in variables.items() if name.startswith(PREFIX)}
+
+
+def image_problem(reference: str) -> str:
+    """What is wrong with an image that may be another one tomorrow; empty when it names a version or a digest."""
+    name = reference.rpartition("/")[2]
+    if "@sha256:" in name:
+        return ""
+    tag = name.partition(":")[2]
+    if tag and tag != "latest":
+        return ""
+    return (
+        f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
+        "what they have; name a tag, or better a digest (@sha256:...)"
+    )
+
+
+def to_yaml(value: Any) -> str:
+    """YAML in the order of `value`, the same wherever it is written."""
+    import yaml
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
+        pass
+
+    def represent(dumper: Any, text: str) -> Any:
+        bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
+        # What else there is, in quotes: Go reads 1e-3 as a number, and y as true, which PyYAML would leave bare.
+        style = "|" if "\n" in text else None if bare else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
+    plain = json.loads(json.dumps(value))  # the same object in two places would come out as an alias
+    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=2**30, allow_unicode=True))
+
+
+def write_directory(rendered: Rendered, path: str) -> list[Path]:
+    """Write what Argo CD, Flux or `kubectl apply -k` takes: the manifest and its kustomization. Returns both paths."""
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["rayjob.yaml"],
+    }
+    contents = {"rayjob.yaml": rendered.to_yaml(), "kustomization.yaml": to_yaml(kustomization)}
+    written = []
+    for name, text in contents.items():
+        file = Path(path) / name
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"--output {path}: {error.strerror or shorten(error)}; name a directory") from error
+        written.append(file)
+    return written
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def _gather(
+    base: list[dict[str, str]], profile: Profile, name: str, overrides: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Every setting that was given, by variable: its value and who gave it last. An empty override takes it away."""
+    layers: list[tuple[Mapping[str, str], str]] = [
+        ({entry["name"]: entry["value"] for entry in base if entry["name"].startswith(PREFIX)}, "k8s/rayjob.yaml"),
+        (profile.settings or {}, f"profile {name}"),
+        ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
+        (overrides, "given"),
+    ]
+    return {
+        PREFIX + variable.upper().removeprefix(PREFIX): (value, source)
+        for layer, source in layers
+        for variable, value in layer.items()
+    }
+
+
+def _resolve(
+    settings: Settings, given: Mapping[str, tuple[str, str]], shape: Shape | None
+) -> tuple[dict[str, str], list[Derived]]:
+    """The variables of the job, in the order of the settings, each with its source.
+
+    Only what was given or had to be chosen: the rest is left to the image, which may have a task of its own.
+    """
+    every = settings.environment()
+    chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
+    for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
+        chosen.setdefault(variable, (every[variable], "default"))
+    if shape:
+        use_gpu, per_worker = PREFIX + "USE_GPU", PREFIX + "RESOURCES_PER_WORKER"
+        chosen[use_gpu] = ("true" if shape.gpus else "false", shape.why_gpu or chosen[use_gpu][1])
+        per_worker_json = json.dumps(shape.per_worker, sort_keys=True)
+        chosen[per_worker] = (per_worker_json, shape.why_resources or chosen[per_worker][1])
+    ordered = {variable: chosen[variable] for variable in every if variable in chosen}
+    return (
+        {variable: value for variable, (value, _) in ordered.items()},
+        [Derived(variable, value, source) for variable, (value, source) in ordered.items()],
+    )
+
+
+def _find_problems(
+    settings: Settings, profile: Profile, shape: Shape | None, cluster: str | None, generation: int
+) -> list[str]:
+    """What no cluster could make work, whatever else is right."""
+    problems = []
+    if not settings.storage_path.startswith("s3://"):
+        problems.append(
+            f"{PREFIX}STORAGE_PATH={settings.storage_path}: pods come and go, and share no disk; set it to s3://bucket/prefix"
+        )
+    if settings.job_id:
+        problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
+    if generation < 1:
+        problems.append(f"generation {generation}: set it to a whole number from 1")
+    if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
+        problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
+    if cluster is not None:
+        problems += [
+            f"{variable}={value}: Ray would expand the $ in a job for a cluster that runs; do without it"
+            for variable, value in settings.environment().items()
+            if "$" in value
+        ]
+    if profile.queue and cluster is not None:
+        problems.append(
+            f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods; leave out the queue, "
+            "or the cluster"
+        )
+    if profile.queue and shape and shape.autoscaled:
+        changing = "data_workers (min below max)" if not shape.pods.elastic else f"{PREFIX}NUM_WORKERS={shape.pods}"
+        problems.append(
+            f"queue {profile.queue}: Kueue admits a fixed number of pods, and {changing} may change it; "
+            "set it to one number, or leave the queue out"
+        )
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+
+def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -> None:
+    """What concerns the RayJob itself, wherever its pods are."""
+    metadata, spec = job["metadata"], job["spec"]
+    metadata["namespace"] = profile.namespace or metadata["namespace"]
+    metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
+    metadata["annotations"] = {GENERATION: str(generation), **(profile.annotations or {})}
+    if profile.queue:
+        metadata["labels"][QUEUE] = profile.queue
+    for field, value in {
+        "preRunningDeadlineSeconds": profile.pre_running_deadline_s,
+        "activeDeadlineSeconds": profile.active_deadline_s,
+        "backoffLimit": profile.backoff_limit if "backoffLimit" in spec else None,
+        "ttlSecondsAfterFinished": profile.ttl_s if "ttlSecondsAfterFinished" in spec else None,
+    }.items():
+        if value is not None:
+            spec[field] = value
+
+
+def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
+    """Send the job into a cluster that is kept: it brings no pods, and must not take that cluster away."""
+    spec = job["spec"]
+    for field in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
+        del spec[field]
+    spec["clusterSelector"] = {CLUSTER_SELECTOR: cluster}
+    spec["runtimeEnvYAML"] = to_yaml({"env_vars": dict(variables)})
+
+
+def _make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]) -> None:
+    """Shape the job's own cluster."""
+    cluster, head, workers = job["spec"]["rayClusterSpec"], _head(job), _workers(job)
+    for group in (head, workers):
+        _patch_pod(group["template"], profile, run, variables)
+    _set_machine(head, profile.head or Machine())
+    if profile.spot:
+        elsewhere = {"key": profile.spot.label, "operator": "NotIn", "values": [profile.spot.value]}
+        head["template"]["spec"]["affinity"] = {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]
+                }
+            }
+        }
+        _send_to_spot(workers, profile)
+    if shape.data:
+        cluster["workerGroupSpecs"].append(_data_group(workers, shape))
+
+    _set_pods(workers, shape.pods.least, shape.pods.most)
+    machine = profile.worker or Worker()
+    _set_machine(workers, machine)
+    workers["rayStartParams"]["num-cpus"] = str(shape.cpus)
+    _place(workers, machine, run)
+    if shape.gpus:
+        _add_gpus(workers, machine, shape.gpus)
+    if shape.autoscaled:
+        _add_autoscaler(cluster, profile)
+
+
+def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
+    """What heads and workers have in common."""
+    metadata, spec = template["metadata"], template["spec"]
+    container = spec["containers"][0]
+    metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
+    if profile.annotations:
+        metadata["annotations"] = {**metadata.get("annotations", {}), **profile.annotations}
+    for target, field, value in (
+        (spec, "serviceAccountName", profile.service_account),
+        (spec, "terminationGracePeriodSeconds", profile.notice_s),
+        (spec, "priorityClassName", profile.priority_class),
+        (spec, "imagePullSecrets", [{"name": name} for name in profile.image_pull_secrets or ()] or None),
+        (container, "image", profile.image),
+        (container, "imagePullPolicy", profile.image_pull_policy),
+    ):
+        if value is not None:
+            target[field] = value
+
+    if profile.env_from_secrets is not None:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in profile.env_from_secrets]
+    environment = {entry["name"]: entry for entry in container["env"] if not entry["name"].startswith(PREFIX)}
+    values = {**(profile.env or {}), **variables}
+    if profile.notice_s:
+        values = {DRAIN: str(_drain_s(profile.notice_s)), **values}
+    for name, value in values.items():
+        environment[name] = {"name": name, "value": _escape(value)}
+    for name, source in (profile.env_secrets or {}).items():
+        environment[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
+    container["env"] = list(environment.values())
+
+
+def _set_machine(group: dict[str, Any], machine: Machine) -> None:
+    """Requests, limits, the volumes that count against them, and the nodes that a group's pods may go to."""
+    spec = group["template"]["spec"]
+    resources = _ray(group)["resources"]
+    if machine.cpu:
+        resources["requests"]["cpu"] = machine.cpu
+    for name, amount, volume in (
+        ("memory", machine.memory, "shared-mem"),
+        ("ephemeral-storage", machine.ephemeral_storage, "tmp"),
+    ):
+        if amount:
+            resources["requests"][name] = resources["limits"][name] = amount
+            next(v for v in spec["volumes"] if v["name"] == volume)["emptyDir"]["sizeLimit"] = amount
+    _select_nodes(group, machine.node_selector, machine.tolerations)
+
+
+def _select_nodes(
+    group: dict[str, Any], labels: Mapping[str, str] | None, tolerations: list[Toleration] | None
+) -> None:
+    spec = group["template"]["spec"]
+    if labels:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **labels}
+    if tolerations:
+        spec["tolerations"] = [
+            *spec.get("tolerations", ()),
+            *(toleration.model_dump(exclude_none=True) for toleration in tolerations),
+        ]
+
+
+def _send_to_spot(group: dict[str, Any], profile: Profile) -> None:
+    assert profile.spot
+    tolerations = profile.spot.tolerations
+    if tolerations is None:
+        tolerations = [Toleration(key=profile.spot.label, operator="Exists")]
+    _select_nodes(group, {profile.spot.label: profile.spot.value}, tolerations)
+
+
+def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
+    """Spread the pods over nodes (k8s/rayjob.yaml), or pack them into a zone."""
+    spec = group["template"]["spec"]
+    (constraint,) = spec["topologySpreadConstraints"]
+    selector = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
+    constraint["labelSelector"] = selector
+    if machine.placement == "pack":
+        del spec["topologySpreadConstraints"]
+        near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
+        spec["affinity"] = {
+            "podAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]
+            }
+        }
+
+
+def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
+    resource = machine.gpu_resource or GPU
+    resources = _ray(group)["resources"]
+    resources["requests"][resource] = resources["limits"][resource] = str(gpus)
+    group["rayStartParams"]["num-gpus"] = str(gpus)
+    _select_nodes(group, machine.gpu_selector, [Toleration(key=resource, operator="Exists")])
+
+
+def _data_group(workers: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """A group of CPU pods like the training pods, for Ray Data."""
+    assert shape.data
+    group = copy.deepcopy(workers)
+    group["groupName"] = "data"
+    del group["template"]["spec"]["topologySpreadConstraints"]
+    _set_pods(group, shape.data.min, shape.data.max)
+    _set_machine(group, shape.data)
+    group["rayStartParams"]["num-cpus"] = str(whole_cpus(shape.data.cpu))
+    return group
+
+
+def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
+    """The least to begin with, as the job is not submitted before all of them are ready."""
+    group["replicas"] = group["minReplicas"] = least
+    group["maxReplicas"] = most
+
+
+def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
+    """Ray's autoscaler, beside the head: it changes the RayCluster's replicas, so this pod alone gets a token."""
+    head = cluster["headGroupSpec"]["template"]
+    container = head["spec"]["containers"][0]
+    cluster["enableInTreeAutoscaling"] = True
+    cluster["autoscalerOptions"] = {
+        **AUTOSCALER,
+        "imagePullPolicy": container["imagePullPolicy"],
+        "securityContext": container["securityContext"],
+    }
+    head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
+    head["spec"]["automountServiceAccountToken"] = True
+    head["spec"]["serviceAccountName"] = profile.service_account or AUTOSCALER_ACCOUNT
+
+
+def _set_variable(job: dict[str, Any], name: str, value: str) -> None:
+    """Set a variable of the program's: on every pod, or in the runtime environment of a job without pods."""
+    spec = job["spec"]
+    if "rayClusterSpec" not in spec:
+        spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**_parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
+        return
+    for group in (spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]):
+        _ray(group)["env"].append({"name": name, "value": value})
+
+
+def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
+    """The choices besides the settings."""
+    spec, workers, head = job["spec"], _workers(job), _head(job)["template"]["spec"]
+    worker = workers["template"]["spec"]
+
+    def source(value: object) -> str:
+        return "k8s/rayjob.yaml" if value is None else f"profile {name}"
+
+    machine = profile.worker or Worker()
+    notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
+    drain = next(entry["value"] for entry in _ray(workers)["env"] if entry["name"] == DRAIN)
+    per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    found = [
+        ("image", _ray(workers)["image"], source(profile.image)),
+        ("training pods", str(shape.pods), f"NUM_WORKERS, {per_pod}"),
+        (
+            "autoscaler",
+            "v2" if shape.autoscaled else "none",
+            "the number of pods may change" if shape.autoscaled else "the number of pods is fixed",
+        ),
+        (
+            "head",
+            "not on spot nodes" if profile.spot else "on any node",
+            "its loss would end every worker" if profile.spot else "the profile has no spot nodes",
+        ),
+        ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
+        (
+            "placement",
+            machine.placement or "spread",
+            f"{source(machine.placement)}: "
+            + (
+                "within a zone the network is faster, and costs nothing"
+                if machine.placement == "pack"
+                else "the loss of a node costs as few workers as can be"
+            ),
+        ),
+        ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
+        (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
+        (
+            "preRunningDeadlineSeconds",
+            str(profile.pre_running_deadline_s or spec["preRunningDeadlineSeconds"]),
+            source(profile.pre_running_deadline_s),
+        ),
+    ]
+    if profile.data_workers:
+        if shape.data:
+            found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
+        else:
+            found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
+    return [Derived(*entry) for entry in found]
+
+
+def _drain_s(notice_s: int) -> int:
+    """How long Ray may drain so that it ends before the node does."""
+    return notice_s - max(LEAST_DRAIN_MARGIN_S, math.ceil(notice_s * DRAIN_MARGIN))
+
+
+def _digest(job: Mapping[str, Any]) -> str:
+    without_name = {**job, "metadata": {name: value for name, value in job["metadata"].items() if name != "name"}}
+    return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def _head(job: Mapping[str, Any]) -> dict[str, Any]:
+    head: dict[str, Any] = job["spec"]["rayClusterSpec"]["headGroupSpec"]
+    return head
+
+
+def _workers(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The group of the training pods: always the first."""
+    group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    return group
+
+
+def _ray(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The container that Ray runs in: always the first."""
+    container: dict[str, Any] = group["template"]["spec"]["containers"][0]
+    return container
+
+
+def _parse_runtime_env(text: str) -> dict[str, str]:
+    import yaml
+
+    return dict((yaml.safe_load(text) or {}).get("env_vars", {}))
+
+
+def _escape(value: str) -> str:
+    """A variable's value as a container's manifest has it, where $(NAME) would be expanded and $$ stands for $."""
+    return value.replace("$", "$$")
+
+
+def _unescape(value: str) -> str:
+    return value.replace("$$", "$")
