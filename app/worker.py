@@ -160,7 +160,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     torch.set_num_threads(config["threads"])
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every report would fill the rank's log
+    quiet_ray_train()
 
     begun = begin_attempt(run, config["owner"], settings, context.get_world_size()) if rank == 0 else None
     attempt, checkpoint = ray.train.collective.broadcast_from_rank_zero(begun)
@@ -179,6 +179,13 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             if final and not isinstance(final, SupersededError):  # which writes nothing more
                 record_error(run, attempt.number, final)
             raise
+
+
+def quiet_ray_train() -> None:
+    """Keep Ray's line for every report out of the rank's log; its loggers are named by their files (Ray 2.60)."""
+    for name in list(logging.root.manager.loggerDict):
+        if "/ray/train/" in name:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint: Checkpoint | None) -> Worker:

@@ -264,8 +264,9 @@ def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
 def test_only_what_was_given_or_chosen_is_set() -> None:
     """Or an image with a task of its own could not say so."""
     names = set(settings_of(render("kind", {}).manifest))
-    chosen = {"RUN_NAME", "STORAGE_PATH", "DATA_ROOT", "NUM_WORKERS", "USE_GPU", "RESOURCES_PER_WORKER", "JOB_ID"}
-    assert names == {f"SUNSPOT_{name}" for name in chosen}
+    of_every_job = {"STORAGE_PATH", "DATA_ROOT", "MAX_DRIVER_STARTS"}
+    chosen = {"RUN_NAME", "NUM_WORKERS", "USE_GPU", "RESOURCES_PER_WORKER", "JOB_ID"}
+    assert names == {f"SUNSPOT_{name}" for name in of_every_job | chosen}
     assert "SUNSPOT_DATA_ROOT" not in settings_of(render("kind", {"DATA_ROOT": ""}).manifest)
 
 

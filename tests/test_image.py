@@ -1,0 +1,66 @@
+"""The container image, where docker has it: it trains as it is, needs no write access, and takes a user's own task."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+IMAGE = os.environ.get("IMAGE", "sunspot:0.1.0")
+
+
+def docker(*words: str) -> str:
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def image_exists() -> bool:
+    return bool(
+        shutil.which("docker")
+        and subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True).returncode == 0
+    )
+
+
+pytestmark = pytest.mark.skipif(not image_exists(), reason=f"docker has no image {IMAGE}: make image")
+
+
+@pytest.fixture
+def derived(tmp_path: Path) -> Iterator[str]:
+    """A user's own image, as the README says it is made."""
+    (tmp_path / "my_task.py").write_text("from app.tasks.tiny import *  # noqa: F403\nprint('my own task')\n")
+    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY my_task.py .\nENV SUNSPOT_TASK=my_task\n")
+    name = f"sunspot-test:{uuid.uuid4().hex[:8]}"
+    docker("build", "-q", "-t", name, str(tmp_path))
+    yield name
+    docker("rmi", name)
+
+
+def test_it_trains_without_writing_to_its_own_files(derived: str) -> None:
+    limits = ["--read-only", "--tmpfs", "/tmp", "--tmpfs", "/runs:uid=1000", "--cap-drop", "ALL", "--network", "none"]
+    settings = ["-e", "SUNSPOT_MAX_STEPS=3"]
+    output = docker("run", "--rm", "--shm-size", "512m", *limits, *settings, derived)
+    assert "my own task" in output
+    assert "weights: /runs/mnist/checkpoints/step-00000003-attempt-0001/model.pt" in output
+
+
+def test_it_trains_as_it_is() -> None:
+    output = docker("run", "--rm", "-e", "SUNSPOT_MAX_STEPS=2", IMAGE)
+    assert "12000 training rows" in output
+    assert "weights: /runs/mnist/" in output
+
+
+def test_it_is_nobody_and_says_what_it_is() -> None:
+    assert docker("run", "--rm", IMAGE, "id", "-u").strip() == "1000"
+    assert docker("run", "--rm", IMAGE, "ray", "--version").startswith("ray, version 2.")
+    labels = docker("image", "inspect", "--format", "{{json .Config.Labels}}", IMAGE)
+    assert '"org.opencontainers.image.title":"sunspot"' in labels
+    packages = docker(
+        "run", "--rm", IMAGE, "bash", "-c", "ls -d /opt/sunspot/lib/python3*/site-packages/kubernetes || true"
+    )
+    assert not packages.strip(), "the submitter's packages are not needed where it trains"
