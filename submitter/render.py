@@ -20,7 +20,7 @@ from typing import Any
 from app.errors import SettingsError, shorten
 from app.settings import PREFIX, Settings, load_settings
 from submitter.profile import QUEUE, Machine, Profile, Toleration, Worker, load_profile, manifests, read_yaml
-from submitter.shape import Shape, choose_shape, whole_cpus
+from submitter.shape import SLOT, Shape, choose_shape, whole_cpus
 
 RUN_LABEL = "sunspot/run"
 AUTOSCALER_LABEL = "sunspot/autoscaler"
@@ -318,6 +318,7 @@ def _make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str,
     machine = profile.worker or Worker()
     _set_machine(workers, machine)
     workers["rayStartParams"]["num-cpus"] = str(shape.cpus)
+    workers["resources"] = {SLOT: str(shape.workers_per_pod)}
     _place(workers, machine, run)
     if shape.gpus:
         _add_gpus(workers, machine, shape.gpus)

@@ -11,7 +11,11 @@ from submitter.profile import DataWorkers, Profile, Worker
 READING_SHARE = 0.25
 """Part of a pod's CPUs that LOADER=ray leaves to reading, at least one: without any it never reads a row."""
 
-RAY_RESOURCES = ("CPU", "GPU", "memory")
+SLOT = "training-worker"
+"""A resource of our own: each training pod offers as many as it is meant to have workers, and each worker takes one. By
+CPUs alone, two workers would share the pod of one, and the autoscaler would never ask for the second."""
+
+RAY_RESOURCES = ("CPU", "GPU", "memory", SLOT)
 """What our pods offer: a worker that asked for anything else would wait for ever."""
 
 
@@ -30,6 +34,11 @@ class Shape:
     why_gpu: str
     why_resources: str
     "Empty where the setting says so itself."
+
+    @property
+    def workers_per_pod(self) -> int:
+        """Training workers of one pod."""
+        return max(1, self.gpus)
 
     @property
     def autoscaled(self) -> bool:
@@ -69,6 +78,7 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int) -> tuple[
     per_worker, why_resources = _choose_resources(settings, cpus, per_pod)
     if use_gpu:
         per_worker = {**per_worker, "GPU": per_worker.get("GPU", 1)}
+    per_worker = {**per_worker, SLOT: 1}
     shape = Shape(pods, gpus, cpus, per_worker, data, why_gpu, why_resources)
     return shape, problems + _find_misfits(settings, shape, per_pod)
 

@@ -447,12 +447,12 @@ def test_a_worker_for_each_gpu(profile: str) -> None:
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
     assert rendered.settings.use_gpu == "true"
-    assert rendered.settings.resources_per_worker == {"CPU": 6, "GPU": 1}
+    assert rendered.settings.resources_per_worker == {"CPU": 6, "GPU": 1, "training-worker": 1}
     reading = render(profile, {"LOADER": "ray"})
-    assert reading.settings.resources_per_worker == {"CPU": 5, "GPU": 1}
+    assert reading.settings.resources_per_worker == {"CPU": 5, "GPU": 1, "training-worker": 1}
     without = render(profile, {"USE_GPU": "false"})
     assert "gpu" not in json.dumps(groups_of(without)[1]["template"])
-    assert without.settings.resources_per_worker == {"CPU": 6}
+    assert without.settings.resources_per_worker == {"CPU": 6, "training-worker": 1}
 
 
 def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
@@ -528,7 +528,8 @@ def test_several_gpus_in_a_pod(full: Rendered) -> None:
     _, workers, _ = groups_of(full)
     assert (workers["minReplicas"], workers["replicas"], workers["maxReplicas"]) == (1, 1, 4)
     assert workers["rayStartParams"] == {"num-cpus": "24", "num-gpus": "4"}
-    assert full.settings.resources_per_worker == {"CPU": 4, "GPU": 1}
+    assert workers["resources"] == {"training-worker": "4"}
+    assert full.settings.resources_per_worker == {"CPU": 4, "GPU": 1, "training-worker": 1}
     assert str(full.settings.num_workers) == "4..16"
 
 
