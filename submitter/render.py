@@ -101,7 +101,7 @@ def render(
     given = _gather(_ray(_head(job))["env"], chosen, profile, overrides)
     settings = load_settings({name: value for name, (value, _) in given.items()})
 
-    base_cpus = int(_workers(job)["rayStartParams"]["num-cpus"])
+    base_cpus = int(_workers(job)["resources"]["CPU"])
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
     if problems:
@@ -317,8 +317,7 @@ def _make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str,
     _set_pods(workers, shape.pods.least, shape.pods.most)
     machine = profile.worker or Worker()
     _set_machine(workers, machine)
-    workers["rayStartParams"]["num-cpus"] = str(shape.cpus)
-    workers["resources"] = {SLOT: str(shape.workers_per_pod)}
+    workers["resources"] |= {"CPU": str(shape.cpus), SLOT: str(shape.workers_per_pod)}
     _place(workers, machine, run)
     if shape.gpus:
         _add_gpus(workers, machine, shape.gpus)
@@ -414,7 +413,7 @@ def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     resource = machine.gpu_resource or GPU
     resources = _ray(group)["resources"]
     resources["requests"][resource] = resources["limits"][resource] = str(gpus)
-    group["rayStartParams"]["num-gpus"] = str(gpus)
+    group["resources"]["GPU"] = str(gpus)
     _select_nodes(group, machine.gpu_selector, [Toleration(key=resource, operator="Exists")])
 
 
@@ -426,7 +425,7 @@ def _data_group(workers: dict[str, Any], shape: Shape) -> dict[str, Any]:
     del group["template"]["spec"]["topologySpreadConstraints"]
     _set_pods(group, shape.data.min, shape.data.max)
     _set_machine(group, shape.data)
-    group["rayStartParams"]["num-cpus"] = str(whole_cpus(shape.data.cpu))
+    group["resources"] = {"CPU": str(whole_cpus(shape.data.cpu)), "GPU": "0"}
     return group
 
 

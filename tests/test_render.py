@@ -443,7 +443,7 @@ def test_a_worker_for_each_gpu(profile: str) -> None:
     _, group = groups_of(rendered)
     pod = group["template"]["spec"]
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (3, 3, 3)
-    assert group["rayStartParams"] == {"num-cpus": "6", "num-gpus": "1"}
+    assert group["resources"] == {"CPU": "6", "GPU": "1", "training-worker": "1"}
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
     assert rendered.settings.use_gpu == "true"
@@ -527,8 +527,7 @@ def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
 def test_several_gpus_in_a_pod(full: Rendered) -> None:
     _, workers, _ = groups_of(full)
     assert (workers["minReplicas"], workers["replicas"], workers["maxReplicas"]) == (1, 1, 4)
-    assert workers["rayStartParams"] == {"num-cpus": "24", "num-gpus": "4"}
-    assert workers["resources"] == {"training-worker": "4"}
+    assert workers["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
     assert full.settings.resources_per_worker == {"CPU": 4, "GPU": 1, "training-worker": 1}
     assert str(full.settings.num_workers) == "4..16"
 
@@ -537,7 +536,7 @@ def test_a_group_for_reading_that_has_no_gpu(full: Rendered, tmp_path: Path) -> 
     _, workers, data = groups_of(full)
     assert (workers["groupName"], data["groupName"]) == ("workers", "data")
     assert (data["minReplicas"], data["replicas"], data["maxReplicas"]) == (0, 0, 6)
-    assert data["rayStartParams"] == {"num-cpus": "7", "num-gpus": "0"}
+    assert data["resources"] == {"CPU": "7", "GPU": "0"}
     assert "gpu" not in json.dumps(data["template"]["spec"]["containers"][0]["resources"])
     assert "gpu" not in json.dumps(data["template"]["spec"]["tolerations"]).replace("gke-spot", "")
     profile = tmp_path / "mine.yaml"
