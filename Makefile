@@ -74,18 +74,21 @@ clean:  ## remove what was installed here; runs and data stay
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
-# Bytecode is compiled at once: the first use of the command is as fast as the others.
+# Each of the three has all that the one before it has. Bytecode is compiled at once, so that the first use of the command
+# is as fast as the others.
+INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
+
 .venv/submitter: requirements/submitter.txt pyproject.toml .venv/uv
-	@test -e .venv/train || $(UV) install -q --compile-bytecode --require-hashes -r $<
-	@$(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
+	$(UV) install -q --compile-bytecode --require-hashes -r $<
+	@$(INSTALL_OURS)
 	@touch $@
 
 .venv/train: requirements/train.txt pyproject.toml .venv/uv
 	@test -e .venv/dev || $(UV) install -q --require-hashes -r $<
-	@$(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
-	@touch $@
+	@$(INSTALL_OURS)
+	@touch $@ .venv/submitter
 
 .venv/dev: requirements/dev.txt pyproject.toml .venv/uv
 	$(UV) install -q --require-hashes -r $<
-	@$(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
-	@touch $@ .venv/train
+	@$(INSTALL_OURS)
+	@touch $@ .venv/train .venv/submitter

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -45,6 +45,11 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
         sys.stdout, sys.stderr = out, err
 
 
+def only_shipped() -> Callable[[str], None]:
+    """Carries text to storage that the terminal shows in a way of its own; for as long as output is shipped now."""
+    return sys.stdout.copy if isinstance(sys.stdout, _Copied) else lambda text: None
+
+
 @contextmanager
 def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
     """Carry what this worker writes, be it Python or a library of its, to the run's storage."""
@@ -68,8 +73,11 @@ class _Copied:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        self._log.append(text.encode(errors="replace"))
+        self.copy(text)
         return self._stream.write(text)
+
+    def copy(self, text: str) -> None:
+        self._log.append(text.encode(errors="replace"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -12,6 +12,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from app.output import only_shipped
+
 PROGRESS_EVERY_S = 1.0
 """Seconds between two looks of the terminal at the run."""
 
@@ -133,9 +135,12 @@ class _Terminal(_Lines):
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         super().__init__(total_steps, steps_per_epoch)
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn())
+        # On the terminal itself: a bar that moves is nothing for a log.
+        self._ship = only_shipped()
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
         self._bar.start()
 
@@ -147,6 +152,7 @@ class _Terminal(_Lines):
 
     def print(self, text: str) -> None:
         self._bar.console.print(text, highlight=False)
+        self._ship(text + "\n")
 
 
 def epoch_line(record: dict[str, Any]) -> str:

@@ -6,19 +6,18 @@ Nothing heavy is imported before a verb has begun: help and wrong usage answer a
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from app.errors import NotFoundError, SettingsError, StorageError, run_and_exit
+from app.errors import ClusterError, SettingsError, run_and_exit
 
 if TYPE_CHECKING:
     from app.layout import Run
-    from app.layout.storage import Storage
+    from submitter.cluster import Cluster
+    from submitter.render import Rendered
 
-MOST_NAMED = 5
-"""Runs that are named when the one asked for is not there, the nearest names first."""
+ROWS = 50
+"""Rows of a listing, unless more are asked for: each costs a request."""
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -36,14 +35,63 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("sunspot", description="Ray Train on Kubernetes spot GPUs.", allow_abbrev=False)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
+    about = "print the manifest that submit would apply; no cluster needed"
+    render = verbs.add_parser("render", help=about, description=about, allow_abbrev=False)
+    render.set_defaults(begin=_show_rendered)
+    _add_render_options(render)
+    render.add_argument("--output", metavar="DIR", help="write it there with a kustomization.yaml, for GitOps")
+    render.add_argument("--explain", action="store_true", help="print every chosen value and where it came from")
+    render.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+    about = "check everything, then have the cluster run what render prints"
+    submit = verbs.add_parser("submit", help=about, description=about, allow_abbrev=False)
+    submit.set_defaults(begin=_submit)
+    _add_render_options(submit)
+    submit.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+    submit.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
+    submit.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")
+    submit.add_argument("--timeout", metavar="S", type=float, help="with --wait: give up after so long (exit code 5)")
+    submit.add_argument("--json", action="store_true", help="one JSON document on stdout; with --wait, JSON lines")
+
+    status = _add_verb(verbs, "status", _status, "where the run stands: cluster and storage in one view")
+    wait = _add_verb(verbs, "wait", _wait, "progress until the run ends; the exit code says how")
+    wait.add_argument("--timeout", metavar="S", type=float, help="give up after so many seconds (exit code 5)")
+    stop = _add_verb(verbs, "stop", _stop, "have the run save and stand still, then remove its cluster")
+    stop.add_argument("--timeout", metavar="S", type=float, default=600, help="seconds to wait for it; default: 600")
+    stop.add_argument("--no-wait", action="store_true", help="only leave the stop marker")
+    resume = _add_verb(verbs, "resume", _resume, "let a stopped run go on: submit again what was submitted last")
+    for verb in (status, wait, stop, resume):
+        verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+        verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
+
+    about = "all runs, the one that was written last first"
+    runs = verbs.add_parser("list", help=about, description=about, allow_abbrev=False)
+    _add_storage_options(runs, _list)
+    _add_limit(runs)
+
+    logs = _add_verb(verbs, "logs", _logs, "what the driver printed, or one rank: from storage, a few seconds behind")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    logs.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
+    logs.add_argument("--previous", action="store_true", help="of the start before the newest")
+
     checkpoints = verbs.add_parser("checkpoints", help="the run's checkpoints", allow_abbrev=False)
     checkpoint_verbs = checkpoints.add_subparsers(title="verbs", metavar="VERB", required=True)
-    _add_verb(checkpoint_verbs, "ls", _checkpoints_ls, "list them, every byte verified")
+    _add_limit(_add_verb(checkpoint_verbs, "ls", _checkpoints_ls, "list them, each verified"))
     verify = _add_verb(
         checkpoint_verbs, "verify", _checkpoints_verify, "verify all or one; exit code 7 if any is damaged"
     )
     verify.add_argument("name", metavar="NAME", nargs="?", help="a checkpoint, as ls names it")
 
+    get = _add_verb(checkpoint_verbs, "get", _checkpoints_get, "download one; interrupted, the same command goes on")
+    get.add_argument(
+        "name", metavar="NAME", nargs="?", default="newest", help="as ls names it, or newest (default), or best"
+    )
+    get.add_argument("--output", metavar="DIR", help="default: a directory called like the checkpoint")
+    collect = _add_verb(checkpoint_verbs, "gc", _checkpoints_gc, "show what is of no use any more; --yes removes it")
+    collect.add_argument("--keep", metavar="N", type=_count, help="how many of the best stay; default: the run's own")
+    collect.add_argument("--yes", action="store_true", help="remove it")
+
+    _add_verb(verbs, "events", _events, "what happened to the run besides training")
     metrics = _add_verb(verbs, "metrics", _metrics, "the run's metric history")
     metrics.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
 
@@ -56,23 +104,189 @@ def _add_verb(
 ) -> argparse.ArgumentParser:
     """Add a verb about one run, with the options that all of them take."""
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
-    verb.set_defaults(begin=begin)
     verb.add_argument("run", metavar="RUN", help="name of the run")
+    _add_storage_options(verb, begin)
+    return verb
+
+
+def _add_storage_options(verb: argparse.ArgumentParser, begin: Callable[[argparse.Namespace], None]) -> None:
+    verb.set_defaults(begin=begin)
     verb.add_argument("--storage", metavar="PATH", help="where runs are kept; default: SUNSPOT_STORAGE_PATH, or runs")
     verb.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    return verb
+
+
+def _add_limit(verb: argparse.ArgumentParser) -> None:
+    limit = verb.add_mutually_exclusive_group()
+    limit.add_argument("--limit", metavar="N", type=_count, default=ROWS, help=f"the newest N; default: {ROWS}")
+    limit.add_argument("--all", action="store_const", const=None, dest="limit", help="all of them")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
+    return int(text)
+
+
+def _add_render_options(verb: argparse.ArgumentParser) -> None:
+    """Everything that a manifest depends on, besides the SUNSPOT_ variables of the environment."""
+    verb.add_argument("--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind")
+    verb.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
+    verb.add_argument("--storage", metavar="URL", help="where runs are kept: s3://bucket/prefix")
+    verb.add_argument(
+        "--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help="a setting; repeatable"
+    )
+    verb.add_argument("--image", metavar="REF", help="the image; default: the profile's")
+    verb.add_argument("--namespace", metavar="NAME", help="default: the profile's")
+    verb.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
+    verb.add_argument("--cluster", metavar="NAME", help="run in this RayCluster instead of one of the job's own")
+    verb.add_argument(
+        "--generation", metavar="N", type=int, default=1, help="another number starts an ended job again; default: 1"
+    )
+
+
+def _render(arguments: argparse.Namespace) -> Rendered:
+    from submitter.render import render
+
+    overrides: dict[str, str] = {}
+    for word in arguments.settings:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise SettingsError(f"--set {word}: write VAR=VALUE")
+        overrides[name] = value
+    for name, value in (("RUN_NAME", arguments.run), ("STORAGE_PATH", arguments.storage)):
+        if value == "":  # as a setting, it would mean the default
+            raise SettingsError("--run and --storage may not be empty")
+        if value is not None:
+            overrides[name] = value
+    return render(
+        arguments.profile,
+        overrides,
+        image=arguments.image,
+        namespace=arguments.namespace,
+        cluster=arguments.cluster,
+        queue=arguments.queue,
+        generation=arguments.generation,
+    )
+
+
+def _show_rendered(arguments: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from submitter.output import print_json, print_table, warn
+    from submitter.render import write_directory
+
+    rendered = _render(arguments)
+    if arguments.output is not None:
+        for path in write_directory(rendered, arguments.output):
+            warn(f"wrote {path}")
+    if arguments.explain and arguments.json:
+        print_json([asdict(value) for value in rendered.derived])
+    elif arguments.explain:
+        print_table(["value", "is", "from"], [[v.name, v.value, v.source] for v in rendered.derived])
+    elif arguments.json:
+        print_json(rendered.manifest)
+    elif arguments.output is None:
+        print(rendered.to_yaml(), end="")
+
+
+def _submit(arguments: argparse.Namespace) -> None:
+    from submitter.cluster import connect
+    from submitter.submit import submit
+    from submitter.wait import wait
+
+    if arguments.timeout is not None and not arguments.wait:
+        raise SettingsError("--timeout: give --wait too")
+    rendered = _render(arguments)
+    cluster = connect(arguments.context, rendered.namespace)
+    run = submit(cluster, rendered, arguments.dry_run, arguments.json)
+    if arguments.wait and not arguments.dry_run:
+        wait(cluster, run, arguments.timeout, arguments.json)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from submitter.status import show
+
+    cluster, run, without = _reach(arguments)
+    show(cluster, run, arguments.json, without)
+
+
+def _wait(arguments: argparse.Namespace) -> None:
+    from submitter.wait import wait
+
+    cluster, run, without = _reach(arguments)
+    wait(cluster, run, arguments.timeout, arguments.json, without)
+
+
+def _stop(arguments: argparse.Namespace) -> None:
+    from submitter.stop import stop
+
+    cluster, run, without = _reach(arguments)
+    stop(cluster, run, arguments.timeout, not arguments.no_wait, arguments.json, without)
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from submitter.stop import resume
+
+    cluster, run, without = _reach(arguments)
+    resume(cluster, run, arguments.json, without)
+
+
+def _reach(arguments: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
+    """The cluster, or None and why there is none; and the run, there or not."""
+    from submitter.cluster import connect
+    from submitter.seen import locate_run
+
+    cluster, without = None, ""
+    try:
+        cluster = connect(arguments.context, arguments.namespace)
+    except ClusterError as error:
+        if arguments.context or arguments.namespace:
+            raise
+        without = str(error)
+    return cluster, locate_run(cluster, arguments.run, arguments.storage), without
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from submitter.list import list_all
+    from submitter.runs import find_storage
+
+    list_all(find_storage(arguments.storage), arguments.limit, arguments.json)
+
+
+def _logs(arguments: argparse.Namespace) -> None:
+    from submitter.logs import show
+
+    show(_find_run(arguments), arguments.rank, arguments.previous, arguments.follow, arguments.json)
 
 
 def _checkpoints_ls(arguments: argparse.Namespace) -> None:
     from submitter.checkpoints import list_all
 
-    list_all(_find_run(arguments), arguments.json)
+    list_all(_find_run(arguments), arguments.limit, arguments.json)
 
 
 def _checkpoints_verify(arguments: argparse.Namespace) -> None:
     from submitter.checkpoints import verify
 
     verify(_find_run(arguments), arguments.name, arguments.json)
+
+
+def _checkpoints_get(arguments: argparse.Namespace) -> None:
+    from submitter.checkpoints_get import get
+
+    get(_find_run(arguments), arguments.name, arguments.output, arguments.json)
+
+
+def _checkpoints_gc(arguments: argparse.Namespace) -> None:
+    from submitter.checkpoints_gc import collect
+
+    collect(_find_run(arguments), arguments.keep, arguments.yes, arguments.json)
+
+
+def _events(arguments: argparse.Namespace) -> None:
+    from submitter.events import show
+
+    show(_find_run(arguments), arguments.json)
 
 
 def _metrics(arguments: argparse.Namespace) -> None:
@@ -91,34 +305,9 @@ def _audit(arguments: argparse.Namespace) -> None:
 
 def _find_run(arguments: argparse.Namespace) -> Run:
     """The run that RUN and --storage mean; raises `NotFoundError` when nothing is there."""
-    from app.layout import open_run
-    from app.settings import load_settings
+    from submitter.runs import find_run
 
-    given = {"RUN_NAME": arguments.run}
-    if arguments.storage is not None:
-        given["STORAGE_PATH"] = arguments.storage
-    if "" in given.values():  # as a setting, it would mean the default
-        raise SettingsError("RUN and --storage may not be empty")
-    settings = load_settings(given)
-    run = open_run(settings.storage_path, settings.run_name)
-    if not run.storage.exists(run.key("run.json")):
-        raise NotFoundError(
-            f"no run {run.name} in {run.storage.locate('').rstrip('/')}{_name_others(run.storage, run.name)}"
-        )
-    return run
-
-
-def _name_others(storage: Storage, name: str) -> str:
-    runs: list[str] = []
-    with contextlib.suppress(StorageError):  # a folder of somebody else's: the run is not there all the same
-        runs = [
-            e.key.removesuffix("/run.json")
-            for e in storage.list("")
-            if e.key.count("/") == 1 and e.key.endswith("/run.json")
-        ]
-    nearest = difflib.get_close_matches(name, runs, n=MOST_NAMED, cutoff=0.0)
-    more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
-    return f"; there are {', '.join(nearest)}{more}" if runs else "; no run is there"
+    return find_run(arguments.run, arguments.storage)
 
 
 if __name__ == "__main__":

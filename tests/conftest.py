@@ -17,7 +17,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 
-pytest_plugins = ["tests.s3"]
+pytest_plugins = ["tests.s3", "tests.kubernetes"]
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,8 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
     for file in ("model.pt", "optimizer.pt"):
         with run.storage.writer(run.key("checkpoints", name, file)) as writer:
             writer.write(f"{file} of {name}".encode())
-        files[file] = {"size": writer.size, "sha256": writer.sha256}
+        [entry] = run.storage.list(run.key("checkpoints", name, file))
+        files[file] = {"size": writer.size, "sha256": writer.sha256, "version": entry.version}
     epoch = (step - 1) // STEPS_PER_EPOCH + 1
     checkpoint = Checkpoint(name, step, epoch, STEPS_PER_EPOCH, 100, attempt_of(name), metrics, files)
     write_manifest(run, checkpoint)

@@ -18,6 +18,7 @@ import pytest
 from app.errors import StorageError
 from app.layout import Run, open_run
 from app.layout.checkpoints import Checkpoint, delete_checkpoint, find_faults
+from app.layout.storage import Entry, LocalStorage
 from submitter.cli import main
 from tests.runs import BATCH, ROWS, STEPS_PER_EPOCH, begin, commit, consumed, record_audit, report, start
 
@@ -99,7 +100,10 @@ def test_the_module_is_the_command(run: Run) -> None:
     assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, [], "")
 
 
-@pytest.mark.parametrize("verb", [["checkpoints", "ls"], ["checkpoints", "verify"], ["metrics"], ["audit"]])
+@pytest.mark.parametrize(
+    "verb",
+    [*(["checkpoints", verb] for verb in ("ls", "verify", "get", "gc")), ["metrics"], ["events"], ["logs"], ["audit"]],
+)
 def test_a_run_that_is_not_there(sunspot: Command, verb: list[str]) -> None:
     answer = sunspot(*verb, "runn", "--json")
     assert (answer.code, answer.out) == (3, "")
@@ -124,8 +128,10 @@ def test_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_others_that_cannot_be_listed_do_not_hide_that_the_run_is_not_there(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Any, prefix: str) -> None:
-        raise StorageError("private")
+    def refuse(self: LocalStorage, prefix: str) -> list[Entry]:
+        if not prefix:
+            raise StorageError("private")
+        return []
 
     monkeypatch.setattr("app.layout.storage.LocalStorage.list", refuse)
     assert sunspot("metrics", "other").code == 3
@@ -194,13 +200,16 @@ def test_checkpoints_are_listed_by_step(run: Run, sunspot: Command) -> None:
     assert (listed.code, listed.err) == (0, "")
     assert [line["step"] for line in listed.json] == [5, 7, 10]
     size = sum(len(f"{file} of step-00000005-attempt-0001") for file in ("model.pt", "optimizer.pt"))
-    assert listed.json[0] == {
+    first = listed.json[0]
+    assert 0 <= first.pop("age_s") < 60
+    assert first == {
         "name": "step-00000005-attempt-0001",
         "step": 5,
         "epoch": 1,
         "metrics": {"loss": 0.2, "rows": 3},
         "bytes": size,
         "verified": True,
+        "faults": [],
     }
 
 
@@ -208,7 +217,7 @@ def test_the_table_of_checkpoints(run: Run, sunspot: Command) -> None:
     commit(run, start(run, "job"), 5, loss=0.123456, test_accuracy=None)
     table = sunspot("checkpoints", "ls", "run")
     heads, line = table.out.splitlines()
-    assert heads.split() == ["name", "step", "epoch", "loss", "test_accuracy", "bytes", "verified"]
+    assert heads.split() == ["name", "step", "epoch", "loss", "test_accuracy", "bytes", "age", "verified"]
     assert line.split()[:4] == ["step-00000005-attempt-0001", "5", "1", "0.1235"]
     assert line.endswith("yes")
 
@@ -230,7 +239,8 @@ def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: Command) -> N
         f"{changed.name}: damaged",
         f"{broken.name}: damaged",
     ]
-    assert sunspot("checkpoints", "ls", "run").out.split().count("no") == 2
+    lines = sunspot("checkpoints", "ls", "run").out.splitlines()[1:]
+    assert [line.partition("no: ")[2].partition(" ")[0] for line in lines] == ["", "model.pt", "manifest.json"]
 
     verified = sunspot.process("checkpoints", "verify", "run", "--json")
     assert verified.code == 7

@@ -193,11 +193,11 @@ def test_kustomize_builds_the_base() -> None:
 @pytest.mark.skipif(not os.environ.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_api_server_accepts_every_profile(profile: str) -> None:
-    """Every field known, every value of its type. The namespace must be there: kubectl apply -k k8s/base."""
+    """Every field known, every value of its type."""
     for settings in ({}, {"NUM_WORKERS": "1..2"}):
         answer = subprocess.run(
             f"kubectl --context {os.environ['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
-            input=render(profile, settings).to_yaml(),
+            input=render(profile, settings, namespace="default").to_yaml(),
             capture_output=True,
             text=True,
         )

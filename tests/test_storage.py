@@ -9,6 +9,7 @@ import io
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from app.errors import NotFoundError, StorageError
 from app.layout import storage as module
-from app.layout.storage import Entry, LocalStorage, S3Storage, Storage, open_storage
+from app.layout.storage import LocalStorage, S3Storage, Storage, in_parallel, open_storage
 from tests import s3
 from tests.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
 
@@ -66,6 +67,11 @@ def pattern(size: int) -> bytes:
     return (b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1)))[:size]
 
 
+def listed(storage: Storage, prefix: str) -> list[tuple[str, int]]:
+    """Keys and sizes."""
+    return [(entry.key, entry.size) for entry in storage.list(prefix)]
+
+
 # ------------------------------------------------------------------------------------------------------ same behaviour
 
 
@@ -98,7 +104,7 @@ def test_writer_and_digest_agree_on_every_byte(storage: Storage, size: int) -> N
     assert (writer.size, writer.sha256) == (size, hashlib.sha256(content).hexdigest())
     assert storage.digest("run/model.pt") == (writer.size, writer.sha256)
     assert storage.read("run/model.pt") == content
-    assert storage.list("run") == [Entry("run/model.pt", size)]
+    assert listed(storage, "run") == [("run/model.pt", size)]
 
 
 def test_one_write_of_several_parts_of_any_buffer(storage: Storage) -> None:
@@ -122,6 +128,67 @@ def test_open_reads_in_pieces(storage: Storage) -> None:
     assert stream.closed
 
 
+@pytest.mark.parametrize("offset", [0, 1, MIB, 3 * MIB + 4])
+def test_open_goes_on_where_a_reader_broke_off(storage: Storage, offset: int) -> None:
+    content = pattern(3 * MIB + 5)
+    storage.write("run/a", content)
+    with storage.open("run/a", offset) as stream:
+        assert stream.read() == content[offset:]
+
+
+def test_a_listing_tells_a_write_of_the_same_size(storage: Storage) -> None:
+    def version() -> str:
+        [entry] = storage.list("run")
+        assert abs(time.time() - entry.modified) < 60
+        return entry.version
+
+    storage.write("run/a", b"one")
+    first = version()
+    assert version() == first
+    storage.write("run/a", b"two")
+    assert version() != first
+
+
+def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Storage) -> None:
+    storage.write("run/a", b"whole")
+    killed: list[Any] = []
+    for key in ("run/b", "run2/b"):
+        if isinstance(storage, S3Storage):
+            target = {"Bucket": storage.bucket, "Key": storage._full(key)}
+            upload = storage._client.create_multipart_upload(**target)["UploadId"]
+            storage._client.upload_part(**target, UploadId=upload, PartNumber=1, Body=b"12345")
+        else:
+            killed.append(storage._temporary(key, b"12345"))  # type: ignore[attr-defined]
+            killed[-1].__enter__()
+    [unfinished] = storage.list_unfinished("run")
+    assert (unfinished.key, unfinished.size) == ("run/b", 5)
+    assert abs(time.time() - unfinished.modified) < 60
+    assert listed(storage, "") == [("run/a", 5)]
+    storage.discard(unfinished)
+    storage.discard(unfinished)
+    assert storage.list_unfinished("run") == []
+    assert [left.key for left in storage.list_unfinished("")] == ["run2/b"]
+    assert storage.read("run/a") == b"whole"
+
+
+def test_in_parallel_keeps_the_order_and_ends_with_the_first_error() -> None:
+    begun: list[int] = []
+
+    def act(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.01)
+        if number == 5:
+            raise StorageError("five")
+        return -number
+
+    assert in_parallel(act, range(5)) == [0, -1, -2, -3, -4]
+    assert in_parallel(act, []) == []
+    begun.clear()
+    with pytest.raises(StorageError, match="five"):
+        in_parallel(act, range(1000), at_once=2)
+    assert len(begun) < 50
+
+
 def test_what_is_not_there_is_not_found(storage: Storage) -> None:
     storage.write("run/there", b"")
     for ask in (storage.read, storage.digest):
@@ -140,7 +207,7 @@ def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     for key in keys:
         storage.write(key, key.encode())
     below = sorted(key for key in keys if key.startswith("run/"))
-    assert storage.list("run") == storage.list("run/") == [Entry(key, len(key.encode())) for key in below]
+    assert listed(storage, "run") == listed(storage, "run/") == [(key, len(key.encode())) for key in below]
     assert [entry.key for entry in storage.list("run/b")] == ["run/b"]
     assert storage.list("ru") == []
     assert [entry.key for entry in storage.list("")] == sorted(keys)
@@ -197,7 +264,7 @@ def test_errors_of_a_reader_are_not_those_of_storage(storage: Storage) -> None:
 def test_prove_leaves_nothing(storage: Storage) -> None:
     storage.write("run/a", b"")
     storage.prove("run")
-    assert storage.list("") == [Entry("run/a", 0)]
+    assert listed(storage, "") == [("run/a", 0)]
 
 
 # --------------------------------------------------------------------------------------------------------------- local
@@ -526,6 +593,7 @@ EVERY_OPERATION: list[Callable[[Storage], Any]] = [
     lambda storage: storage.read("run/a"),
     lambda storage: storage.exists("run/a"),
     lambda storage: storage.list("run"),
+    lambda storage: storage.list_unfinished("run"),
     lambda storage: storage.delete("run/a"),
     lambda storage: storage.prove("run"),
 ]

@@ -1,6 +1,7 @@
 """`make bench`: every benchmark beside its yardstick, as one table.
 
-MNIST is taken from SUNSPOT_DATA_ROOT (downloaded once by torchvision). One benchmark: python -m scripts.bench ingest
+MNIST is taken from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server of AWS_ENDPOINT_URL, or else
+one on this machine. One benchmark: python -m scripts.bench ingest
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statistics import median
 import ray
 
 from app.trainer import RAY_ENVIRONMENT
-from scripts.bench import checkpoint, ingest, memory_rows, step
+from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
 
 
 @dataclass
@@ -49,6 +50,24 @@ BENCHMARKS = {
     ),
     "memory_rows": Benchmark(
         "rows in memory, into batches", "DataLoader over torchvision's MNIST", "rows/s", True, 20, memory_rows.measure
+    ),
+    "help": Benchmark("sunspot --help", "python -c pass", "ms", False, 1 / 12, submitter.measure_help),
+    "render": Benchmark("sunspot render", "python -c pass", "ms", False, 1 / 30, submitter.measure_render),
+    "checkpoints": Benchmark(
+        f"sunspot checkpoints ls, {submitter.CHECKPOINTS:,} in S3",
+        "the pages of the listing alone",
+        "ms",
+        False,
+        1 / 2,
+        submitter.measure_checkpoints,
+    ),
+    "runs": Benchmark(
+        f"sunspot list, {submitter.RUNS:,} runs in S3",
+        "the pages of the listing alone",
+        "ms",
+        False,
+        1 / 2,
+        submitter.measure_runs,
     ),
 }
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray.train
@@ -78,11 +78,20 @@ def on_worker(config: dict[str, Any]) -> None:
 
 @contextmanager
 def s3_server() -> Iterator[None]:
-    """An S3 server in a process of its own, on this machine; workers of a Ray that is started meanwhile find it."""
+    """A bucket on the server that the AWS environment names, or else on one on this machine, in a process of its own.
+
+    Workers of a Ray that is started meanwhile find it.
+    """
     import socket
 
     import boto3
 
+    if os.environ.get("AWS_ENDPOINT_URL"):
+        client = boto3.client("s3", region_name=os.environ.get("AWS_REGION", "us-east-1"))
+        with suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+            client.create_bucket(Bucket=BUCKET)
+        yield
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

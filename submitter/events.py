@@ -1,0 +1,59 @@
+"""`sunspot events`: what happened to a run besides training, and each start of its workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from app.errors import NotFoundError
+from app.layout import Run
+from app.layout.attempts import Attempt, read_attempts
+from app.layout.history import read_journal
+from submitter.output import as_time, print_json, print_table
+
+
+def show(run: Run, as_json: bool) -> None:
+    """Print the events of all attempts by time, those that were superseded too: they happened."""
+    events = read_events(run)
+    if as_json:
+        print_json(events)
+    else:
+        print_table(
+            ["time", "attempt", "step", "event", "detail"],
+            [[as_time(e["time"]), e["attempt"], e["step"], e["event"], e.get("detail")] for e in events],
+        )
+
+
+def read_events(run: Run) -> list[dict[str, Any]]:
+    """Every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
+    attempts = read_attempts(run)
+    found = [*map(_began, attempts), *read_journal(run, "events"), *_errors(run, attempts)]
+    return sorted(found, key=lambda event: (event["time"], event["attempt"]))
+
+
+def _began(attempt: Attempt) -> dict[str, Any]:
+    workers = attempt.about.get("world_size")
+    by = f"{workers} workers of {attempt.owner}" if workers else attempt.owner
+    return {
+        "time": attempt.time,
+        "attempt": attempt.number,
+        "step": attempt.step,
+        "event": "attempt began",
+        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}",
+    }
+
+
+def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
+    """The errors that ended attempts for good. One whose record cannot be read is told all the same."""
+    steps = {attempt.number: attempt.step for attempt in attempts}
+    for entry in run.storage.list(run.key("attempts")):
+        number, _, kind = entry.key.rpartition("/")[2].partition("-")
+        if kind != "error.json" or not number.isdigit():
+            continue
+        event = {"attempt": int(number), "step": steps.get(int(number), 0), "event": "failed for good"}
+        try:
+            record = json.loads(run.storage.read(entry.key))
+            yield {**event, "time": record["time"], "detail": f"{record['type']}: {record['message']}"}
+        except (NotFoundError, ValueError, KeyError):
+            yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}

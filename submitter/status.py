@@ -1,0 +1,125 @@
+"""`sunspot status`: where one run stands, its cluster and its storage in one view."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from app.errors import ClusterError, NotFoundError, StorageError
+from app.layout import Run
+from submitter.cluster import Cluster
+from submitter.output import as_time, in_words, print_json, warn
+from submitter.render import settings_of
+from submitter.runs import RunView, read_view
+from submitter.seen import NUM_WORKERS, Seen, look
+from submitter.state import count_workers
+from submitter.stop import absence
+
+
+def show(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
+    """Print the run's state, and all that is known of it: from both sides, or from the one that answers.
+
+    Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
+    """
+    seen = look(cluster, run, without)
+    view = None
+    if not seen.storage_trouble:
+        try:
+            with contextlib.suppress(NotFoundError):  # nothing of it there yet
+                view = read_view(run)
+        except StorageError as error:
+            seen = replace(seen, storage_trouble=str(error))
+    if not seen.known and not view:
+        _refuse(cluster, run, seen)
+    if seen.cluster_trouble:
+        warn(f"from storage alone, without the cluster: {seen.cluster_trouble}")
+    if seen.storage_trouble:
+        warn(f"from the cluster alone, without storage: {seen.storage_trouble}")
+    others = [job.name for job in seen.jobs[1:] if job.live]
+    if others:
+        warn(f"also live, and superseded by {seen.jobs[0].name} once that trains: {', '.join(others)}")
+    record = summarize(cluster, run, seen, view)
+    if as_json:
+        print_json(record)
+    else:
+        _print(record, view)
+
+
+def summarize(cluster: Cluster | None, run: Run, seen: Seen, view: RunView | None) -> dict[str, Any]:
+    """Everything that is shown, under the names of the JSON document; None is what is not known."""
+    state, reason = seen.verdict()
+    record: dict[str, Any] = {
+        "run": run.name,
+        "state": state,
+        "reason": reason,
+        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "checkpoint_age_s", "goodput", "loss")),
+        **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts", "incidents")),
+        **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
+        "namespace": cluster.namespace if cluster and seen.job else None,
+        "storage": run.location,
+        "logs": run.storage.locate(run.key("logs")),
+    }
+    if view:
+        record |= {
+            "step": view.step,
+            "total_steps": view.total_steps or None,
+            "epoch": view.epoch,
+            "checkpoint": view.checkpoint.name if view.checkpoint else None,
+            "checkpoint_age_s": view.checkpoint_age_s,
+            "goodput": view.goodput,
+            "loss": view.loss,
+            "rows_per_s": None if state.terminal else view.rows_per_s,
+            "seconds_left": None if state.terminal else view.seconds_left,
+            "attempt": view.attempts[-1].number if view.attempts else 0,
+            "restarts": view.restarts,
+            "incidents": len(view.events),
+        }
+    if seen.status:
+        record["workers_running"] = 0 if state.terminal else seen.status.world_size
+    if seen.job:
+        record["pods_wanted"], record["pods_running"] = count_workers(seen.job, seen.pods)
+        record["job"] = seen.job.name
+        record["workers_wanted"] = settings_of(seen.job.raw).get(NUM_WORKERS)
+        record["try"], record["tries"] = min(seen.job.failed + 1, seen.job.tries), seen.job.tries
+    return record
+
+
+def _print(record: dict[str, Any], view: RunView | None) -> None:
+    def line(name: str, text: str) -> None:
+        if text:
+            print(f"  {name + ':':12}{text}")
+
+    print(f"{record['run']}: {record['state']}")
+    line("reason", record["reason"])
+    if record["job"]:
+        line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
+        line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
+    if record["attempt"]:
+        line("attempt", f"{record['attempt']}, {record['workers_running'] or 0} workers train")
+    if record["total_steps"]:
+        line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")
+    if record["loss"] is not None:
+        line("loss", f"{record['loss']:.4g}")
+    if record["rows_per_s"]:
+        line("rows/s", f"{record['rows_per_s']:.0f}")
+    if record["seconds_left"] is not None:
+        line("left", in_words(record["seconds_left"]))
+    if view and record["attempt"]:
+        age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
+        line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
+        for text in view.passed_over:
+            line("", f"passed over {text}")
+        line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
+        line("incidents", str(record["incidents"]))
+        line("begun", as_time(view.attempts[0].time))
+    line("storage", record["storage"])
+    line("logs", record["logs"])
+
+
+def _refuse(cluster: Cluster | None, run: Run, seen: Seen) -> None:
+    if seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    if cluster and seen.cluster_trouble:
+        raise ClusterError(seen.cluster_trouble)
+    raise NotFoundError(absence(cluster, run, seen))

@@ -1,0 +1,122 @@
+"""`sunspot stop` and `sunspot resume`: have a run save and stand still, and let it go on."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+
+from app.errors import ClusterError, GaveUpError, NotFoundError, StorageError
+from app.layout import Run
+from app.layout.status import RunState, clear_stop, request_stop
+from app.layout.submissions import newest_submission
+from submitter.cluster import Cluster
+from submitter.output import print_json, warn
+from submitter.seen import Follower, Seen, address, look
+from submitter.submit import GONE_WITHIN_S, await_gone, bring_up, tell
+
+
+def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json: bool, without: str = "") -> None:
+    """Leave the stop marker, wait until the run has saved and ended, then delete its RayJobs and so its cluster.
+
+    Raises `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
+    """
+    seen = _look(cluster, run, without)
+    state, reason = seen.verdict()
+    if state is RunState.SUCCEEDED:
+        _tell(run, state, f"there is nothing to stop: {reason}", as_json)
+        return
+    request_stop(run, f"{getpass.getuser()}@{socket.gethostname()}")
+    if not wait:
+        _tell(
+            run, RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended", as_json
+        )
+        return
+    began = time.monotonic()
+    works = seen.driver_began and state is not RunState.RETRYING
+    if not state.terminal and (works or not seen.job):
+        seen = _await_end(cluster, run, timeout, without)
+        state, reason = seen.verdict()
+    if cluster and seen.jobs:
+        for job in seen.jobs:
+            cluster.delete_job(job)
+        left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
+        if not await_gone(cluster, seen.jobs, left):
+            raise GaveUpError(f"{run.name} has ended ({reason}), but its pods are still there; they go by themselves")
+    if state not in (RunState.SUCCEEDED, RunState.FAILED):
+        state = RunState.STOPPED
+    _tell(run, state, f"{_saved(seen)}; `sunspot resume {address(cluster, run)}` lets it go on", as_json)
+
+
+def resume(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
+    """Clear the stop marker, and bring to life again what was submitted last.
+
+    Raises `NotFoundError` when there is no such run, `ClusterError` when there is no cluster to submit to.
+    """
+    seen = _look(cluster, run, without)
+    submission = newest_submission(run)
+    if submission is None:
+        clear_stop(run)
+        how = "`make train` again, or for GitOps a commit that raises GENERATION"
+        _tell(
+            run,
+            seen.verdict()[0],
+            f"it may train again; it was not started by `sunspot submit`, so start it: {how}",
+            as_json,
+        )
+        return
+    if cluster is None or seen.cluster_trouble:
+        raise ClusterError(seen.cluster_trouble)
+    import yaml
+
+    job, text = submission
+    outcome = bring_up(cluster, run, yaml.safe_load(text), text, None)
+    tell(cluster, run, job, outcome, dry_run=False, as_json=as_json)
+
+
+def _look(cluster: Cluster | None, run: Run, without: str) -> Seen:
+    """What is known; raises when storage is out of reach, or nothing is known."""
+    seen = look(cluster, run, without)
+    if seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    if not seen.known:
+        raise NotFoundError(absence(cluster, run, seen))
+    if seen.cluster_trouble:
+        warn(f"only the storage was asked: {seen.cluster_trouble}")
+    return seen
+
+
+def absence(cluster: Cluster | None, run: Run, seen: Seen) -> str:
+    """Where a run was looked for and not found."""
+    in_cluster = f", nor in namespace {cluster.namespace} of {cluster.server}" if cluster else ""
+    trouble = f" (the cluster was not asked: {seen.cluster_trouble})" if seen.cluster_trouble else in_cluster
+    place = run.storage.locate("").rstrip("/")
+    return f"no run {run.name} in {place}{trouble}; check the name, --storage and --namespace"
+
+
+def _await_end(cluster: Cluster | None, run: Run, timeout: float, without: str) -> Seen:
+    deadline = time.monotonic() + timeout
+    follower = Follower(cluster, run, without)
+    for seen in follower:
+        state, reason = seen.verdict()
+        if state.terminal and follower.settled:
+            return seen
+        if time.monotonic() > deadline:
+            raise GaveUpError(
+                f"{run.name} has not ended after {timeout:.0f} s ({state}: {reason}); its stop marker stands, and "
+                f"`sunspot stop {address(cluster, run)}` waits again"
+            )
+    raise AssertionError("following never ends by itself")
+
+
+def _saved(seen: Seen) -> str:
+    if seen.status and seen.status.checkpoint:
+        return f"saved as {seen.status.checkpoint}"
+    return "it had not saved anything yet"
+
+
+def _tell(run: Run, state: RunState, reason: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"run": run.name, "state": state, "reason": reason})
+    else:
+        print(f"{run.name}: {state}, {reason}")
