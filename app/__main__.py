@@ -96,4 +96,4 @@ def print_result(run: Run, checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(main, "interrupted: what was committed is safe; the same command goes on from there")

@@ -101,12 +101,12 @@ def shorten(error: BaseException) -> str:
     return text if len(text) <= WIDEST_FOREIGN_TEXT else text[: WIDEST_FOREIGN_TEXT - 3] + "..."
 
 
-def run_and_exit(program: Callable[[], int]) -> NoReturn:
+def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupted") -> NoReturn:
     """Run `program` and end the process: the one place where an error becomes an exit code.
 
     A `SunspotError` prints its message alone; anything else is a defect of ours and prints its trace.
     """
-    code = _run(program)
+    code = _run(program, when_interrupted)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -114,14 +114,14 @@ def run_and_exit(program: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def _run(program: Callable[[], int]) -> int:
+def _run(program: Callable[[], int], when_interrupted: str) -> int:
     try:
         return program()
     except SunspotError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted: what was committed is safe; the same command goes on from there", file=sys.stderr)
+        print(when_interrupted, file=sys.stderr)
         return 130
     except BrokenPipeError:
         _mute()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from app.background import Background
 from app.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
 from app.layout import Run
 from app.layout.checkpoints import Checkpoint
-from app.layout.status import RunState, Status, read_status, write_status
+from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, write_status
 
 
 class Outcome:
@@ -51,7 +53,8 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
                 f"{owner} was started {most_starts} times without a new checkpoint; the logs of those starts say why. "
                 "SUNSPOT_MAX_DRIVER_STARTS allows more"
             )
-        yield outcome
+        with Background(STATUS_EVERY_S, lambda: _refresh(run, owner)):
+            yield outcome
     except SupersededError:
         raise  # the run is another's, and so is its status
     except SunspotError as error:
@@ -67,6 +70,13 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
         _write_end(run, owner, RunState.FAILED, shorten(error))
         raise
     _write_end(run, owner, outcome.state, outcome.reason)
+
+
+def _refresh(run: Run, owner: str) -> None:
+    """Show that the driver is there while no worker does: reading data and waiting for machines may take long."""
+    status = read_status(run)
+    if status and status.owner == owner and time.time() - status.time > 2 * STATUS_EVERY_S:
+        write_status(run, replace(status, state=RunState.STARTING, reason="the driver waits until workers train"))
 
 
 def _write_end(run: Run, owner: str, state: RunState, reason: str) -> None:

@@ -30,7 +30,7 @@ from app.layout import Run, open_run
 from app.layout.attempts import Attempt, ensure_owner, record_error
 from app.layout.checkpoints import Checkpoint
 from app.layout.history import Journal
-from app.layout.status import RunState, Status, read_status, write_status
+from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, write_status
 from app.metrics import Window
 from app.output import shipped_worker_output
 from app.progress import PROGRESS_EVERY_S
@@ -172,7 +172,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         try:
             worker = _make_worker(config, run, attempt, checkpoint)
             if rank == 0:
-                stack.enter_context(Background(settings.report_every_s, worker.publish))
+                stack.enter_context(Background(min(settings.report_every_s, STATUS_EVERY_S), worker.publish))
             yield worker
         except Exception as error:
             final = find_in(error)

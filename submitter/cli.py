@@ -60,14 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--timeout", metavar="S", type=float, default=600, help="seconds to wait for it; default: 600")
     stop.add_argument("--no-wait", action="store_true", help="only leave the stop marker")
     resume = _add_verb(verbs, "resume", _resume, "let a stopped run go on: submit again what was submitted last")
-    for verb in (status, wait, stop, resume):
-        verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
-        verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
-
     about = "all runs, the one that was written last first"
     runs = verbs.add_parser("list", help=about, description=about, allow_abbrev=False)
     _add_storage_options(runs, _list)
     _add_limit(runs)
+    for verb in (status, wait, stop, resume, runs):
+        verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+        verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
 
     logs = _add_verb(verbs, "logs", _logs, "what the driver printed, or one rank: from storage, a few seconds behind")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
@@ -233,24 +232,29 @@ def _resume(arguments: argparse.Namespace) -> None:
 
 def _reach(arguments: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
     """The cluster, or None and why there is none; and the run, there or not."""
-    from submitter.cluster import connect
     from submitter.seen import locate_run
 
-    cluster, without = None, ""
+    cluster, without = _connect(arguments)
+    return cluster, locate_run(cluster, arguments.run, arguments.storage), without
+
+
+def _connect(arguments: argparse.Namespace) -> tuple[Cluster | None, str]:
+    """The cluster, or None and why there is none; raises that when a cluster was asked for."""
+    from submitter.cluster import connect
+
     try:
-        cluster = connect(arguments.context, arguments.namespace)
+        return connect(arguments.context, arguments.namespace), ""
     except ClusterError as error:
         if arguments.context or arguments.namespace:
             raise
-        without = str(error)
-    return cluster, locate_run(cluster, arguments.run, arguments.storage), without
+        return None, str(error)
 
 
 def _list(arguments: argparse.Namespace) -> None:
     from submitter.list import list_all
     from submitter.runs import find_storage
 
-    list_all(find_storage(arguments.storage), arguments.limit, arguments.json)
+    list_all(find_storage(arguments.storage), arguments.limit, arguments.json, _connect(arguments)[0])
 
 
 def _logs(arguments: argparse.Namespace) -> None:

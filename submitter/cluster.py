@@ -74,9 +74,10 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
-    def list_jobs(self, run: str) -> tuple[list[JobView], str]:
-        """The RayJobs of a run, newest first, and the version to watch from."""
-        answer = self._ask("GET", "jobs", query=[("labelSelector", f"{RUN_LABEL}={run}")])
+    def list_jobs(self, run: str | None = None) -> tuple[list[JobView], str]:
+        """The RayJobs of a run, or of all runs, newest first, and the version to watch from."""
+        selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
+        answer = self._ask("GET", "jobs", query=[("labelSelector", selector)])
         jobs = [JobView(item) for item in answer.get("items", ())]
         return newest_first(jobs), answer["metadata"].get("resourceVersion", "")
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
+from app.errors import ClusterError
+from app.layout import Run
 from app.layout.attempts import step_of
-from app.layout.status import RunState, Status
+from app.layout.status import Status
 from app.layout.storage import Storage
+from app.layout.submissions import owner_of
+from submitter.cluster import Cluster
 from submitter.output import in_words, print_json, print_table, warn
-from submitter.runs import RunSummary, list_runs, read_statuses, state_from_storage
+from submitter.render import RUN_LABEL, settings_of
+from submitter.runs import RunSummary, list_runs, only_submitted, read_statuses, state_from_storage
+from submitter.seen import STORAGE_PATH
+from submitter.state import judge
+from submitter.views import JobView
 
 
-def list_all(
-    storage: Storage, limit: int | None, as_json: bool, live: Mapping[str, tuple[RunState, str]] | None = None
-) -> None:
-    """Print the `limit` (None: all) runs that were written last; `live` has the state of those a cluster knows."""
-    runs = list_runs(storage)
+def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
+    """Print the `limit` (None: all) runs that were written last, as storage and the cluster know them."""
+    runs, jobs = list_runs(storage), _newest_jobs(storage, cluster)
+    stored = {run.name for run in runs}
+    runs += [only_submitted(name, job.created) for name, job in jobs.items() if name not in stored]
+    runs.sort(key=lambda run: run.modified, reverse=True)
     shown = runs[:limit]
     statuses = read_statuses(storage, [run.name for run in shown])
     now = time.time()
-    rows = [_describe(run, statuses[run.name], (live or {}).get(run.name), now) for run in shown]
+    rows = [_describe(storage, run, statuses[run.name], jobs.get(run.name), now) for run in shown]
     if as_json:
         print_json(rows)
     else:
@@ -32,8 +40,29 @@ def list_all(
         warn(f"left out: {len(runs) - len(shown)} older; --all lists them")
 
 
-def _describe(run: RunSummary, status: Status | None, live: tuple[RunState, str] | None, now: float) -> dict[str, Any]:
-    state, reason = live or state_from_storage(status, run.stop_wanted, now, run.heard, run.submitted)
+def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView]:
+    """The newest RayJob of each run that is kept in this storage; none when the cluster does not answer."""
+    newest: dict[str, JobView] = {}
+    try:
+        jobs = cluster.list_jobs()[0] if cluster else []
+    except ClusterError as error:
+        warn(f"from storage alone, without the cluster: {error}")
+        return newest
+    here = storage.locate("").rstrip("/")
+    for job in jobs:
+        if settings_of(job.raw).get(STORAGE_PATH, "").rstrip("/") == here:
+            newest.setdefault(job.raw["metadata"]["labels"][RUN_LABEL], job)
+    return newest
+
+
+def _describe(
+    storage: Storage, run: RunSummary, status: Status | None, job: JobView | None, now: float
+) -> dict[str, Any]:
+    if job:
+        owner = owner_of(Run(storage, run.name), job.name)
+        state, reason = judge(job, status=status, owner=owner, stop_wanted=run.stop_wanted, now=now)
+    else:
+        state, reason = state_from_storage(status, run.stop_wanted, now, run.heard, run.submitted)
     return {
         "run": run.name,
         "state": state,

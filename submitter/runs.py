@@ -18,19 +18,15 @@ from app.layout import Run
 from app.layout.attempts import Attempt, attempt_of, lineage, read_attempts, read_error, step_of
 from app.layout.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good
 from app.layout.history import read_journal
-from app.layout.status import RunState, Status, read_status
+from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status
 from app.layout.storage import READ_TIMEOUT_S, REQUEST_TRIES, Entry, Storage, in_parallel, open_storage
 from submitter.output import as_time, in_words
 
 MOST_NAMED = 5
 """Runs that are named when the one asked for is not there, the nearest names first."""
 
-SILENCE_S = 3 * 10 + REQUEST_TRIES * READ_TIMEOUT_S
-"""A run that trains writes its status every 10 s (REPORT_EVERY_S) from a thread of its own, whatever a step takes. Two
-of them may fail, and a request to slow storage takes this long before it is given up: after that nobody is there."""
-
-STARTING_SILENCE_S = 900
-"""A driver says that it begins, and no more before its first worker trains: it may read data and wait for machines."""
+SILENCE_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
+"""Two writes of the status may fail, and a request to slow storage takes this long before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +247,11 @@ def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
     )
 
 
+def only_submitted(name: str, submitted: float) -> RunSummary:
+    """The summary of a run that has left nothing in storage yet."""
+    return RunSummary(name, submitted, 0.0, submitted, "", 0, None, 0.0, False, 0)
+
+
 def read_statuses(storage: Storage, names: Iterable[str]) -> dict[str, Status | None]:
     """The status of each of these runs, one small request for each, in parallel."""
     asked = list(names)
@@ -284,8 +285,7 @@ def state_from_storage(
         return status.state, status.reason or f"{status.state} at step {status.step}"
 
     news = max(status.time if status else 0.0, heard)
-    starting = status is None or status.state is RunState.STARTING
-    if now - news <= (STARTING_SILENCE_S if starting else SILENCE_S):
+    if now - news <= SILENCE_S:
         if stop_wanted:
             return RunState.STOPPING, "told to stop; it saves and ends"
         if status is None:

@@ -142,9 +142,10 @@ class FakeCluster:
         return None
 
     def list_jobs(self, labels: str) -> dict[str, Any]:
-        name, _, value = labels.partition("=")
+        name, equals, value = labels.partition("=")
         with self.changed:
-            items = [job for job in self.jobs.values() if job["metadata"].get("labels", {}).get(name) == value]
+            labelled = [(job, job["metadata"].get("labels", {}).get(name)) for job in self.jobs.values()]
+            items = [job for job, found in labelled if found is not None and (not equals or found == value)]
             return {"metadata": {"resourceVersion": str(self._version)}, "items": items}
 
     def changes_after(self, version: int) -> list[tuple[int, str, dict[str, Any]]]:

@@ -25,7 +25,6 @@ from app.layout.submissions import record_submission
 from submitter import logs
 from submitter.runs import (
     SILENCE_S,
-    STARTING_SILENCE_S,
     find_run,
     list_runs,
     read_state,
@@ -125,9 +124,8 @@ def status(state: RunState, ago: float, **about: Any) -> Status:
         (None, False, None, 60, "pending", "submitted at "),
         (None, True, None, 60, "stopped", "before its driver began"),
         (None, False, 5, 60, "starting", "its driver has begun"),
-        (None, False, STARTING_SILENCE_S + 1, None, "lost", "no news since"),
-        (status(RunState.STARTING, SILENCE_S + 60), False, SILENCE_S + 60, None, "starting", ""),
-        (status(RunState.STARTING, STARTING_SILENCE_S + 1), False, None, None, "lost", "nothing trains it"),
+        (None, False, SILENCE_S + 1, None, "lost", "no news since"),
+        (status(RunState.STARTING, SILENCE_S + 1), False, None, None, "lost", "nothing trains it"),
         (status(RunState.RUNNING, 10), False, 10, None, "running", "step 40 of 100"),
         (status(RunState.RUNNING, 10), False, None, None, "running", ""),
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),

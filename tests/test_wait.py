@@ -434,3 +434,25 @@ def test_a_server_that_is_not_there(cluster: FakeCluster, sunspot: Command) -> N
     assert time.monotonic() - began < 10
     assert "cannot be reached" in sunspot.err
     assert "Connection refused" in sunspot.err
+
+
+def test_list_shows_what_the_cluster_knows_and_storage_does_not(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
+    here = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
+    for name in ("stored", "unheard"):
+        job = rayjob(f"{name}-1", run=name)
+        container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        container["env"] = [here]
+        cluster.put_job(job)
+    cluster.put_job(rayjob("elsewhere-1", run="elsewhere"))
+    stored = begin(open_run(run.storage.locate(""), "stored"))
+    says(stored, RunState.RUNNING, owner="stored-1", step=4)
+    cluster.set_status("stored-1", "Running", "RUNNING")
+    cluster.set_status("unheard-1", "Failed", reason="PreRunningDeadlineExceeded")
+    assert sunspot("list", "--json") == 0
+    assert {row["run"]: row["state"] for row in sunspot.json} == {"stored": "running", "unheard": "failed"}
+    cluster.down()
+    assert sunspot("list", "--json") == 0
+    assert [row["run"] for row in sunspot.json] == ["stored"]
+    assert "without the cluster" in sunspot.err

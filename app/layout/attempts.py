@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from app.errors import NotFoundError, SupersededError, by_name
 from app.layout import Run, to_json
+from app.layout.storage import in_parallel
 
 CLAIM_TRIES = 20
 """Claims lost in a row to other processes before this one gives up: each loss means that another one has won."""
@@ -49,13 +50,10 @@ class Span(NamedTuple):
 
 def read_attempts(run: Run) -> list[Attempt]:
     """All attempts, oldest first."""
-    found = []
-    for entry in run.storage.list(run.key("attempts")):
-        name = entry.key.rpartition("/")[2]
-        if name.removesuffix(".json").isdigit():
-            record = run.read_json("attempts", name)
-            found.append(Attempt(**{**record, "skipped": tuple(record["skipped"])}))
-    return found
+    files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("attempts"))]
+    numbered = [file for file in files if file.removesuffix(".json").isdigit()]
+    records = in_parallel(lambda file: run.read_json("attempts", file), numbered)
+    return [Attempt(**{**record, "skipped": tuple(record["skipped"])}) for record in records]
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from app.errors import DamageError, shorten
 from app.layout import Run
 from app.layout.attempts import Span
+from app.layout.storage import in_parallel
 
 if TYPE_CHECKING:
     import pyarrow
@@ -58,10 +59,8 @@ class Journal:
 
 def read_journal(run: Run, kind: Kind, spans: list[Span] | None = None) -> list[dict[str, Any]]:
     """The records of all attempts in the order they were written; with `spans`, only those whose steps count."""
-    records = []
-    for entry in run.storage.list(run.key(kind)):
-        if entry.key.endswith(".jsonl"):
-            records += [json.loads(line) for line in run.storage.read(entry.key).splitlines()]
+    files = [entry.key for entry in run.storage.list(run.key(kind)) if entry.key.endswith(".jsonl")]
+    records = [json.loads(line) for text in in_parallel(run.storage.read, files) for line in text.splitlines()]
     if spans is not None:
         records = [r for r in records if any(span.holds(r["attempt"], r["step"]) for span in spans)]
     return records

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from app.errors import NotFoundError
 from app.layout import Run, to_json
 
+STATUS_EVERY_S = 10.0
+"""A run that trains writes its status at least so often, whatever a step takes; silence tells that nobody is there."""
+
 
 class RunState(enum.StrEnum):
     """Every state that a run can be in."""
