@@ -11,7 +11,7 @@ from app.background import Background
 from app.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
 from app.layout import Run
 from app.layout.checkpoints import Checkpoint
-from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, write_status
+from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, restore_status, write_status
 
 
 class Outcome:
@@ -38,6 +38,7 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
         state=RunState.STARTING,
         owner=owner,
         reason="the driver has begun",
+        began=time.time(),
         starts=starts,
         checkpoint=name,
         checkpoint_time=newest.time if newest else None,
@@ -58,8 +59,8 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
     except SupersededError:
         raise  # the run is another's, and so is its status
     except SunspotError as error:
-        if isinstance(error, ConflictError) and before and before.state.terminal:
-            write_status(run, before)  # a start with other settings changes nothing about how the run ended
+        if isinstance(error, ConflictError) and before and (before.state.terminal or before.owner != owner):
+            restore_status(run, before)  # a start with other settings changes nothing about where the run stands
         else:
             _write_end(run, owner, RunState.FAILED, str(error))
         raise

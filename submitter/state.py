@@ -193,7 +193,7 @@ def _took_over(status: Status, job: JobView) -> bool:
     """Whether somebody else has had the run since `job` was created."""
     return (
         status.owner.partition("#")[0] != job.name
-        and status.time > job.created
+        and status.began > job.created
         and (not job.live or status.state in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING))
     )
 

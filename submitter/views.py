@@ -23,6 +23,9 @@ FIXES = {
 }
 """What to do about a container that cannot start, by the reason that the kubelet gives."""
 
+LONGEST_MESSAGE = 600
+"""Characters of the operator's message: of a failed driver it quotes up to 20,000, and the end says why."""
+
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 
 NOISE = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
@@ -95,7 +98,10 @@ class JobView:
 
     @property
     def message(self) -> str:
-        return " ".join(str(self.status.get("message", "")).split())
+        """What the operator says: of a driver's output, which it may quote at length, the error at the end."""
+        text = str(self.status.get("message", ""))
+        _, _, error = text.rpartition("\nerror: ")
+        return " ".join(error.split())[-LONGEST_MESSAGE:]
 
     @property
     def failed(self) -> int:

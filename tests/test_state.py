@@ -76,7 +76,9 @@ def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", 
 
 
 def status(state: RunState, owner: str = "run-1#1", age: float = 5, **more: Any) -> Status:
-    return Status(state, owner, time=NOW - age, **{"world_size": 2, "step": 7, "total_steps": 10, **more})
+    return Status(
+        state, owner, time=NOW - age, **{"began": NOW - age, "world_size": 2, "step": 7, "total_steps": 10, **more}
+    )
 
 
 def in_storage(kind: str) -> Status | None:
@@ -157,8 +159,20 @@ def test_the_programs_own_words_come_before_the_operators() -> None:
     own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
     assert judge(failed, status=own, owner="run-1#1", now=NOW)[1] == "row 7 of train.parquet has no label"
     assert judge(failed, now=NOW)[1] == "Job entrypoint command failed with exit code 1"
+    quoted = (
+        "ended with exit code 6, last available logs: ...\nrun x in s3://b/x\nerror: begun with other settings:\n  A"
+    )
+    assert judge(job("Failed", "FAILED", message=quoted), now=NOW)[1] == "begun with other settings: A"
     refused = job("ValidationFailed", "", message="the name is too long")
     assert judge(refused, now=NOW)[1] == "the operator refuses the manifest: the name is too long"
+
+
+def test_a_job_that_was_refused_has_not_been_taken_over() -> None:
+    """The run's own job was there first; it trains on, or has ended."""
+    failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
+    for state in (RunState.RUNNING, RunState.SUCCEEDED):
+        first = status(state, owner="run-0", began=CREATED - 60)
+        assert judge(failed, status=first, owner="run-1", now=NOW) == (RunState.FAILED, "begun with other settings")
 
 
 def test_silence_of_a_run_that_should_train_is_said() -> None:

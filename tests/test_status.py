@@ -60,6 +60,16 @@ def test_a_start_with_other_settings_leaves_the_status_of_a_finished_run(run: Ru
     assert state(run)[0] is RunState.SUCCEEDED
 
 
+def test_a_start_with_other_settings_leaves_the_status_of_a_live_run(run: Run) -> None:
+    live = Status(RunState.RUNNING, "job", step=7)
+    write_status(run, live)
+    with pytest.raises(ConflictError), recorded_outcome(run, "another", None, 10):
+        raise ConflictError("begun with other settings")
+    status = read_status(run)
+    assert status
+    assert (status.state, status.owner, status.step) == (RunState.RUNNING, "job", 7)
+
+
 def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:
     with pytest.raises(SupersededError), recorded_outcome(run, "old", None, 10):  # noqa: PT012
         write_status(run, Status(RunState.RUNNING, "new"))

@@ -51,6 +51,8 @@ class Status:
     "Who trains: the job, or the process (`attempts.Attempt.owner`)."
     reason: str = ""
     "One sentence, for the end of a run above all."
+    began: float = 0.0
+    "When the owner's driver began, in seconds since the epoch."
     starts: int = 1
     "Starts of the same owner's driver in a row without a new checkpoint between them."
     attempt: int = 0
@@ -74,7 +76,12 @@ class Status:
 
 def write_status(run: Run, status: Status) -> None:
     """Replace the status, its time being now; raises `StorageError`."""
-    run.storage.write(run.key("status.json"), to_json(asdict(replace(status, time=time.time()))))
+    restore_status(run, replace(status, time=time.time()))
+
+
+def restore_status(run: Run, status: Status) -> None:
+    """Replace the status by one that was read before; raises `StorageError`."""
+    run.storage.write(run.key("status.json"), to_json(asdict(status)))
 
 
 def read_status(run: Run) -> Status | None:
