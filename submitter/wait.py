@@ -164,6 +164,8 @@ class LiveLine(Lines):
 
 def describe(seen: Seen, state: RunState, reason: str) -> str:
     """One line for people: how far it is while it trains, else why it stands where it stands."""
+    if state in (RunState.FAILED, RunState.LOST):
+        return "for good"  # the error with which the command ends says why
     about = progress(seen)
     if state is not RunState.RUNNING or not about["total_steps"]:
         return reason
