@@ -13,6 +13,7 @@ from app.errors import ClusterError, SettingsError, run_and_exit
 
 if TYPE_CHECKING:
     from app.layout import Run
+    from app.layout.status import RunState
     from submitter.cluster import Cluster
     from submitter.render import Rendered
 
@@ -64,14 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     runs = verbs.add_parser("list", help=about, description=about, allow_abbrev=False)
     _add_storage_options(runs, _list)
     _add_limit(runs)
-    for verb in (status, wait, stop, resume, runs):
-        verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
-        verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
-
     logs = _add_verb(verbs, "logs", _logs, "what the driver printed, or one rank: from storage, a few seconds behind")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
     logs.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
     logs.add_argument("--previous", action="store_true", help="of the start before the newest")
+    for verb in (status, wait, stop, resume, runs, logs):
+        verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+        verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
 
     checkpoints = verbs.add_parser("checkpoints", help="the run's checkpoints", allow_abbrev=False)
     checkpoint_verbs = checkpoints.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -259,8 +259,16 @@ def _list(arguments: argparse.Namespace) -> None:
 
 def _logs(arguments: argparse.Namespace) -> None:
     from submitter.logs import show
+    from submitter.runs import read_state
 
-    show(_find_run(arguments), arguments.rank, arguments.previous, arguments.follow, arguments.json)
+    state: Callable[[Run], tuple[RunState, str]] = read_state
+    if arguments.follow and (cluster := _connect(arguments)[0]):
+        from submitter.seen import look
+
+        def state(run: Run) -> tuple[RunState, str]:
+            return look(cluster, run).verdict()
+
+    show(_find_run(arguments), arguments.rank, arguments.previous, arguments.follow, arguments.json, state)
 
 
 def _checkpoints_ls(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from app.errors import NotFoundError, SettingsError
+from app.errors import GaveUpError, NotFoundError, SettingsError
 from app.layout import Run
 from app.layout.logs import list_streams, read_pieces
 from app.layout.status import RunState
@@ -17,6 +17,9 @@ from submitter.runs import read_state
 
 POLL_S = 2.0
 """Seconds between two looks at a stream that is followed. Processes ship what they print every 5 s."""
+
+FIRST_OUTPUT_S = 3600
+"""How long a run may take to print anything: longer than any profile lets its pods take to be ready."""
 
 LOOK_FOR_NEW_EVERY = 3
 """Looks at a stream for one listing of all streams, in which that of a later start of the process would be."""
@@ -57,7 +60,10 @@ def _show(
     streams = _find(run, rank)
     if not streams and follow and not list_streams(run) and not state(run)[0].terminal:
         warn(f"waiting for the first output of {run.name}")
+        deadline = time.monotonic() + FIRST_OUTPUT_S
         while not streams and not state(run)[0].terminal:
+            if time.monotonic() > deadline:
+                raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
             time.sleep(POLL_S)
             streams = _find(run, rank)
     if len(streams) < 1 + previous:

@@ -17,12 +17,16 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 
+SHELL = dict(os.environ)
+"""The environment that the tests were started in, for those of a real cluster."""
+
 pytest_plugins = ["tests.s3", "tests.kubernetes"]
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the developer's shell reaches a test."""
+    """No setting of the developer's shell reaches a test, nor does a test reach the developer's cluster."""
+    monkeypatch.setenv("KUBECONFIG", os.devnull)
     for name in list(os.environ):
         if name.startswith(("SUNSPOT_", "AWS_")) and name != "AWS_CA_BUNDLE":
             monkeypatch.delenv(name)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, SHELL
 
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
 ON_A_CLUSTER = [line for block in re.findall(r"```sh cluster\n(.*?)```", README, re.S) for line in block.splitlines()]
 
-CONTEXT = os.environ.get("KUBE_CONTEXT", "")
-STORAGE = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+CONTEXT = SHELL.get("KUBE_CONTEXT", "")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +74,11 @@ def test_the_command_works(command: str, checkout: Path, ray_address: str) -> No
 @pytest.mark.skipif(not CONTEXT, reason="KUBE_CONTEXT names no cluster to try the commands on")
 def test_the_commands_for_a_cluster_work(checkout: Path, tmp_path: Path) -> None:
     """All of them in their order, with the image that `make smoke` has brought onto the nodes."""
-    config = subprocess.check_output(["kubectl", "config", "view", "--minify", "--flatten", "--context", CONTEXT])
+    view = ["kubectl", "config", "view", "--minify", "--flatten", "--context", CONTEXT]
+    config = subprocess.check_output(view, env=SHELL)
     (tmp_path / "kubeconfig").write_bytes(config)
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")},
-        **STORAGE,
+        **{name: value for name, value in SHELL.items() if name not in ("MAKEFLAGS", "MAKELEVEL")},
         "PYTHON": "false",
         "KUBECONFIG": str(tmp_path / "kubeconfig"),
         "SUNSPOT_STORAGE_PATH": f"s3://sunspot/readme-{uuid.uuid4().hex[:8]}",

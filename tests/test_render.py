@@ -22,6 +22,7 @@ from app.errors import SettingsError
 from submitter.cli import main
 from submitter.profile import load_profile
 from submitter.render import Rendered, image_problem, render, settings_of, to_yaml
+from tests.conftest import SHELL
 
 REPOSITORY = Path(__file__).parent.parent
 MANIFESTS = REPOSITORY / "k8s"
@@ -190,14 +191,15 @@ def test_kustomize_builds_the_base() -> None:
     assert {item["metadata"].get("namespace", "sunspot") for item in yaml.safe_load_all(built.stdout)} == {"sunspot"}
 
 
-@pytest.mark.skipif(not os.environ.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
+@pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_api_server_accepts_every_profile(profile: str) -> None:
     """Every field known, every value of its type."""
     for settings in ({}, {"NUM_WORKERS": "1..2"}):
         answer = subprocess.run(
-            f"kubectl --context {os.environ['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
+            f"kubectl --context {SHELL['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
             input=render(profile, settings, namespace="default").to_yaml(),
+            env=SHELL,
             capture_output=True,
             text=True,
         )
