@@ -16,7 +16,9 @@ BASE ?= debian:bookworm-slim
 PROFILE ?= kind
 RUN ?= mnist
 OUTPUT ?= rendered/$(RUN)
-RENDER = --profile '$(PROFILE)' --run '$(RUN)' --image '$(IMAGE)' $(if $(GENERATION),--generation $(GENERATION))
+# An IMAGE that was given goes before the profile's, the default above does not.
+RENDER = --profile '$(PROFILE)' --run '$(RUN)' $(if $(filter-out file,$(origin IMAGE)),--image '$(IMAGE)') \
+  $(if $(GENERATION),--generation $(GENERATION))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
