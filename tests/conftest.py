@@ -14,6 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's business.
+settings.register_profile("sunspot", deadline=None)
+settings.load_profile("sunspot")
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@ import pytest
 from app.errors import ConflictError, SunspotError, SupersededError
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts, refuse_if_superseded
-from app.layout.logs import SEGMENT_BYTES, LogWriter, driver_stream, list_streams, read_stream
+from app.layout.logs import LEFT_OUT, MOST_WAITING, SEGMENT_BYTES, LogWriter, driver_stream, list_streams, read_stream
 from app.layout.status import (
     RunState,
     Status,
@@ -147,3 +147,19 @@ def test_a_log_of_several_segments_reads_as_it_was_written(run: Run) -> None:
     for offset in (1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, len(text)):
         assert read_stream(run, stream, offset) == text[offset:]
     assert read_stream(run, "attempt-0001-rank-0000") == b""
+
+
+def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
+    stream = driver_stream()
+    log = LogWriter(run, stream)
+    log.append(b"first line\n")
+    log.flush()
+    for number in range(3 * MOST_WAITING // 10_000):
+        log.append(f"{number:09}\n".encode() * 1000)
+    log.append(b"last line\n")
+    log.flush()
+    text = read_stream(run, stream)
+    assert text.startswith(b"first line\n")
+    assert text.endswith(b"last line\n")
+    assert LEFT_OUT in text
+    assert len(text) <= MOST_WAITING + 10_000

@@ -16,6 +16,11 @@ from app.layout.storage import READS_IN_FLIGHT, in_parallel
 SEGMENT_BYTES = 128 << 10
 """A rewrite of the last segment costs no more than this."""
 
+MOST_WAITING = 64 * SEGMENT_BYTES
+"""Output that storage has not taken yet; of more than this, the middle is left out."""
+
+LEFT_OUT = b"\n... output left out: storage did not take it in time ...\n"
+
 
 class LogWriter:
     """One process's output on its way to storage."""
@@ -32,6 +37,9 @@ class LogWriter:
         """Keep some output; it is durable after the next `flush`."""
         with self._lock:
             self._tail += data
+            if len(self._tail) > MOST_WAITING:
+                # What the last segment in storage holds stays, and the newest.
+                self._tail[SEGMENT_BYTES:] = LEFT_OUT + self._tail[-MOST_WAITING // 2 :]
             self._dirty = self._dirty or bool(data)
 
     def flush(self) -> None:
