@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -171,6 +172,8 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
         try:
             worker = _make_worker(config, run, attempt, checkpoint)
+            place = f"{worker.device} of {socket.gethostname()}"
+            print(f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}")
             if rank == 0:
                 stack.enter_context(Background(min(settings.report_every_s, STATUS_EVERY_S), worker.publish))
             yield worker

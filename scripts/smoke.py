@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import socket
@@ -137,6 +138,7 @@ def _s3_server(context: str) -> Iterator[dict[str, str]]:
     import boto3
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or every request makes a line
     address = _address_for_nodes(context)
     server = ThreadedMotoServer(address, S3_PORT, verbose=False)
     server.start()

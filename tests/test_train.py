@@ -66,7 +66,7 @@ def assert_audit_clean(program: Program) -> None:
     assert ended.value.code == 0
 
 
-def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 120) -> None:
+def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:
     """Return when a checkpoint at `step` or later stands."""
     deadline = time.monotonic() + seconds
     while not any(checkpoint.step >= step for checkpoint in list_checkpoints(run)):
