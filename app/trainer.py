@@ -34,6 +34,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
     # Waiting for a process group whose peer is gone would delay every restart.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    # What workers print is shipped as it is (app/output.py); Ray would add each line a second time.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray's future default: workers without a GPU keep CUDA_VISIBLE_DEVICES as it is, and do not warn of it.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
