@@ -15,11 +15,9 @@ from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, res
 
 
 class Outcome:
-    """How this driver's part in the run ended, as far as it is known; the caller fills it in."""
+    """How this driver's part in the run ended when no error ended it; the caller fills it in."""
 
-    def __init__(self) -> None:
-        self.state = RunState.SUCCEEDED
-        self.reason = ""
+    state = RunState.SUCCEEDED
 
 
 @contextmanager
@@ -70,7 +68,7 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
     except Exception as error:
         _write_end(run, owner, RunState.FAILED, shorten(error))
         raise
-    _write_end(run, owner, outcome.state, outcome.reason)
+    _write_end(run, owner, outcome.state, reason="")
 
 
 def _refresh(run: Run, owner: str) -> None:

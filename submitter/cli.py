@@ -36,17 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("sunspot", description="Ray Train on Kubernetes spot GPUs.", allow_abbrev=False)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    about = "print the manifest that submit would apply; no cluster needed"
-    render = verbs.add_parser("render", help=about, description=about, allow_abbrev=False)
-    render.set_defaults(begin=_show_rendered)
+    render = _add_parser(
+        verbs, "render", _show_rendered, "print the manifest that submit would apply; no cluster needed"
+    )
     _add_render_options(render)
     render.add_argument("--output", metavar="DIR", help="write it there with a kustomization.yaml, for GitOps")
     render.add_argument("--explain", action="store_true", help="print every chosen value and where it came from")
     render.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
-    about = "check everything, then have the cluster run what render prints"
-    submit = verbs.add_parser("submit", help=about, description=about, allow_abbrev=False)
-    submit.set_defaults(begin=_submit)
+    submit = _add_parser(verbs, "submit", _submit, "check everything, then have the cluster run what render prints")
     _add_render_options(submit)
     submit.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
     submit.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
@@ -61,9 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--timeout", metavar="S", type=float, default=600, help="seconds to wait for it; default: 600")
     stop.add_argument("--no-wait", action="store_true", help="only leave the stop marker")
     resume = _add_verb(verbs, "resume", _resume, "let a stopped run go on: submit again what was submitted last")
-    about = "all runs, the one that was written last first"
-    runs = verbs.add_parser("list", help=about, description=about, allow_abbrev=False)
-    _add_storage_options(runs, _list)
+    runs = _add_parser(verbs, "list", _list, "all runs, the one that was written last first")
+    _add_storage_options(runs)
     _add_limit(runs)
     logs = _add_verb(verbs, "logs", _logs, "what the driver printed, or one rank: from storage, a few seconds behind")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
@@ -102,14 +99,22 @@ def _add_verb(
     verbs: Any, name: str, begin: Callable[[argparse.Namespace], None], about: str
 ) -> argparse.ArgumentParser:
     """Add a verb about one run, with the options that all of them take."""
-    verb: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
+    verb = _add_parser(verbs, name, begin, about)
     verb.add_argument("run", metavar="RUN", help="name of the run")
-    _add_storage_options(verb, begin)
+    _add_storage_options(verb)
     return verb
 
 
-def _add_storage_options(verb: argparse.ArgumentParser, begin: Callable[[argparse.Namespace], None]) -> None:
+def _add_parser(
+    verbs: Any, name: str, begin: Callable[[argparse.Namespace], None], about: str
+) -> argparse.ArgumentParser:
+    """Add a verb that takes nothing yet."""
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
     verb.set_defaults(begin=begin)
+    return verb
+
+
+def _add_storage_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--storage", metavar="PATH", help="where runs are kept; default: SUNSPOT_STORAGE_PATH, or runs")
     verb.add_argument("--json", action="store_true", help="one JSON document on stdout")
 

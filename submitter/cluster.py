@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ClusterError, shorten
-from submitter.views import RUN_LABEL, JobView, PodView, WarningEvent, pod_view, warning_event
+from submitter.render import RUN_LABEL
+from submitter.views import JobView, PodView, WarningEvent, pod_view, warning_event
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-RUN_LABEL = "sunspot/run"
-
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """The values of `jobDeploymentStatus` after which the operator does no more than clean up."""
 

@@ -28,16 +28,22 @@ from app.layout.attempts import (
     step_of,
 )
 from app.layout.checkpoints import (
+    MANIFEST,
     Checkpoint,
     delete_checkpoint,
     find_faults,
     find_newest_good,
     in_lineage,
     list_checkpoints,
-    list_incomplete,
+    list_directories,
 )
 from app.layout.history import FILE_RECORDS, Journal, read_audit, read_journal
 from tests.runs import commit, consumed, record_audit, start
+
+
+def list_incomplete(run: Run) -> list[str]:
+    """Names of the checkpoint directories without a manifest."""
+    return [name for name, files in list_directories(run).items() if MANIFEST not in files]
 
 
 @pytest.fixture

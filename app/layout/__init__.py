@@ -2,6 +2,10 @@
 
     <STORAGE_PATH>/<RUN_NAME>/
         run.json                          what the run may never change: its identity settings and its data
+        status.json                       the newest news, in one small object
+        stop.json                         there while the run is to stand still
+        submissions/0001-mnist-1a2b3c4d.yaml
+                                          each manifest as it was applied to a cluster
         attempts/0001.json                one for each start of a worker group: who, when, from which checkpoint
         attempts/0001-error.json          the error that ended this attempt for good
         checkpoints/step-00000460-attempt-0001/
@@ -9,6 +13,9 @@
             manifest.json                 written last: without it there is no checkpoint
         metrics/attempt-0001-00000.jsonl  the metric history, a line for each report
         events/attempt-0001-00000.jsonl   what happened to the run besides training
+        logs/driver-20261121T141013679Z/000000.log
+        logs/attempt-0001-rank-0000/000000.log
+                                          what each process printed, in segments
         audit/attempt-0001/00000001-00000460.parquet
                                           the ids of the rows that these optimizer steps consumed
 

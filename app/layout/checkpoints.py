@@ -79,11 +79,6 @@ def list_checkpoints(run: Run) -> list[Checkpoint]:
     return [checkpoint for checkpoint in found if checkpoint]
 
 
-def list_incomplete(run: Run) -> list[str]:
-    """Names of the checkpoint directories without a manifest: uploads that never ended, or deletions that did not."""
-    return [name for name, files in list_directories(run).items() if MANIFEST not in files]
-
-
 def by_step(names: Iterable[str]) -> list[str]:
     """Names of checkpoints in the order of their steps."""
     return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
