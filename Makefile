@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench image smoke submit render lock sample clean
+.PHONY: help train test lint format bench image smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -48,6 +48,16 @@ image:  ## the container image: make image IMAGE=registry/sunspot:0.1.0
 
 smoke: .venv/dev  ## the CPU smoke test, on kind or: make smoke KUBE_CONTEXT=NAME LOAD_IMAGE='COMMAND'
 	@KUBE_CONTEXT='$(KUBE_CONTEXT)' LOAD_IMAGE='$(LOAD_IMAGE)' IMAGE='$(IMAGE)' $(BIN)/python -m scripts.smoke
+
+# RECLAIM, KILL, ADD and ADD_HEAD are commands of yours; in them {node} stands for the name of a node.
+STRIKE = KUBE_CONTEXT='$(KUBE_CONTEXT)' PROFILE='$(PROFILE)' IMAGE='$(IMAGE)' \
+  RECLAIM='$(RECLAIM)' KILL='$(KILL)' ADD='$(ADD)' ADD_HEAD='$(ADD_HEAD)'
+
+recovery: .venv/dev  ## what lost nodes cost a run on a cluster: make recovery KILL='COMMAND {node}' OPTIONS='--blow kill'
+	@$(SETTINGS) $(STRIKE) $(BIN)/python -m scripts.recovery $(OPTIONS)
+
+soak: .venv/dev  ## half an hour of incidents: make soak RECLAIM='COMMAND {node}' KILL='COMMAND {node}'
+	@$(SETTINGS) $(STRIKE) $(BIN)/python -m scripts.soak $(OPTIONS)
 
 submit: .venv/submitter  ## render and submit to the current cluster: make submit PROFILE=gke-spot RUN=mnist
 	@$(SETTINGS) $(BIN)/sunspot submit $(RENDER) $(if $(KUBE_CONTEXT),--context '$(KUBE_CONTEXT)')

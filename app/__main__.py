@@ -6,7 +6,7 @@ from app.errors import ConflictError, run_and_exit
 from app.layout import Run, open_run, to_json
 from app.layout.attempts import read_attempts, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
-from app.layout.status import RunState, stop_requested
+from app.layout.status import RunState, Status, stop_requested
 from app.settings import IDENTITY, PREFIX, Settings, differences, load_settings
 
 
@@ -32,12 +32,12 @@ def main() -> int:
         for text in skipped:
             print(f"warning: skipped {text}")
         with recorded_outcome(run, owner, checkpoint, settings.max_driver_starts) as outcome:
-            outcome.state = train(settings, run, owner, checkpoint)
+            outcome.state = train(settings, run, owner, checkpoint, outcome.before)
     return 0
 
 
-def train(settings: Settings, run: Run, owner: str, checkpoint: Checkpoint | None) -> RunState:
-    """Plan, train from `checkpoint`, and say what came of it."""
+def train(settings: Settings, run: Run, owner: str, checkpoint: Checkpoint | None, before: Status | None) -> RunState:
+    """Plan, train from where the run stands, and say what came of it; `before` is the status that was found."""
     from app.plan import make_plan
     from app.tasks import load_task
     from app.trainer import find_verdict, fit
@@ -49,14 +49,14 @@ def train(settings: Settings, run: Run, owner: str, checkpoint: Checkpoint | Non
         return RunState.STOPPED
     plan = make_plan(settings, load_task(settings))
     keep_identity(run, settings, plan.source.fingerprint, plan.steps.rows, plan.steps.per_epoch)
-    if checkpoint and checkpoint.step >= plan.total_steps:
+    if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
         print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
     else:
         for reason in plan.reasons:
             print(f"  {reason}")
         print(f"  from: {checkpoint.name if checkpoint else settings.init_from or 'the beginning'}", flush=True)
-        checkpoint = fit(plan, run, owner)
-    if checkpoint.step < plan.total_steps:
+        checkpoint = fit(plan, run, owner, before)
+    if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
         print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
         return RunState.STOPPED
     print_result(run, checkpoint, settings)

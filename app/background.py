@@ -20,7 +20,8 @@ class Background:
 
     def __init__(self, every_s: float, *chores: Callable[[], None]) -> None:
         self._every_s, self._chores = every_s, chores
-        self._over = threading.Event()
+        self._over = False
+        self._due = threading.Event()
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
     def __enter__(self) -> Background:
@@ -30,13 +31,20 @@ class Background:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._over = True
+        self._due.set()
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def hurry(self) -> None:
+        """Do them now, and not when it is time."""
+        self._due.set()
 
     def _work(self) -> None:
         last_time = False
         while not last_time:
-            last_time = self._over.wait(self._every_s)
+            self._due.wait(self._every_s)
+            self._due.clear()
+            last_time = self._over
             for chore in self._chores:
                 try:
                     chore()

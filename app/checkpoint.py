@@ -1,9 +1,7 @@
-"""Saving: a copy of the state that the training thread hardly notices, and a commit that cannot be half done.
+"""Committing: what makes a copy of the state a checkpoint, and cannot be half done.
 
-The training thread pays for handing over the copy. Parameters and optimizer state do not change during forward and
-backward, so they are copied behind them, and only the next optimizer step waits (`wait_for_copy`). Serializing,
-hashing, uploading and reading back happen in one thread of rank 0, one checkpoint at a time; when storage is slower
-than the interval, a newer copy takes the place of one that still waits.
+Serializing, hashing, uploading and reading back happen in one thread of rank 0, one checkpoint at a time; when storage
+is slower than the interval, a newer copy takes the place of one that still waits.
 """
 
 from __future__ import annotations
@@ -13,40 +11,22 @@ import io
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow
 import torch
 
 from app.errors import DamageError, NotFoundError, StorageError
 from app.layout import Run
 from app.layout.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts
 from app.layout.checkpoints import Checkpoint, delete_checkpoint, in_lineage, list_checkpoints, surplus, write_manifest
-from app.layout.history import Journal, write_audit
+from app.layout.history import Journal
+from app.patience import pause_after
 from app.settings import Settings
-
-BACKOFF_S = (1, 2, 4, 8, 16, 30)
-"""Pauses between tries of a commit that storage refuses; the last one is repeated until `storage_timeout_s`."""
-
-
-@dataclass
-class Snapshot:
-    """A copy of the state at one step, in host memory."""
-
-    about: Checkpoint
-    "What the manifest will say; its files are still missing."
-    extra_state: dict[str, Any]
-    pool: dict[Any, torch.Tensor]
-    "Host tensors by their place in the state, used again for a later snapshot."
-    state: dict[str, Any] = field(default_factory=dict)
-    "`model` and `optimizer`: state_dicts whose tensors are those of the pool."
-    copied: Future[None] | None = None
+from app.snapshot import Snapshot
 
 
 class Saver:
-    """Takes snapshots on rank 0 and commits them behind the training."""
+    """Commits snapshots on rank 0, behind the training."""
 
     def __init__(
         self,
@@ -55,12 +35,11 @@ class Saver:
         settings: Settings,
         journals: Mapping[str, Journal],
         warn: Callable[[str], Any],
+        before_commit: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self._run, self._attempt, self._settings, self._journals, self._warn = run, attempt, settings, journals, warn
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
-        self._copying: Future[None] | None = None
-        self._pools: list[dict[Any, torch.Tensor]] = []
-        self._audit: list[tuple[int, int, pyarrow.Table]] = []
+        self._before_commit = before_commit
+        "Makes durable what has to be there before the checkpoint that covers it: the rows that were consumed."
         self._pending: Snapshot | None = None
         self._busy = False
         self._closing = False
@@ -68,72 +47,44 @@ class Saver:
         self._changed = threading.Condition()
         self._failing_since: float | None = None
         self.last_committed: Checkpoint | None = None
+        self.commit_s: float | None = None
+        "Seconds from the last committed snapshot to its commit."
         self._thread = threading.Thread(target=self._commit_all, name="checkpoint-commit", daemon=True)
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------- in the training thread
 
-    def save(
-        self, about: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, extra_state: dict[str, Any]
-    ) -> None:
-        """Begin to copy the state; the caller goes on, and calls `wait_for_copy` before it changes parameters."""
-        self.wait_for_copy()
-        snapshot = Snapshot(about, extra_state, self._free_pool())
-        parameters = dict(model.named_parameters())
-        tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def copy_later(place: tuple[Any, ...], source: torch.Tensor) -> torch.Tensor:
-            target = _host_tensor(snapshot.pool, place, source)
-            if place[0] == "model" and place[1] not in parameters:
-                target.copy_(source)  # buffers, such as batch norm's averages, change in the very next forward pass
-            else:
-                tensors.append((target, source.detach()))
-            return target
-
-        snapshot.state = {
-            "model": _map_tensors(("model",), model.state_dict(), copy_later),
-            "optimizer": _map_tensors(("optimizer",), optimizer.state_dict(), copy_later),
-        }
-        self._copying = snapshot.copied = self._copier.submit(_copy, tensors, _gpu_mark(tensors))
+    def commit(self, snapshot: Snapshot) -> None:
+        """Have a snapshot committed; the caller goes on."""
         with self._changed:
             if self._pending:
-                self._pools.append(self._pending.pool)  # newest wins: it was never begun
+                self._pending.release()  # newest wins: it was never begun
             self._pending = snapshot
             self._changed.notify_all()
-
-    def wait_for_copy(self) -> None:
-        """Return when the state may change again."""
-        if self._copying:
-            self._copying.result()
-            self._copying = None
-
-    def record_audit(self, first: int, last: int, consumed: pyarrow.Table) -> None:
-        """Hand over the rows of the steps `first` .. `last`; durable before the checkpoint that covers them."""
-        with self._changed:
-            self._audit.append((first, last, consumed))
 
     def raise_if_failed(self) -> None:
         """Raise what ended the commits for good: a newer owner, or storage that failed for too long."""
         if self._error:
             raise self._error
 
-    def drain(self) -> None:
-        """Wait until the newest snapshot is committed; raises like `raise_if_failed`.
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until the newest snapshot is committed, and say whether it is; raises like `raise_if_failed`.
 
-        It ends: each request is bounded, and a commit that keeps failing is given up after `storage_timeout_s`.
+        It ends without `timeout_s` too: each request is bounded, and a commit that keeps failing is given up after
+        `storage_timeout_s`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not (self._pending or self._busy))
+            done = self._changed.wait_for(lambda: self._error or not (self._pending or self._busy), timeout_s)
         self.raise_if_failed()
+        return bool(done)
 
     def finish(self) -> None:
-        """`drain`, and end the threads."""
+        """`drain`, and end the thread."""
         self.drain()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._copier.shutdown()
 
     # ------------------------------------------------------------------------------------------ in the commit thread
 
@@ -148,8 +99,8 @@ class Saver:
                 self._commit_with_patience(snapshot)
             except Exception as error:
                 self._error = error
+            snapshot.release()
             with self._changed:
-                self._pools.append(snapshot.pool)
                 self._busy = False
                 self._changed.notify_all()
             if self._error:
@@ -173,17 +124,19 @@ class Saver:
                         f"(SUNSPOT_STORAGE_TIMEOUT_S={self._settings.storage_timeout_s:g}): {error}"
                     ) from error
             with self._changed:
-                if self._changed.wait_for(lambda: self._pending, BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]):
+                if self._changed.wait_for(lambda: self._pending, pause_after(tries)):
                     return
             tries += 1
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Write one checkpoint. Killed at any point, the last one stands, and this one does or does not exist."""
         about = snapshot.about
-        assert snapshot.copied
+        began = time.monotonic()
         snapshot.copied.result()
         ensure_owner(self._run, self._attempt)
-        self._write_history()
+        for journal in self._journals.values():
+            journal.flush()
+        self._before_commit(self._run)
         files = {
             "model.pt": self._upload(about.name, "model.pt", snapshot.state["model"]),
             "optimizer.pt": self._upload(about.name, "optimizer.pt", snapshot.state["optimizer"]),
@@ -193,19 +146,8 @@ class Saver:
         committed = Checkpoint(**{**vars(about), "files": files, "time": time.time()})
         write_manifest(self._run, committed)
         ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
-        self.last_committed = committed
+        self.last_committed, self.commit_s = committed, time.monotonic() - began
         self._delete_surplus()
-
-    def _write_history(self) -> None:
-        for journal in self._journals.values():
-            journal.flush()
-        with self._changed:
-            windows = list(self._audit)
-        if windows:
-            rows = pyarrow.concat_tables([table for _, _, table in windows])
-            write_audit(self._run, self._attempt.number, windows[0][0], windows[-1][1], rows)
-            with self._changed:
-                del self._audit[: len(windows)]
 
     def _upload(self, name: str, file: str, state: Any) -> dict[str, Any]:
         """Stream one file to storage, then read it back: an upload that was acknowledged may still have been lost."""
@@ -232,10 +174,6 @@ class Saver:
         except StorageError as error:
             self._note("old checkpoints not deleted", self.last_committed, str(error))
 
-    def _free_pool(self) -> dict[Any, torch.Tensor]:
-        with self._changed:
-            return self._pools.pop() if self._pools else {}
-
     def _note(self, what: str, about: Checkpoint | None, detail: str) -> None:
         step = about.step if about else 0
         self._warn(f"{what} at step {step}: {detail}")
@@ -256,54 +194,9 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
 
 
 def describe(
-    attempt: Attempt, step: int, steps_per_epoch: int, total_steps: int, metrics: dict[str, Any]
+    attempt: Attempt, step: int, steps_per_epoch: int, total_steps: int, metrics: dict[str, Any], evaluated: bool = True
 ) -> Checkpoint:
     """The manifest's content for a checkpoint at `step`, its files not yet known."""
     epoch = (step - 1) // steps_per_epoch + 1
     name = checkpoint_name(step, attempt.number)
-    return Checkpoint(name, step, epoch, steps_per_epoch, total_steps, attempt.number, metrics)
-
-
-def _map_tensors(
-    place: tuple[Any, ...], value: Any, change: Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
-) -> Any:
-    """The same nested dicts, lists and tuples, with every tensor replaced by `change(place, tensor)`."""
-    if isinstance(value, torch.Tensor):
-        return change(place, value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors((*place, key), item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors((*place, index), item, change) for index, item in enumerate(value))
-    return value
-
-
-def _host_tensor(pool: dict[Any, torch.Tensor], place: Any, like: torch.Tensor) -> torch.Tensor:
-    """The pool's tensor for `place`, made on first use; pinned for a GPU, so that the copy needs no CPU."""
-    tensor = pool.get(place)
-    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
-        tensor = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        pool[place] = tensor
-    return tensor
-
-
-def _gpu_mark(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
-    """The point in the GPU's queue at which the state is the one to copy."""
-    if not any(source.is_cuda for _, source in tensors):
-        return None
-    mark = torch.cuda.Event()
-    mark.record()
-    return mark
-
-
-def _copy(tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None) -> None:
-    if mark is None:
-        for target, source in tensors:
-            target.copy_(source)
-        return
-    device = next(source.device for _, source in tensors if source.is_cuda)
-    stream = torch.cuda.Stream(device)
-    stream.wait_event(mark)
-    with torch.cuda.stream(stream):
-        for target, source in tensors:
-            target.copy_(source, non_blocking=True)
-    stream.synchronize()
+    return Checkpoint(name, step, epoch, steps_per_epoch, total_steps, attempt.number, metrics, evaluated=evaluated)

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import numpy as np
-import pyarrow
 import torch
 import torch.distributed as dist
 
@@ -41,15 +40,14 @@ def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 class Window:
     """What this worker did since the window opened; `close` reduces all workers' windows to one record."""
 
-    def __init__(self, group: dist.ProcessGroup, audit: bool) -> None:
-        self._group, self._audit = group, audit
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._open()
 
     def _open(self) -> None:
         self._sums = Sums()
         self._step_times: list[float] = []
         self._data_waits: list[float] = []
-        self._consumed: list[tuple[int, torch.Tensor]] = []
         self._opened = time.perf_counter()
 
     @property
@@ -62,25 +60,15 @@ class Window:
         totals = self._sums.totals()
         return totals.get("loss", float("nan")) / max(1, totals["rows"])
 
-    def add_step(
-        self, step: int, values: list[Batch], rows: torch.Tensor | None, step_time: float, data_wait: float
-    ) -> None:
-        """Count one optimizer step: its per-row `values`, the ids of this worker's `rows`, and seconds."""
+    def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
+        """Count one optimizer step: its per-row `values`, and seconds."""
         for part in values:
             self._sums.add(part)
         self._step_times.append(step_time)
         self._data_waits.append(data_wait)
-        if self._audit and rows is not None:
-            self._consumed.append((step, rows))
 
-    def close(
-        self, step: int, epoch: int, learning_rate: float, rank: int
-    ) -> tuple[dict[str, Any], pyarrow.Table | None]:
-        """Reduce the windows of all workers, which call this together, and open a new one.
-
-        Returns the record, the same on every worker, and on rank 0 the rows that the steps consumed (`step`, `rank`,
-        `row`) when audited.
-        """
+    def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
+        """Reduce the windows of all workers, which call this together, to a record, and open a new one."""
         numbers = {
             "seconds": time.perf_counter() - self._opened,
             "time": time.time(),
@@ -107,24 +95,13 @@ class Window:
             "world_size": len(ranks),
             "ranks": ranks,
         }
-        consumed = self._gather_consumed(rank, len(ranks)) if self._audit else None
         self._open()
-        return record, consumed
+        return record
 
-    def _gather_consumed(self, rank: int, world_size: int) -> pyarrow.Table | None:
-        steps = np.concatenate(
-            [np.full(len(rows), step, np.int32) for step, rows in self._consumed] or [np.empty(0, np.int32)]
-        )
-        rows = np.concatenate([rows.cpu().numpy() for _, rows in self._consumed] or [np.empty(0, np.int64)])
-        everyone: list[Any] = [None] * world_size
-        dist.gather_object((steps, rows), everyone if rank == 0 else None, group=self._group)
-        if rank != 0:
-            return None
-        tables = [
-            pyarrow.table({"step": steps, "rank": np.full(len(rows), number, np.int32), "row": rows})
-            for number, (steps, rows) in enumerate(everyone)
-        ]
-        return pyarrow.concat_tables(tables)
+
+def scalars(record: dict[str, Any]) -> dict[str, Any]:
+    """Those values of a record that are not made of others."""
+    return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -15,9 +15,13 @@ from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, res
 
 
 class Outcome:
-    """How this driver's part in the run ended when no error ended it; the caller fills it in."""
+    """A driver's part in the run."""
 
-    state = RunState.SUCCEEDED
+    def __init__(self, before: Status | None) -> None:
+        self.before = before
+        "The status that it found."
+        self.state = RunState.SUCCEEDED
+        "How it ended when no error ended it; the caller fills it in."
 
 
 @contextmanager
@@ -45,7 +49,7 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
         world_size=0,
     )
     write_status(run, begun)
-    outcome = Outcome()
+    outcome = Outcome(before)
     try:
         if starts > most_starts:
             raise SunspotError(

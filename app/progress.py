@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.output import only_shipped
 
@@ -21,60 +20,18 @@ PLAIN_EVERY_S = 10.0
 """Seconds between two plain lines, besides one at the end of each epoch."""
 
 
-@ray.remote(num_cpus=0)
-class ProgressBoard:
-    """Holds the last news of rank 0 until the driver fetches them. The driver itself cannot be called by workers."""
-
-    def __init__(self) -> None:
-        self._state: dict[str, Any] = {}
-        self._records: list[dict[str, Any]] = []
-        self._warnings: list[str] = []
-        self._stopping = False
-
-    def show(self, state: dict[str, Any]) -> bool:
-        """Take the newest state: `step`, `loss`, `committed` (step of the last checkpoint) and `time`.
-
-        The answer is whether the run is to stop: rank 0 calls every second anyway.
-        """
-        self._state = state
-        return self._stopping
-
-    def stop(self) -> None:
-        """From now on, rank 0 hears that the run is to stop."""
-        self._stopping = True
-
-    def record(self, record: dict[str, Any]) -> None:
-        """Take a record of the metric history."""
-        self._records.append(record)
-
-    def warn(self, text: str) -> None:
-        """Take a warning for the user."""
-        self._warnings.append(text)
-
-    def fetch(self) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-        """The newest state, and the records and warnings since the last fetch."""
-        news = self._state, self._records, self._warnings
-        self._records, self._warnings = [], []
-        return news
-
-
 @contextmanager
-def shown_progress(total_steps: int, steps_per_epoch: int) -> Iterator[Any]:
-    """Show progress while the context lasts; yields the board that rank 0 tells it to."""
-    here = ray.get_runtime_context().get_node_id()  # a spot node would take the board with it
-    board = ProgressBoard.options(  # type: ignore[attr-defined]
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
-    ).remote()
+def shown_progress(board: Any, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
+    """Show what rank 0 tells the board, while the context lasts."""
     over = threading.Event()
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
     thread = threading.Thread(target=_watch, args=(board, screen, over), name="progress", daemon=True)
     thread.start()
     try:
-        yield board
+        yield
     finally:
         over.set()
         thread.join(timeout=10)
-        ray.kill(board)
 
 
 def _watch(board: Any, screen: _Lines, over: threading.Event) -> None:
@@ -82,11 +39,11 @@ def _watch(board: Any, screen: _Lines, over: threading.Event) -> None:
     while not last_look:
         last_look = over.wait(PROGRESS_EVERY_S)
         try:
-            state, records, warnings = ray.get(board.fetch.remote(), timeout=5)
+            state, records, lines = ray.get(board.fetch.remote(), timeout=5)
         except Exception:  # a display must never end a run
             continue
-        for text in warnings:
-            screen.print(f"warning: {text}")
+        for text in lines:
+            screen.print(text)
         for record in records:
             screen.record(record)
         if state:

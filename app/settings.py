@@ -163,11 +163,20 @@ class Settings(BaseSettings):
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
     "How long training goes on while no checkpoint can be committed, before the run ends with a message."
 
+    snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
+    "Most of the training time that copies of the state in the nodes' shared memory may cost; a loss goes back to them."
+
+    hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
+    "How long a rank may take no step before its stacks are recorded and the workers are restarted."
+
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "How often the workers' numbers are gathered into the metric history, besides at each checkpoint."
 
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."
+
+    notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
+    "Set by the manifest: seconds from the notice that a node goes until Ray ends what runs on it. 0: unknown."
 
     job_id: str = _setting("", "the identity of the cluster job, or empty")
     "Set by the manifest: the same for every retry of one job. Empty: each process is a job of its own."

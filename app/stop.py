@@ -36,7 +36,7 @@ class StopWish:
 
 @contextmanager
 def watched_stop(run: Run, board: Any, wish: StopWish) -> Iterator[None]:
-    """Fill in `wish` and tell the workers, over the progress board, as soon as there is one: they save and return."""
+    """Fill in `wish` and tell the workers, over the board, as soon as there is one: they save and return."""
     read = 0.0
 
     def look() -> None:

@@ -14,7 +14,7 @@ import ray.train.torch
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from app.agreement import Agreement, Timer
+from app.agreement import Agreement
 from app.data.batch import Batch
 from app.data.order import micro_batches
 from app.evaluate import evaluate
@@ -30,48 +30,54 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def train(worker: Worker) -> None:
-    """Train from the worker's checkpoint to the end of the run.
+    """Train from where the run stands to its end.
 
     A step is one optimizer step, counted over the whole run: step k of an epoch consumes the same rows on any number
     of workers, and every row has the same weight in the gradient.
     """
-    settings, task, steps, rank = worker.settings, worker.task, worker.steps, worker.rank
+    settings, task, steps = worker.settings, worker.task, worker.steps
     model = ray.train.torch.prepare_model(worker.model)
     optimizer, loader = worker.optimizer, worker.loader
-    agreement = Agreement(worker.control_group, questions=3)
-    save_timer, report_timer = Timer(settings.checkpoint_every_s), Timer(settings.report_every_s)
-    window = Window(worker.control_group, settings.audit)
+    agreement = Agreement(worker.control_group)
+    window = Window(worker.control_group)
     step = worker.start
+
+    if not worker.evaluated:  # an epoch ends here, and the workers before left before they could
+        worker.catch_up(step, evaluate(worker))
 
     while step < worker.total_steps:
         epoch, first = divmod(step, steps.per_epoch)
         last = min(steps.per_epoch, first + worker.total_steps - step)
         model.train()
         for batch, data_wait, began in timed(loader.train(epoch + 1, first, last)):
-            seed_generators(settings.seed, step, rank)
+            seed_generators(settings.seed, step, worker.rank)
             begin, end = steps.bounds(step % steps.per_epoch)
             values = accumulate_gradients(worker, model, batch, rows_in_step=end - begin)
-            worker.wait_for_copy()  # the last checkpoint's: from here on parameters change
+            worker.wait_for_copy()  # of the state: from here on parameters change
             learning_rate = set_learning_rate(optimizer, task.schedule(step, worker.total_steps))
             optimizer.step()
             optimizer.zero_grad()
             step += 1
 
-            window.add_step(step, values, batch.get("row"), time.perf_counter() - began, data_wait)
+            step_time = time.perf_counter() - began
+            window.add_step(values, step_time, data_wait)
             epoch_ends = step == worker.total_steps or step % steps.per_epoch == 0
-            worker.show_progress(step, window, epoch_ends)
-            save_due, report_due, stop = agreement.exchange(
-                rank == 0 and save_timer.due(), rank == 0 and report_timer.due(), worker.told_to_stop()
-            )
-            save_due |= epoch_ends or stop or is_multiple(step, settings.checkpoint_every_steps)
-            if save_due or report_due:
-                record, consumed = window.close(step, epoch + 1, learning_rate, rank)
-                if epoch_ends:
-                    record |= evaluate(worker)
-                worker.report(record, consumed)
-            if save_due:
-                worker.save(step, record)
-            if stop:
+            worker.took_step(step, batch.get("row"), window, epoch_ends)
+            due = agreement.exchange(worker.due(step, step_time))
+            leave, evaluated = due.leave and step < worker.total_steps, not (epoch_ends and worker.has_test)
+            save = due.save or due.stop or leave or epoch_ends or is_multiple(step, settings.checkpoint_every_steps)
+            record = window.close(step, epoch + 1, learning_rate) if save or due.report else {}
+            if not evaluated and not due.stop and not leave:
+                results = evaluate(worker)
+                leave, evaluated = results is None, results is not None
+                record |= results or {}
+            if record:
+                worker.report(record)
+            if save or due.copy:
+                worker.keep(step, record, evaluated, for_storage=save)
+            if leave:
+                worker.leave()
+            if due.stop:
                 worker.finish()
                 return
     worker.finish()

@@ -12,12 +12,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from app.errors import ConflictError, StorageError, SunspotError
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts, read_error, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.incidents import Cause
+from app.layout.status import Status
 from app.layout.submissions import owner_of
+from app.patience import with_patience
 from app.plan import Plan, choose_resources, cores_here
 from app.settings import Settings
 from app.stop import StopWish, watched_stop
@@ -32,6 +36,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     # After a loss Ray first asks for the old size again; only then does it take what is there.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    # Ours looks more often, and makes way for nodes that come, too (app/capacity.py).
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Waiting for a process group whose peer is gone would delay every restart.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     # What workers print is shipped as it is (app/output.py); Ray would add each line a second time.
@@ -41,6 +47,12 @@ RAY_ENVIRONMENT = {
 }
 COLLECTIVE_TIMEOUT_S = 300
 """A worker that waits longer than this for the others in one all-reduce fails (torch's default is 30 minutes)."""
+
+AFTER_WATCHDOG_S = 60
+"""And not before the watchdogs have told where all ranks stand (app/hang.py)."""
+
+NEVER_S = 1e9
+"""Ray resizes a worker group without a word to it, and its steps since the last checkpoint are lost: we grow it."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,17 @@ def new_owner(run: Run, job_id: str) -> str:
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
+def fit(plan: Plan, run: Run, owner: str, before: Status | None = None) -> Checkpoint:
     """Train to the end of the plan, or until the run is to stop, and return the newest checkpoint.
+
+    `before` is the status that this driver found: its first worker group's receipt says how that came about.
 
     Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
+    from app.recovery import first_incident
+
     wish = StopWish()
+    incident = first_incident(read_attempts(run), before)
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from ray.train import ControllerError, TrainingFailedError
@@ -73,7 +90,7 @@ def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
         for attempt in range(1, DRIVER_TRIES + 1):
             try:
                 failure: Exception | None = None
-                _fit_once(plan, run, owner, wish)
+                _fit_once(plan, run, owner, wish, incident)
             except ControllerError as error:
                 failure = error
                 if attempt < DRIVER_TRIES and not wish and not find_verdict(run, owner):
@@ -81,6 +98,7 @@ def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
                         f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
                     )
                     time.sleep(DRIVER_BACKOFF_S * attempt)
+                    incident = {"cause": Cause.DRIVER_LOST, "detail": "Ray's controller failed"}
                     continue
             except TrainingFailedError as error:
                 failure = error
@@ -88,8 +106,10 @@ def fit(plan: Plan, run: Run, owner: str) -> Checkpoint:
 
     if verdict := find_verdict(run, owner):
         raise verdict
-    checkpoint, _ = find_newest_good(run, read_attempts(run))
-    if checkpoint and not failure and (checkpoint.step == plan.total_steps or wish.marked):
+    limit_s = plan.settings.storage_timeout_s
+    checkpoint, _ = with_patience(lambda: find_newest_good(run, read_attempts(run)), limit_s, "reading the end", print)
+    finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
+    if checkpoint and not failure and (finished or wish.marked):
         return checkpoint
     at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
     if wish.terminated and not failure:
@@ -142,15 +162,19 @@ def _ray_session() -> Iterator[None]:
         ray.shutdown()
 
 
-def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish) -> None:
+def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[str, Any]) -> None:
     import ray
     import ray.data
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from app.board import open_board
+    from app.capacity import watched_nodes
     from app.data.ray_loader import StepStreams
     from app.data.source import rows_in
     from app.progress import shown_progress
+    from app.ray_internals import install_coordinator
+    from app.recovery import LossNoted
     from app.train_loop import train_loop
 
     settings = plan.settings
@@ -175,11 +199,16 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish) -> None:
         if plan.test:
             datasets["test"] = ray.data.range(rows_in(plan.test))
     workers = settings.num_workers
+    collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
+    install_coordinator()
     with (
-        shown_progress(plan.total_steps, plan.steps.per_epoch) as board,
+        open_board() as board,
+        shown_progress(board, plan.total_steps, plan.steps.per_epoch),
         watched_stop(run, board, wish),
+        watched_nodes(board, resources.per_worker, workers),
         tempfile.TemporaryDirectory() as scratch,
     ):
+        board.note.remote(**incident)
         TorchTrainer(
             train_loop,
             train_loop_config={
@@ -190,11 +219,13 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish) -> None:
                 "steps": plan.steps,
                 "total_steps": plan.total_steps,
                 "threads": resources.threads,
-                "progress": board,
+                "board": board,
+                "collective_timeout_s": collective_timeout_s,
             },
-            torch_config=TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S),
+            torch_config=TorchConfig(timeout_s=int(collective_timeout_s)),
             scaling_config=ScalingConfig(
                 num_workers=(workers.least, workers.most) if workers.elastic else workers.least,
+                elastic_resize_monitor_interval_s=NEVER_S,
                 use_gpu=resources.use_gpu,
                 resources_per_worker=resources.per_worker,
             ),
@@ -205,6 +236,7 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish) -> None:
                 storage_path=scratch,
                 failure_config=FailureConfig(max_failures=settings.max_failures),
                 logging_config=LoggingConfig(log_level="WARNING"),
+                callbacks=[LossNoted(board)],
             ),
             dataset_config=streams,
             datasets=datasets,

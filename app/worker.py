@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, cast
 
 import numpy as np
-import pyarrow
-import ray
-import ray.train.collective
+import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayActorError
 
+from app.agreement import Due
 from app.background import Background
-from app.checkpoint import Saver, describe, load_state
+from app.board import Wishes
+from app.checkpoint import Saver, describe
 from app.data.batch import Batch
 from app.data.order import LEAST_ROWS, Steps
 from app.data.ray_loader import RayLoader
 from app.data.source import Source
 from app.data.torch_loader import TorchLoader
 from app.errors import SettingsError, SupersededError, find_in
+from app.hang import Watchdog
 from app.layout import Run, open_run
-from app.layout.attempts import Attempt, ensure_owner, record_error
-from app.layout.checkpoints import Checkpoint
+from app.layout.attempts import Attempt, record_error
 from app.layout.history import Journal
-from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, write_status
-from app.metrics import Window
+from app.layout.incidents import Cause
+from app.layout.status import STATUS_EVERY_S
+from app.ledger import Ledger
+from app.metrics import Window, scalars
+from app.news import News, first_status
 from app.output import shipped_worker_output
-from app.progress import PROGRESS_EVERY_S
-from app.restore import begin_attempt, load_weights, read_init, versions
+from app.restore import Start, State, agree_on_start, load_start, load_weights, read_init, versions
 from app.settings import Settings
+from app.snapshot import NodeMemory, Snapshots
 from app.tasks import Task, load_task
 
 REPORT_TO_RAY_EVERY_S = 2
 """Ray takes one report for each poll of its controller, and makes the workers wait for it."""
+
+LEAVE_S = 60
+"""The most that storage is waited for when the workers make way, no node is going, and memory has the state anyway."""
+
+DEADLINE_MARGIN_S = 1.0
+"""Left of a notice when the workers leave, committed or not: the survivors have the state in memory."""
 
 
 @dataclass
@@ -51,8 +63,13 @@ class Worker:
     task: Task
     steps: Steps
     total_steps: int
+    attempt: Attempt
     start: int
-    "Optimizer steps taken in the checkpoint that this group starts from."
+    "Optimizer steps taken where this group starts."
+    evaluated: bool
+    "False: an epoch ends at `start`, and is still to be evaluated."
+    metrics: dict[str, Any]
+    "Of the state that this group starts from."
     rank: int
     world_size: int
     device: torch.device
@@ -64,30 +81,55 @@ class Worker:
     "Two rows for a worker whose share of a step is empty."
     control_group: dist.ProcessGroup
     "Carries decisions and numbers between workers, on the CPU and apart from the gradients."
-    attempt: Attempt
-    journals: dict[str, Journal]
-    saver: Saver | None
-    "On rank 0 only: under DDP it has the whole state."
-    progress: Any
-    status: Status
-    "The newest news of the run, which rank 0 keeps in storage."
-    _run: Run
-    _answer: Any = None
-    "What the progress board will say to the last news: whether the run is to stop."
-    _shown: float = 0.0
+    wishes: Wishes
+    watchdog: Watchdog
+    ledger: Ledger
+    snapshots: Snapshots | None
+    "On one worker of each node: under DDP each has the whole state."
+    saver: Saver | None = None
+    "On rank 0 only, like `news`."
+    news: News | None = None
     _reported: float = 0.0
+
+    def due(self, step: int, step_time: float) -> Due:
+        """What rank 0 wants done after `step`, which took `step_time` seconds; nothing, on the others."""
+        if not self.news or not self.snapshots:
+            return Due()
+        news, wish = self.news, self.wishes.look()
+        return Due(
+            save=news.save_timer.due(news.save_every_s),
+            copy=self.snapshots.memory.shared and news.pace.due(step, step_time, self.snapshots.costs),
+            report=news.report_timer.due(self.settings.report_every_s),
+            stop=wish.stop,
+            leave=wish.leave,
+        )
+
+    def took_step(self, step: int, rows: torch.Tensor | None, window: Window, epoch_ends: bool) -> None:
+        """Note that a step has been taken, and which rows it consumed."""
+        self.watchdog.beat(step)
+        self.ledger.add_step(step, rows)
+        if self.snapshots:
+            self.snapshots.memory.beat(self.attempt.number, step)
+        if self.news:
+            self.news.took_step(step, window, epoch_ends)
 
     def wait_for_copy(self) -> None:
         """Return when parameters may change again; raises what ended the commits for good, if anything did."""
+        if self.snapshots:
+            self.snapshots.wait_for_copy()
         if self.saver:
-            self.saver.wait_for_copy()
             self.saver.raise_if_failed()
 
-    def save(self, step: int, metrics: dict[str, Any]) -> None:
-        """Begin a checkpoint of this step."""
-        if not self.saver:
+    def keep(self, step: int, metrics: dict[str, Any], evaluated: bool, for_storage: bool) -> None:
+        """Begin to copy the state at `step`, which all workers do together; `for_storage` makes it a checkpoint."""
+        began = time.perf_counter()
+        if self.settings.snapshot_cost:
+            sync_buffers(self.model)
+        windows = self.ledger.gather(step)
+        together = time.perf_counter() - began
+        if not self.snapshots or not (self.snapshots.memory.shared or (self.saver and for_storage)):
             return
-        about = describe(self.attempt, step, self.steps.per_epoch, self.total_steps, _scalars(metrics))
+        about = describe(self.attempt, step, self.steps.per_epoch, self.total_steps, scalars(metrics), evaluated)
         extra_state = {
             "step": step,
             "epoch": about.epoch,
@@ -97,57 +139,56 @@ class Worker:
             "settings": self.settings.environment(),
             "versions": versions(),
         }
-        self.saver.save(about, self.model, self.optimizer, extra_state)
+        to_commit = for_storage and self.saver is not None
+        snapshot = self.snapshots.take(about, self.model, self.optimizer, extra_state, windows, to_commit)
+        self.snapshots.charge(together)
+        if self.saver and snapshot and to_commit:
+            self.saver.commit(snapshot)
 
-    def report(self, record: dict[str, Any], consumed: pyarrow.Table | None) -> None:
+    def report(self, record: dict[str, Any]) -> None:
         """Add a record to the metric history, and tell Ray; all workers call this with the same record."""
-        if self.saver:
-            self.journals["metrics"].append(record)
-            if consumed is not None:
-                self.saver.record_audit(record["step"] - record["steps"] + 1, record["step"], consumed)
-            self.progress.record.remote(_scalars(record))
-            self.status = replace(
-                self.status,
-                step=record["step"],
-                epoch=record["epoch"],
-                loss=record["loss"],
-                rows_per_s=record["rows_per_s"],
-                step_time_s=record["seconds"] / record["steps"],
-            )
+        if self.news:
+            self.news.report(record)
         if record["time"] - self._reported >= REPORT_TO_RAY_EVERY_S:
             self._reported = record["time"]
-            ray.train.report(_scalars(record))
+            ray.train.report(scalars(record))
 
-    def show_progress(self, step: int, window: Window, now: bool) -> None:
-        """Tell the driver's terminal how far the run is, about once a second."""
-        if self.saver and (now or time.monotonic() - self._shown >= PROGRESS_EVERY_S):
-            self._shown = time.monotonic()
-            committed = self.saver.last_committed.step if self.saver.last_committed else self.start
-            self._answer = self.progress.show.remote(
-                {"step": step, "loss": window.mean_loss, "committed": committed, "time": time.time()}
-            )
+    def catch_up(self, step: int, results: dict[str, float] | None) -> None:
+        """Record the evaluation that the workers before could not make; leave when these cannot either."""
+        if results is None:
+            self.leave()
+        metrics = {**self.metrics, **results, "time": time.time()}
+        if self.news:
+            self.news.catch_up(metrics)
+        self.keep(step, metrics, evaluated=True, for_storage=True)
 
-    def told_to_stop(self) -> bool:
-        """Whether the driver wants the workers to save and return; on rank 0 only, at most once for each wish."""
-        if self._answer is None or not ray.wait([self._answer], timeout=0)[0]:
-            return False
-        answer, self._answer = self._answer, None
-        return bool(ray.get(answer))
+    def leave(self) -> NoReturn:
+        """Wait until the newest copy is safe, and end this worker group: Ray starts one on the nodes there are then."""
+        with self.watchdog.paused():
+            if self.snapshots:
+                self.snapshots.wait_until_whole()
+            if self.news:
+                self.news.leave(self._time_to_leave())
+            dist.barrier(group=self.control_group)  # the first to end takes the others along
+        raise RayActorError(error_msg="the workers make way for a new group", preempted=True)
 
-    def publish(self) -> None:
-        """Write the newest numbers to storage, on rank 0; raises `SupersededError` when they are no news any more."""
-        ensure_owner(self._run, self.attempt)
-        for journal in self.journals.values():
-            journal.flush()
-        committed = self.saver.last_committed if self.saver else None
-        if committed:
-            self.status = replace(self.status, checkpoint=committed.name, checkpoint_time=committed.time)
-        write_status(self._run, self.status)
+    def _time_to_leave(self) -> float | None:
+        """Seconds that the commit of the last checkpoint may take; None: as long as it takes."""
+        deadline = self.wishes.look().deadline
+        if deadline is not None:
+            return max(0.0, deadline - time.time() - DEADLINE_MARGIN_S)
+        return LEAVE_S if self.snapshots and self.snapshots.memory.shared else None
 
     def finish(self) -> None:
-        """Wait until the newest checkpoint is committed."""
-        if self.saver:
-            self.saver.finish()
+        """Wait until the newest checkpoint is committed; what lies in memory is not needed any more."""
+        with self.watchdog.paused():
+            if self.saver:
+                self.saver.finish()
+            if self.snapshots:
+                self.snapshots.wait_until_whole()
+            dist.barrier(group=self.control_group)
+            if self.snapshots:
+                self.snapshots.memory.remove()
 
 
 @contextmanager
@@ -158,30 +199,59 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     """
     settings: Settings = config["settings"]
     run = open_run(settings.storage_path, settings.run_name)
-    context = ray.train.get_context()
-    rank = context.get_world_rank()
     torch.set_num_threads(config["threads"])
     quiet_ray_train()
+    limit = timedelta(
+        seconds=settings.storage_timeout_s + config["collective_timeout_s"]
+    )  # rank 0 may wait for storage
+    control_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
+    board = config["board"]
 
-    begun = begin_attempt(run, config["owner"], settings, context.get_world_size()) if rank == 0 else None
-    attempt, checkpoint = ray.train.collective.broadcast_from_rank_zero(begun)
-    if attempt is None:
+    def warn(text: str) -> None:
+        print(f"warning: {text}", flush=True)
+        board.say.remote(f"warning: {text}")
+
+    memory = _node_memory(settings, run, warn)
+    dist.barrier(group=control_group)  # what a node's processes before left has been put in order
+    start, found = agree_on_start(run, config["owner"], settings, control_group, warn)
+    if start is None:
         yield None
         return
+    attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
     with ExitStack() as stack:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
         try:
-            worker = _make_worker(config, run, attempt, checkpoint)
+            state = load_start(run, settings, start, found, control_group, warn)
+            watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(_hung, board))
+            stack.enter_context(watchdog)
+            worker = _make_worker(config, run, start, state, control_group, memory, watchdog, warn)
             place = f"{worker.device} of {socket.gethostname()}"
-            print(f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}")
-            if rank == 0:
-                stack.enter_context(Background(min(settings.report_every_s, STATUS_EVERY_S), worker.publish))
+            print(
+                f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}, "
+                f"{state.tier}"
+            )
+            if worker.news:
+                every = min(settings.report_every_s, STATUS_EVERY_S)
+                worker.news.hurry = stack.enter_context(Background(every, worker.news.publish)).hurry
             yield worker
         except Exception as error:
             final = find_in(error)
             if final and not isinstance(final, SupersededError):  # which writes nothing more
                 record_error(run, attempt.number, final)
             raise
+
+
+def sync_buffers(model: torch.nn.Module) -> None:
+    """Give every worker rank 0's buffers, which are those of a checkpoint: each has batch norm's averages of its own
+    rows, until DDP does the same before the next forward pass. All workers call this together.
+    """
+    buffers = list(model.buffers())
+    for dtype in {buffer.dtype for buffer in buffers}:
+        same = [buffer for buffer in buffers if buffer.dtype == dtype]
+        flat = torch.cat([buffer.reshape(-1) for buffer in same])  # one message, not one for each
+        dist.broadcast(flat, src=0)
+        for buffer, values in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 def quiet_ray_train() -> None:
@@ -191,7 +261,28 @@ def quiet_ray_train() -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint: Checkpoint | None) -> Worker:
+def _hung(board: Any, detail: str) -> None:
+    """Which rank is to blame, all ranks' events tell together."""
+    board.note.remote(cause=Cause.HUNG, noticed=time.time())
+
+
+def _node_memory(settings: Settings, run: Run, warn: Callable[[str], Any]) -> NodeMemory | None:
+    """Where this worker keeps its copies; None on all but one worker of each node."""
+    if ray.train.get_context().get_local_rank() != 0:
+        return None
+    return NodeMemory(run.location, bool(settings.snapshot_cost), warn)
+
+
+def _make_worker(
+    config: dict[str, Any],
+    run: Run,
+    start: Start,
+    state: State,
+    control_group: dist.ProcessGroup,
+    memory: NodeMemory | None,
+    watchdog: Watchdog,
+    warn: Callable[[str], Any],
+) -> Worker:
     settings: Settings = config["settings"]
     source: Source = config["train"]
     test: Source | None = config["test"]
@@ -199,20 +290,21 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     device = ray.train.torch.get_device()
+    attempt = start.attempt
     task = load_task(settings)
 
     torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
     model = task.build_model(settings, source)
-    if checkpoint:
-        load_weights(model, load_state(run, checkpoint, "model.pt"), checkpoint.name)
+    if state.model:
+        load_weights(model, state.model, str(attempt.starts_from))
     elif settings.init_from:
         load_weights(model, read_init(settings), settings.init_from)
     refuse_small_micro_batches(model, settings)
     model.to(device)  # before the optimizer: it keeps its state where it finds the parameters
     optimizer = task.build_optimizer(model, settings)
     peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
-    if checkpoint:
-        optimizer.load_state_dict(load_state(run, checkpoint, "optimizer.pt"))
+    if state.optimizer:
+        optimizer.load_state_dict(state.optimizer)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["initial_lr"] = peak
 
@@ -220,19 +312,15 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
         loader: TorchLoader | RayLoader = RayLoader(steps, world_size, rank, device, test is not None)
     else:
         loader = TorchLoader(source, test, steps, settings.seed, world_size, rank)
-    journals = {kind: Journal(run, kind, attempt.number) for kind in ("metrics", "events")}  # type: ignore[arg-type]
-    for text in attempt.skipped:
-        journals["events"].append(
-            {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
-        )
-        if rank == 0:
-            config["progress"].warn.remote(f"skipped {text}")
-    return Worker(
+    worker = Worker(
         settings=settings,
         task=task,
         steps=steps,
         total_steps=config["total_steps"],
+        attempt=attempt,
         start=attempt.step,
+        evaluated=state.evaluated,
+        metrics=state.metrics,
         rank=rank,
         world_size=world_size,
         device=device,
@@ -241,24 +329,25 @@ def _make_worker(config: dict[str, Any], run: Run, attempt: Attempt, checkpoint:
         loader=loader,
         has_test=test is not None,
         stand_in={name: column.to(device) for name, column in _stand_in(source).items()},
-        control_group=cast(dist.ProcessGroup, dist.new_group(backend="gloo")),
-        attempt=attempt,
-        journals=journals,
-        saver=Saver(run, attempt, settings, journals, config["progress"].warn.remote) if rank == 0 else None,
-        progress=config["progress"],
-        status=replace(
-            read_status(run) or Status(RunState.RUNNING, attempt.owner),
-            state=RunState.RUNNING,
-            reason="",
-            attempt=attempt.number,
-            world_size=world_size,
-            step=attempt.step,
-            checkpoint=attempt.starts_from,
-            total_steps=config["total_steps"],
-            steps_per_epoch=steps.per_epoch,
-        ),
-        _run=run,
+        control_group=control_group,
+        wishes=Wishes(config["board"]),
+        watchdog=watchdog,
+        ledger=Ledger(control_group, attempt.number, attempt.step, state.ledger, settings.audit),
+        snapshots=Snapshots(memory) if memory else None,
     )
+    if rank == 0 and worker.snapshots:
+        journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
+        for text in attempt.skipped:
+            journals["events"].append(
+                {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
+            )
+            warn(f"skipped {text}")
+        worker.saver = Saver(run, attempt, settings, journals, warn, worker.ledger.write)
+        first = first_status(start, worker.total_steps, steps.per_epoch)
+        worker.news = News(
+            run, settings, start, state, config["board"], journals, worker.snapshots, worker.saver, first
+        )
+    return worker
 
 
 def _stand_in(source: Source) -> Batch:
@@ -278,7 +367,3 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
             f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: the model has batch norm, which needs two rows in "
             "every forward pass; set it to 3 or more, or to 0"
         )
-
-
-def _scalars(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}

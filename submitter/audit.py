@@ -1,4 +1,8 @@
-"""`sunspot audit`: proves which rows each epoch consumed, from the record of the steps that made the model."""
+"""`sunspot audit`: proves which rows each epoch consumed, and that no checkpoint is damaged and no receipt missing.
+
+The rows are proved from the record of the steps that made the newest whole checkpoint. Every attempt that took a step
+owes a receipt, one that was superseded too; only versions that wrote none owe none.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from app.errors import DamageError, NotFoundError
 from app.layout import Run
-from app.layout.attempts import Span, lineage, read_attempts
-from app.layout.checkpoints import find_newest_good
-from app.layout.history import read_audit
+from app.layout.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
+from app.layout.checkpoints import MANIFEST, list_directories
+from app.layout.history import read_audit, read_journal
+from app.layout.incidents import count, find_gaps, read_receipts, without_receipts
+from submitter.checkpoints import read_back, sort_out
 from submitter.output import print_json, print_table, warn
 
 if TYPE_CHECKING:
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 5
 """Faults of one kind that are named one by one; the others are counted."""
+
+NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
 
 
 @dataclass(frozen=True)
@@ -50,33 +58,129 @@ class Epoch:
     "Rows that it consumed again."
 
 
-def audit(run: Run, as_json: bool) -> None:
-    """Print what each epoch consumed up to the newest whole checkpoint; raises `DamageError` for any fault."""
-    attempts = read_attempts(run)
-    checkpoint, skipped = find_newest_good(run, attempts)
-    for text in skipped:
-        warn(f"skipped {text}")
-    if not checkpoint:
-        raise NotFoundError(f"{run.location}: no whole checkpoint, so there is no model whose rows could be proved")
-    tables = [table for table in read_audit(run, _cut(lineage(attempts), checkpoint.step)) if len(table)]
-    if not tables:
-        raise NotFoundError(f"{run.location}: no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run")
+@dataclass(frozen=True)
+class Proof:
+    """What a run's records prove of it, up to its newest whole checkpoint."""
 
+    step: int
+    "Of that checkpoint."
+    epochs: list[Epoch]
+    "Empty: its rows were not recorded."
+    wrong_rows: list[str]
+    "A line for each record of rows that cannot be right."
+    damaged: list[str]
+    "A line for each checkpoint that stands and is not whole."
+    gaps: list[str]
+    "A line for each receipt that is missing."
+    notes: list[str]
+    "What could not be proved, and why."
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that is off, besides rows that are missing or repeated."""
+        return [*self.wrong_rows, *self.damaged, *self.gaps]
+
+    @property
+    def verdict(self) -> str:
+        """What is off, in a sentence; empty when nothing is."""
+        missing, repeated = sum(e.missing for e in self.epochs), sum(e.repeated for e in self.epochs)
+        parts = []
+        if missing or repeated or self.wrong_rows:
+            parts.append(f"{missing} rows missing, {repeated} repeated, up to step {self.step}")
+        if self.damaged:
+            parts.append(f"{count(len(self.damaged), 'checkpoint')} damaged")
+        if self.gaps:
+            parts.append(f"{count(len(self.gaps), 'receipt')} missing")
+        return "; ".join(parts)
+
+
+def audit(run: Run, as_json: bool) -> None:
+    """Print what each epoch consumed up to the newest whole checkpoint.
+
+    Raises `DamageError` for rows, checkpoints or receipts that are off, and `NotFoundError` when no rows were recorded.
+    """
+    proof = prove(run)
+    if proof.epochs and as_json:
+        print_json([asdict(epoch) for epoch in proof.epochs])
+    elif proof.epochs:
+        print_epochs(proof)
+    conclude(run, proof)
+    if not proof.epochs:
+        raise NotFoundError(f"{run.location}: {NO_ROWS}")
+
+
+def prove(run: Run) -> Proof:
+    """Check all that a run has recorded of its rows, its receipts and its checkpoints, of which every byte is read.
+
+    Raises `NotFoundError` when there is no whole checkpoint, `DamageError` when what there is cannot be read.
+    """
+    # In this order: whoever committed what is listed had begun before, and is among the attempts.
+    directories = list_directories(run)
+    attempts = read_attempts(run)
+    spans = lineage(attempts)
+    counted, _, _ = sort_out(directories, spans)
+    checked = read_back(run, counted)
+    damaged = [f"{checkpoint.name}: damaged, {'; '.join(faults)}" for checkpoint, faults in checked if faults]
+    whole = [checkpoint for checkpoint, faults in checked if not faults]
+    if not whole:
+        for text in damaged:
+            warn(text)
+        error = DamageError if damaged else NotFoundError
+        raise error(f"{run.location}: no whole checkpoint, so there is no model whose rows could be proved")
+
+    step = whole[-1].step
+    epochs, wrong_rows = prove_rows(run, _cut(spans, step), step)
+    stepped = find_stepped(run, attempts, [name for name, files in directories.items() if MANIFEST in files])
+    gaps = find_gaps(attempts, read_receipts(read_journal(run, "events")), stepped)
+    old = without_receipts(attempts)
+    notes = []
+    if len(attempts) > 1 and old:
+        notes.append(
+            f"what interrupted the attempts {old[0]} to {old[-1]} is not proved: their version wrote no receipts"
+        )
+    return Proof(step, epochs, wrong_rows, damaged, gaps, notes)
+
+
+def print_epochs(proof: Proof) -> None:
+    """Print what each epoch consumed, for people."""
+    columns = ["epoch", "rows", "missing", "repeated"]
+    print_table(columns, [[e.epoch, e.rows, e.missing, e.repeated] for e in proof.epochs])
+
+
+def conclude(run: Run, proof: Proof) -> None:
+    """Name on stderr all that is off, and raise `DamageError` for it."""
+    for text in (*proof.notes, *proof.faults):
+        warn(text)
+    if proof.verdict:
+        raise DamageError(f"{run.location}: {proof.verdict}")
+
+
+def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
+    """The attempts that have left a trace of a step they took: in the metric history, or as a checkpoint.
+
+    What an attempt writes of the very step that it starts from, it has only evaluated.
+    """
+    traces = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics")]
+    traces += [(attempt_of(name), step_of(name)) for name in committed]
+    starts = {attempt.number: attempt.step for attempt in attempts}
+    return {attempt for attempt, step in traces if attempt in starts and step > starts[attempt]}
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
+    """What each epoch consumed up to step `end`, and a line for each record that cannot be right; none, if none is.
+
+    Raises `DamageError` for a record that cannot be read.
+    """
+    tables = [table for table in read_audit(run, spans) if len(table)]
+    if not tables:
+        return [], []
     record = run.read_json("run.json")
     data = Data(record["rows"], record["steps_per_epoch"], int(record["settings"]["SUNSPOT_GLOBAL_BATCH_SIZE"]))
-    epochs = list(count_rows(tables, data, checkpoint.step))
-    if as_json:
-        print_json([asdict(epoch) for epoch in epochs])
-    else:
-        print_table(
-            ["epoch", "rows", "missing", "repeated"], [[e.epoch, e.rows, e.missing, e.repeated] for e in epochs]
-        )
-    faults = [*find_strangers(tables, data), *find_wrong_steps(tables, data, checkpoint.step)]
-    for text in faults:
-        warn(text)
-    missing, repeated = sum(epoch.missing for epoch in epochs), sum(epoch.repeated for epoch in epochs)
-    if faults or missing or repeated:
-        raise DamageError(f"{run.location}: {missing} rows missing, {repeated} repeated, up to step {checkpoint.step}")
+    wrong = [*find_strangers(tables, data), *find_wrong_steps(tables, data, end)]
+    return list(count_rows(tables, data, end)), wrong
 
 
 def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Epoch]:

@@ -68,9 +68,7 @@ def verify(run: Run, name: str | None, as_json: bool) -> None:
     chosen = [name] if name is not None else counted
     if name is not None:
         refuse_if_absent(run, name, directories)
-    listed = [checkpoint for each in chosen if (checkpoint := read_manifest(run, each))]
-    verified = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
-    verified = [(checkpoint, faults) for checkpoint, faults in verified if not faults or _is_there(run, checkpoint)]
+    verified = read_back(run, chosen)
     if as_json:
         print_json([{"name": c.name, "verified": not faults, "faults": faults} for c, faults in verified])
     else:
@@ -94,6 +92,13 @@ def sort_out(directories: Directories, spans: list[Span]) -> tuple[list[str], li
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
     return counted, superseded, by_step(directories.keys() - set(committed))
+
+
+def read_back(run: Run, names: list[str]) -> list[tuple[Checkpoint, list[str]]]:
+    """Like `check_listed`, with every byte read."""
+    listed = [checkpoint for name in names if (checkpoint := read_manifest(run, name))]
+    checked = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
+    return [(checkpoint, faults) for checkpoint, faults in checked if not faults or _is_there(run, checkpoint)]
 
 
 def check_listed(run: Run, names: list[str], directories: Directories) -> list[tuple[Checkpoint, list[str]]]:

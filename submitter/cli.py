@@ -67,8 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
     logs.add_argument("--previous", action="store_true", help="of the start before the newest")
     for verb in (status, wait, stop, resume, runs, logs):
-        verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
-        verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
+        _add_cluster_options(verb)
 
     checkpoints = verbs.add_parser("checkpoints", help="the run's checkpoints", allow_abbrev=False)
     checkpoint_verbs = checkpoints.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -87,11 +86,33 @@ def _parser() -> argparse.ArgumentParser:
     collect.add_argument("--keep", metavar="N", type=_count, help="how many of the best stay; default: the run's own")
     collect.add_argument("--yes", action="store_true", help="remove it")
 
-    _add_verb(verbs, "events", _events, "what happened to the run besides training")
+    events = _add_verb(verbs, "events", _events, "what happened to the run besides training, and what it cost")
+    events.add_argument("--stacks", action="store_true", help="below, where each rank stood that hung")
     metrics = _add_verb(verbs, "metrics", _metrics, "the run's metric history")
     metrics.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
 
-    _add_verb(verbs, "audit", _audit, "prove which rows each epoch consumed; exit code 7 if any is missing or repeated")
+    _add_verb(
+        verbs,
+        "audit",
+        _audit,
+        "prove which rows each epoch consumed, checkpoints and receipts; exit code 7 for a fault",
+    )
+    chaos = _add_verb(verbs, "chaos", _chaos, "reclaim and kill parts of a live run on purpose, then audit it")
+    chaos.add_argument(
+        "--kind",
+        metavar="KIND",
+        dest="kinds",
+        action="append",
+        required=True,
+        help="reclaim or kill a training worker, or kill the head; several, as a list or repeated, take random turns",
+    )
+    chaos.add_argument(
+        "--every", metavar="TIME", type=_seconds, default=60.0, help="from blow to blow: 90, 90s or 2m; default: 60s"
+    )
+    chaos.add_argument("--count", metavar="N", type=_count, default=1, help="blows; default: 1")
+    chaos.add_argument("--seed", metavar="S", type=int, help="of all that is random; default: a new one, printed")
+    chaos.add_argument("--yes", action="store_true", help="do it; without, only what would be done is said")
+    _add_cluster_options(chaos)
     return parser
 
 
@@ -119,6 +140,11 @@ def _add_storage_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
+def _add_cluster_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+    verb.add_argument("--namespace", metavar="NAME", help="default: sunspot")
+
+
 def _add_limit(verb: argparse.ArgumentParser) -> None:
     limit = verb.add_mutually_exclusive_group()
     limit.add_argument("--limit", metavar="N", type=_count, default=ROWS, help=f"the newest N; default: {ROWS}")
@@ -129,6 +155,17 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
+    try:
+        seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a time above 0, such as 90, 90s or 2m")
+    return seconds
 
 
 def _add_render_options(verb: argparse.ArgumentParser) -> None:
@@ -303,7 +340,7 @@ def _checkpoints_gc(arguments: argparse.Namespace) -> None:
 def _events(arguments: argparse.Namespace) -> None:
     from submitter.events import show
 
-    show(_find_run(arguments), arguments.json)
+    show(_find_run(arguments), arguments.stacks, arguments.json)
 
 
 def _metrics(arguments: argparse.Namespace) -> None:
@@ -318,6 +355,17 @@ def _audit(arguments: argparse.Namespace) -> None:
     from submitter.audit import audit
 
     audit(_find_run(arguments), arguments.json)
+
+
+def _chaos(arguments: argparse.Namespace) -> None:
+    from submitter.chaos import chaos, make_plan
+
+    plan = make_plan(arguments.kinds, arguments.every, arguments.count, arguments.seed)
+    if not arguments.yes:
+        where = f"of the run {arguments.run}" + (f" in {arguments.namespace}" if arguments.namespace else "")
+        raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
+    cluster, run, without = _reach(arguments)
+    chaos(cluster, run, plan, arguments.json, without)
 
 
 def _find_run(arguments: argparse.Namespace) -> Run:

@@ -41,10 +41,15 @@ PATHS = {
     "jobs": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs",
     "job": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs/{name}",
     "pods": "/api/v1/namespaces/{namespace}/pods",
+    "pod": "/api/v1/namespaces/{namespace}/pods/{name}",
     "events": "/api/v1/namespaces/{namespace}/events",
     "review": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
     "ray": "/apis/ray.io/v1",
 }
+
+
+ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
+"""The Roles of k8s/base that grant what is asked here; the second one, to change pods."""
 
 
 class UnreachableError(ClusterError):
@@ -120,11 +125,7 @@ class Cluster:
 
     def delete_job(self, job: JobView) -> None:
         """Have this RayJob deleted, and with it its cluster; not being there any more is no error."""
-        try:
-            self._ask("DELETE", "job", name=job.name, body={"preconditions": {"uid": job.uid}})
-        except RefusedError as error:
-            if error.status not in (404, 409):  # 409: another object has the name by now
-                raise
+        self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
 
     # --------------------------------------------------------------------------------------------- pods and their woes
 
@@ -135,6 +136,16 @@ class Cluster:
             return []
         answer = self._ask("GET", "pods", query=[("labelSelector", f"ray.io/cluster in ({clusters})")])
         return [pod_view(item) for item in answer.get("items", ())]
+
+    def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
+        """Have this pod deleted, its containers ended within `grace_s` seconds (None: those of its own spec).
+
+        Not being there any more is no error.
+        """
+        options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        self._delete("pod", pod.name, options)
 
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
         """The warnings about RayJobs, their RayClusters and their pods, newest first."""
@@ -187,6 +198,13 @@ class Cluster:
 
     # -------------------------------------------------------------------------------------------------------- transport
 
+    def _delete(self, path: str, name: str, options: dict[str, Any]) -> None:
+        try:
+            self._ask("DELETE", path, name=name, body=options)
+        except RefusedError as error:
+            if error.status not in (404, 409):  # 409: another object has the name by now
+                raise
+
     def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
         """One request (`parts` as of `_send`) and its answer, however many tries that takes of those allowed."""
         for pause in (*RETRY_PAUSES_S, None):
@@ -238,7 +256,7 @@ class Cluster:
                     after = response.headers.get("Retry-After", "")
                     failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S) if after.isdigit() else 0.0
                     raise failure
-                raise self._refusal(method, response.status, answer)
+                raise self._refusal(method, response.status, answer, POD_ROLE if path == "pod" else ROLE)
             yield response
         finally:
             response.close()
@@ -265,12 +283,12 @@ class Cluster:
             "and --context"
         )
 
-    def _refusal(self, method: str, status: int, answer: dict[str, Any]) -> RefusedError:
+    def _refusal(self, method: str, status: int, answer: dict[str, Any], role: str = ROLE) -> RefusedError:
         said = _said(answer)
         if status == 401:
             text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
         elif status == 403:
-            text = f"{said}; have the Role sunspot-submitter of k8s/base bound to you, which grants it"
+            text = f"{said}; have the Role {role} of k8s/base bound to you, which grants it"
         elif status == 404 and "could not find the requested resource" in said:
             text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,19 +11,32 @@ from app.errors import NotFoundError
 from app.layout import Run
 from app.layout.attempts import Attempt, read_attempts
 from app.layout.history import read_journal
-from submitter.output import as_time, print_json, print_table
+from app.layout.incidents import TIER, count, describe, read_receipts
+from submitter.output import as_time, print_json, print_table, warn
 
 
-def show(run: Run, as_json: bool) -> None:
-    """Print the events of all attempts by time, those that were superseded too: they happened."""
+def show(run: Run, stacks: bool, as_json: bool) -> None:
+    """Print the events of all attempts by time, those that were superseded too: they happened.
+
+    With `stacks`, below the table, where each rank stood that hung; `as_json` has every field of every event.
+    """
     events = read_events(run)
     if as_json:
         print_json(events)
-    else:
-        print_table(
-            ["time", "attempt", "step", "event", "detail"],
-            [[as_time(e["time"]), e["attempt"], e["step"], e["event"], e.get("detail")] for e in events],
-        )
+        return
+    rows = [[as_time(e["time"]), e["attempt"], e["step"], e["event"], _detail(e)] for e in events]
+    print_table(["time", "attempt", "step", "event", "detail"], rows)
+    hung = [event for event in events if event.get("stacks")]
+    if hung and not stacks:
+        warn("--stacks shows where the ranks stood that hung")
+    for event in hung if stacks else ():
+        print(f"\nattempt {event['attempt']}, step {event['step']}: {event.get('detail')}")
+        print(textwrap.indent(event["stacks"].rstrip(), "    "))
+
+
+def _detail(event: dict[str, Any]) -> str | None:
+    receipts = read_receipts([event])
+    return describe(receipts[0]) if receipts else event.get("detail")
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:
@@ -34,13 +48,14 @@ def read_events(run: Run) -> list[dict[str, Any]]:
 
 def _began(attempt: Attempt) -> dict[str, Any]:
     workers = attempt.about.get("world_size")
-    by = f"{workers} workers of {attempt.owner}" if workers else attempt.owner
+    by = f"{count(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
+    where = " in memory" if attempt.about.get(TIER) == "memory" else ""
     return {
         "time": attempt.time,
         "attempt": attempt.number,
         "step": attempt.step,
         "event": "attempt began",
-        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}",
+        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}{where}",
     }
 
 

@@ -32,6 +32,7 @@ DERIVED = "sunspot/derived"
 AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
 GPU = "nvidia.com/gpu"
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+NOTICE = PREFIX + "NOTICE_S"
 CLUSTER_SELECTOR = "ray.io/cluster"
 
 DRAIN_MARGIN = 0.1
@@ -194,8 +195,10 @@ def _gather(
     base: list[dict[str, str]], profile: Profile, name: str, overrides: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
     """Every setting that was given, by variable: its value and who gave it last. An empty override takes it away."""
+    # The notice is that of the pods: it follows from the profile, or a cluster that runs has set it.
+    of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     layers: list[tuple[Mapping[str, str], str]] = [
-        ({entry["name"]: entry["value"] for entry in base if entry["name"].startswith(PREFIX)}, "k8s/rayjob.yaml"),
+        (of_base, "k8s/rayjob.yaml"),
         (profile.settings or {}, f"profile {name}"),
         ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
         (overrides, "given"),
@@ -241,6 +244,8 @@ def _find_problems(
         )
     if settings.job_id:
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
+    if "notice_s" in settings.model_fields_set:
+        problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
     if generation < 1:
         problems.append(f"generation {generation}: set it to a whole number from 1")
     if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
@@ -349,6 +354,7 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
     values = {**(profile.env or {}), **variables}
     if profile.notice_s:
         values = {DRAIN: str(_drain_s(profile.notice_s)), **values}
+    values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
     for name, value in values.items():
         environment[name] = {"name": name, "value": _escape(value)}
     for name, source in (profile.env_secrets or {}).items():
@@ -498,6 +504,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         ),
         ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
         (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
+        (NOTICE, drain, f"the time that {DRAIN} leaves"),
         (
             "preRunningDeadlineSeconds",
             str(profile.pre_running_deadline_s or spec["preRunningDeadlineSeconds"]),

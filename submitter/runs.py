@@ -18,6 +18,7 @@ from app.layout import Run
 from app.layout.attempts import Attempt, attempt_of, lineage, read_attempts, read_error, step_of
 from app.layout.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good
 from app.layout.history import read_journal
+from app.layout.incidents import Receipt, goodput, read_receipts
 from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status
 from app.layout.storage import READ_TIMEOUT_S, REQUEST_TRIES, Entry, Storage, in_parallel, open_storage
 from submitter.output import as_time, in_words
@@ -69,9 +70,8 @@ class RunView:
     "Newer checkpoints that are not whole, each with the reason."
     last: dict[str, Any]
     "The newest record of the metric history; empty before there is one."
-    trained_s: float
-    "Seconds of training that count."
-    events: list[dict[str, Any]]
+    receipts: list[Receipt]
+    "What each start of its workers cost, oldest first."
     state: RunState
     "By storage alone."
     reason: str
@@ -120,14 +120,16 @@ class RunView:
 
     @property
     def goodput(self) -> float | None:
-        """Seconds of training that count, over all since the first attempt; None before the first."""
-        if not self.attempts:
-            return None
+        """Useful worker-seconds over all worker-seconds; None while no receipt tells of any."""
         end = self.time
         if self.state.terminal:
             end = self.status.time if self.status else self.summary.heard
-        passed = max(end - self.attempts[0].time, self.trained_s)  # clocks may disagree
-        return self.trained_s / passed if passed else None
+        return goodput(self.attempts, self.receipts, end)
+
+    @property
+    def incidents(self) -> list[Receipt]:
+        """The receipts of what happened to the run."""
+        return [receipt for receipt in self.receipts if receipt.cause.incident]
 
     @property
     def restarts(self) -> int:
@@ -346,8 +348,7 @@ def read_view(run: Run) -> RunView:
         checkpoint=checkpoint,
         passed_over=passed_over,
         last=counted[-1] if counted else {},
-        trained_s=sum(record.get("seconds", 0.0) for record in counted),
-        events=events,
+        receipts=read_receipts(events),
         state=state,
         reason=reason,
         time=now,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from app.errors import ClusterError, NotFoundError, StorageError
 from app.layout import Run
+from app.layout.incidents import count
 from submitter.cluster import Cluster
 from submitter.output import as_time, in_words, print_json, warn
 from submitter.render import settings_of
@@ -54,7 +56,8 @@ def summarize(cluster: Cluster | None, run: Run, seen: Seen, view: RunView | Non
         "state": state,
         "reason": reason,
         **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "checkpoint_age_s", "goodput", "loss")),
-        **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts", "incidents")),
+        **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts")),
+        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
         **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
         "namespace": cluster.namespace if cluster and seen.job else None,
         "storage": run.location,
@@ -73,10 +76,13 @@ def summarize(cluster: Cluster | None, run: Run, seen: Seen, view: RunView | Non
             "seconds_left": None if state.terminal else view.seconds_left,
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "restarts": view.restarts,
-            "incidents": len(view.events),
+            "incidents": len(view.incidents),
+            "incidents_by_cause": Counter(receipt.cause for receipt in view.incidents),
+            "steps_replayed": sum(receipt.replayed for receipt in view.incidents),
         }
     if seen.status:
         record["workers_running"] = 0 if state.terminal else seen.status.world_size
+        record["warning"] = "" if state.terminal else seen.status.warning
     if seen.job:
         record["pods_wanted"], record["pods_running"] = count_workers(seen.job, seen.pods)
         record["job"] = seen.job.name
@@ -92,6 +98,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
 
     print(f"{record['run']}: {record['state']}")
     line("reason", record["reason"])
+    line("warning", record["warning"])
     if record["job"]:
         line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
@@ -111,10 +118,18 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         for text in view.passed_over:
             line("", f"passed over {text}")
         line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
-        line("incidents", str(record["incidents"]))
+        line("incidents", _sum_up(record))
         line("begun", as_time(view.attempts[0].time))
     line("storage", record["storage"])
     line("logs", record["logs"])
+
+
+def _sum_up(record: dict[str, Any]) -> str:
+    """`3 (2 reclaim, 1 node lost), 14 steps replayed`."""
+    if not record["incidents"]:
+        return "0"
+    causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())
+    return f"{record['incidents']} ({causes}), {count(record['steps_replayed'], 'step')} replayed"
 
 
 def _refuse(cluster: Cluster | None, run: Run, seen: Seen) -> None:

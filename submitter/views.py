@@ -138,6 +138,7 @@ class PodView:
     """One pod of a run."""
 
     name: str
+    uid: str
     head: bool
     group: str
     cluster: str
@@ -168,6 +169,7 @@ def pod_view(raw: dict[str, Any]) -> PodView:
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     return PodView(
         name=metadata["name"],
+        uid=metadata.get("uid", ""),
         head=labels.get("ray.io/node-type") == "head",
         group=labels.get("ray.io/group", ""),
         cluster=labels.get("ray.io/cluster", ""),

@@ -24,6 +24,7 @@ from app.layout.checkpoints import find_faults, find_newest_good, list_checkpoin
 from app.layout.history import Journal
 from app.layout.storage import Entry, LocalStorage, Writer
 from app.settings import Settings
+from app.snapshot import NodeMemory, Snapshots
 
 SAVES = 3
 
@@ -84,12 +85,16 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     settings = Settings(checkpoints_to_keep=1)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    snapshots = Snapshots(NodeMemory(run.location, shared=False))
     saver = Saver(run, attempt, settings, journals, print)
     for step in range(1, 2 + SAVES):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         journals["metrics"].append({"step": step, "loss": float(step)})
-        saver.save(describe(attempt, step, 10, 10, {"loss": float(step)}), model, optimizer, {"step": step})
+        about = describe(attempt, step, 10, 10, {"loss": float(step)})
+        snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], for_storage=True)
+        assert snapshot
+        saver.commit(snapshot)
         # The first save stands before the killing begins; each is committed before the next, so that none is skipped.
         saver.drain()
         if step == 1:

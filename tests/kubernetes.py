@@ -49,6 +49,10 @@ class FakeCluster:
     def __init__(self, folder: Path) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: list[dict[str, Any]] = []
+        self.deleted: list[tuple[str, int | None]] = []
+        "Names of deleted pods, with the grace period that was asked for."
+        self.on_delete: Callable[[str], Any] = lambda name: None
+        "What happens when a pod was deleted."
         self.events: list[dict[str, Any]] = []
         self.objects = {f"{CORE}/secrets/sunspot-storage", f"{CORE}/serviceaccounts/sunspot-train", CORE}
         "Paths of the other objects that are there."
@@ -131,6 +135,12 @@ class FakeCluster:
             job["metadata"]["resourceVersion"] = str(self._version)
             self._changes.append((self._version, "DELETED", job))
             self.changed.notify_all()
+
+    def delete_pod(self, name: str, grace_s: int | None) -> None:
+        with self.changed:
+            self.pods = [p for p in self.pods if p["metadata"]["name"] != name]
+            self.deleted.append((name, grace_s))
+        self.on_delete(name)
 
     # ------------------------------------------------------------------------------------------------ what it answers
 
@@ -225,6 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == f"{CORE}/pods":
             names = query["labelSelector"].partition("(")[2].rstrip(")").split(",")
             self.reply(200, {"items": [p for p in cluster.pods if p["metadata"]["labels"]["ray.io/cluster"] in names]})
+        elif path.startswith(f"{CORE}/pods/"):
+            self.one_pod(path.rpartition("/")[2])
         elif path == f"{CORE}/events":
             self.reply(200, {"items": cluster.events})
         elif path in cluster.objects:
@@ -254,6 +266,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, {})
         else:
             self.reply(200, cluster.jobs[name])
+
+    def one_pod(self, name: str) -> None:
+        assert self.command == "DELETE"
+        options = json.loads(self.body)
+        uid = next((p["metadata"]["uid"] for p in self.server.cluster.pods if p["metadata"]["name"] == name), None)
+        if uid is None:
+            self.refuse(404, f'pods "{name}" not found')
+        elif uid != options["preconditions"]["uid"]:
+            self.refuse(409, "the UID in the precondition does not match")
+        else:
+            self.server.cluster.delete_pod(name, options.get("gracePeriodSeconds"))
+            self.reply(200, {})
 
     def watch(self) -> None:
         cluster, version = self.server.cluster, int(self.query["resourceVersion"])
@@ -328,8 +352,8 @@ def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **s
     labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head" if head else "worker"}
     labels["ray.io/group"] = "headgroup" if head else "workers"
     return {
-        "metadata": {"name": name, "labels": labels},
-        "spec": {},
+        "metadata": {"name": name, "uid": f"uid-of-{name}", "labels": labels},
+        "spec": {"nodeName": f"node-of-{name}"},
         "status": {"phase": phase, "conditions": [ready], **status},
     }
 

@@ -11,6 +11,7 @@ from app.layout import Run, to_json
 from app.layout.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
 from app.layout.checkpoints import Checkpoint, write_manifest
 from app.layout.history import Journal, write_audit
+from app.layout.incidents import Cause, Receipt
 
 ROWS, BATCH, STEPS_PER_EPOCH = 22, 5, 5
 """Four steps of 5 rows and one of 2."""
@@ -24,11 +25,11 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
     return run
 
 
-def start(run: Run, owner: str, starts_from: str | None = None) -> Attempt:
-    """Begin the next attempt."""
+def start(run: Run, owner: str, starts_from: str | None = None, **about: Any) -> Attempt:
+    """Begin the next attempt; without a `tier`, as versions did that wrote no receipts."""
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
-    attempt = Attempt(number, owner, starts_from, step_of(starts_from) if starts_from else 0)
+    attempt = Attempt(number, owner, starts_from, step_of(starts_from) if starts_from else 0, about=about)
     assert claim(run, attempts, attempt)
     return attempt
 
@@ -43,7 +44,7 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
         [entry] = run.storage.list(run.key("checkpoints", name, file))
         files[file] = {"size": writer.size, "sha256": writer.sha256, "version": entry.version}
     epoch = (step - 1) // STEPS_PER_EPOCH + 1
-    checkpoint = Checkpoint(name, step, epoch, STEPS_PER_EPOCH, 100, attempt_of(name), metrics, files)
+    checkpoint = Checkpoint(name, step, epoch, STEPS_PER_EPOCH, 100, attempt_of(name), metrics, files=files)
     write_manifest(run, checkpoint)
     return checkpoint
 
@@ -54,6 +55,19 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
     for record in records:
         journal.append(record)
     journal.flush()
+
+
+def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **about: Any) -> Receipt:
+    """Write the receipt of an attempt whose first step was done 10 s after the last one that counts."""
+    times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
+    times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
+    state = {"step": attempt.step, "last_step": attempt.step, "tier": attempt.about["tier"], "detail": ""}
+    world = {"world_before": 2 if since else 0, "world_after": 2}
+    receipt = Receipt(attempt=attempt.number, since=since, cause=cause, **{**times, **state, **world, **about})
+    journal = Journal(run, "events", attempt.number)
+    journal.append(receipt.record())
+    journal.flush()
+    return receipt
 
 
 def rows_of(step: int) -> list[int]:

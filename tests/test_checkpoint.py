@@ -21,6 +21,7 @@ from app.layout.attempts import Attempt, claim, lineage, read_attempts
 from app.layout.checkpoints import Checkpoint, find_faults, find_newest_good, in_lineage, list_checkpoints, surplus
 from app.layout.history import Journal, read_journal
 from app.settings import Settings
+from app.snapshot import NodeMemory, Snapshots
 from tests import s3
 from tests.conftest import REPOSITORY
 from tests.s3 import FaultProxy
@@ -37,20 +38,24 @@ class Trainee:
         self.model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.journals = {"metrics": Journal(run, "metrics", number), "events": Journal(run, "events", number)}
+        self.snapshots = Snapshots(NodeMemory(run.location, shared=False))
         self.saver = Saver(run, self.attempt, Settings(**settings), self.journals, self.warnings.append)
         self.step = self.attempt.step
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.model(torch.randn(8, 40)).square().sum().backward()
-            self.saver.wait_for_copy()
+            self.snapshots.wait_for_copy()
+            self.saver.raise_if_failed()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
 
     def save(self, loss: float = 1.0) -> None:
         about = describe(self.attempt, self.step, 100, 100, {"loss": loss})
-        self.saver.save(about, self.model, self.optimizer, {"step": self.step})
+        snapshot = self.snapshots.take(about, self.model, self.optimizer, {"step": self.step}, [], for_storage=True)
+        assert snapshot
+        self.saver.commit(snapshot)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -88,7 +93,7 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters do not change under the copy, and batch norm's averages, which do, were copied before."""
-    import app.checkpoint as module
+    import app.snapshot as module
 
     go, copy = threading.Event(), module._copy
     monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
@@ -123,7 +128,7 @@ def test_newest_wins_when_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPa
     trainee.saver.finish()
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, 5]
     assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
-    assert len(trainee.saver._pools) <= 3
+    assert len(trainee.snapshots.memory._slots) <= 4
 
 
 def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None:
@@ -162,7 +167,7 @@ def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last moment at which it can be superseded: after its check, before its manifest."""
-    import app.checkpoint as module
+    import app.snapshot as module
 
     old = Trainee(run)
     old.train()

@@ -230,7 +230,7 @@ def test_a_connection_that_breaks_off_is_gone_on_with(
     with run.storage.writer(run.key("checkpoints", name, "model.pt")) as writer:
         writer.write(content)
     files = {"model.pt": {"size": writer.size, "sha256": writer.sha256}}
-    write_manifest(run, Checkpoint(name, 3, 1, 5, 100, attempt.number, {}, files))
+    write_manifest(run, Checkpoint(name, 3, 1, 5, 100, attempt.number, files=files))
 
     def of_model(request: s3.Request) -> bool:
         return request.operation == "GetObject" and request.path.endswith("model.pt")

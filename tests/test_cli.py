@@ -17,10 +17,12 @@ import pytest
 
 from app.errors import StorageError
 from app.layout import Run, open_run
+from app.layout.attempts import checkpoint_name
 from app.layout.checkpoints import Checkpoint, delete_checkpoint, find_faults
+from app.layout.incidents import Cause
 from app.layout.storage import Entry, LocalStorage
 from submitter.cli import main
-from tests.runs import BATCH, ROWS, STEPS_PER_EPOCH, begin, commit, consumed, record_audit, report, start
+from tests.runs import BATCH, ROWS, STEPS_PER_EPOCH, begin, commit, consumed, record_audit, report, start, write_receipt
 
 REPOSITORY = Path(__file__).parent.parent
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'pandas'])); "
@@ -357,7 +359,7 @@ def test_an_audit_without_fault(run: Run, sunspot: Command) -> None:
 
 
 def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: Run, sunspot: Command) -> None:
-    """Attempt 1 goes on after 2 began; 2 leaves a damaged checkpoint, and steps that no checkpoint covers."""
+    """Attempt 1 goes on after 2 began; 2 leaves an unfinished checkpoint, and steps that no checkpoint covers."""
     first = start(run, "old")
     record_audit(run, first, consumed(1, 6))
     origin = commit(run, first, 4)
@@ -366,10 +368,12 @@ def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: R
     record_audit(run, second, consumed(5, 5))
     commit(run, second, 5)
     record_audit(run, second, {6: [0], 7: [0]})
-    damage(run, commit(run, second, 6))
+    commit(run, first, 8)
+    unfinished = commit(run, second, 6)
+    run.storage.delete(run.key("checkpoints", unfinished.name, "manifest.json"))
     proved = sunspot("audit", "run", "--json")
     assert (proved.code, proved.json) == (0, [epoch(1)])
-    assert "damaged" in proved.err
+    assert "attempts 1 to 2 is not proved" in proved.err
 
 
 FIRST, SECOND, LAST = consumed(1, 1)[1], consumed(2, 2)[2], consumed(5, 5)[5]
@@ -428,6 +432,92 @@ def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: C
     assert "steps 1..7: not recorded" in proved.err
 
 
+@pytest.mark.parametrize("which", ["the newest", "an older one", "the only one"])
+def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: Command, which: str) -> None:
+    attempt = start(run, "job")
+    record_audit(run, attempt, consumed(1, 2 * STEPS_PER_EPOCH))
+    older = [] if which == "the only one" else [commit(run, attempt, STEPS_PER_EPOCH)]
+    damaged = [*older, commit(run, attempt, 2 * STEPS_PER_EPOCH)][0 if which == "an older one" else -1]
+    damage(run, damaged)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, len(proved.err.splitlines())) == (7, 2)
+    assert proved.err.startswith(f"{damaged.name}: damaged, model.pt has ")
+    if which == "the only one":
+        assert proved.out == ""
+    else:
+        assert proved.json == [epoch(1), epoch(2)][: 2 if which == "an older one" else 1]
+        assert "1 checkpoint damaged" in proved.err
+
+
+def interrupted(run: Run, receipts: list[int]) -> None:
+    """Four attempts: 2 is lost before its first step, and 3 goes on from a copy in memory of which storage has nothing.
+
+    Attempt 3 writes the rows that 1 had not; 4 begins and has left no trace yet.
+    """
+    first = start(run, "job", tier="beginning", world_size=2)
+    record_audit(run, first, consumed(1, 2))
+    origin = commit(run, first, 2)
+    start(run, "job", origin.name, tier="storage", world_size=2)
+    third = start(run, "job", checkpoint_name(4, 1), tier="memory", world_size=2)
+    record_audit(run, first, consumed(3, 4))
+    record_audit(run, third, consumed(5, 6))
+    report(run, third, {"step": 4, "time": 0.0, "test_loss": 1.0}, {"step": 6, "time": 0.0})
+    commit(run, third, 6)
+    fourth = start(run, "job", checkpoint_name(6, 3), tier="memory", world_size=2)
+    report(run, fourth, {"step": 6, "time": 0.0, "test_loss": 1.0})
+    for attempt, since in ((first, 0), (third, 1)):
+        if attempt.number in receipts:
+            write_receipt(run, attempt, since)
+
+
+@pytest.mark.parametrize(
+    ("receipts", "missing"), [([1, 3], []), ([1], [3]), ([3], [1]), ([], [1, 3])], ids=["all", "one", "first", "none"]
+)
+def test_every_attempt_that_took_a_step_owes_a_receipt(
+    run: Run, sunspot: Command, receipts: list[int], missing: list[int]
+) -> None:
+    interrupted(run, receipts)
+    proved = sunspot.process("audit", "run", "--json")
+    assert proved.json == [epoch(1), epoch(2, rows=BATCH)]
+    assert proved.code == (7 if missing else 0)
+    lines = proved.err.splitlines()
+    assert lines[:-1] == [f"no receipt of attempt {number}, which took steps" for number in missing]
+    if missing:
+        assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
+
+
+def test_a_fault_comes_before_an_audit_that_was_not_recorded(run: Run, sunspot: Command) -> None:
+    commit(run, start(run, "job", tier="beginning"), 5)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.out) == (7, "")
+    assert "1 receipt missing" in proved.err
+
+
+def test_a_start_from_memory_is_neither_damage_nor_loss(run: Run, sunspot: Command) -> None:
+    """The run goes on from step 4 of attempt 1, of which only step 2 is in storage."""
+    first = start(run, "job", tier="beginning", world_size=2)
+    report(run, first, *({"step": step, "time": float(step), "loss": 1.0} for step in (2, 4, 6)))
+    origin, late = commit(run, first, 2), commit(run, first, 6)
+    second = start(run, "job", checkpoint_name(4, 1), tier="memory", world_size=2)
+    report(run, second, {"step": 5, "time": 9.0, "loss": 0.5})
+    write_receipt(run, first, 0, Cause.BEGIN)
+    write_receipt(run, second, 1, Cause.NODE_LOST, last_step=6)
+
+    listed = sunspot("checkpoints", "ls", "run", "--json")
+    assert [(line["name"], line["verified"]) for line in listed.json] == [(origin.name, True)]
+    verified = sunspot("checkpoints", "verify", "run", "--json")
+    assert (verified.code, len(verified.json), verified.err) == (0, 1, "")
+    status = sunspot("status", "run", "--json")
+    assert (status.json["step"], status.json["checkpoint"], status.json["steps_replayed"]) == (5, origin.name, 2)
+    assert "passed over" not in sunspot("status", "run").out
+    assert [record["step"] for record in sunspot("metrics", "run", "--json").json] == [2, 4, 5]
+    assert sunspot("events", "run", "--json").code == 0
+    removals = sunspot("checkpoints", "gc", "run", "--json").json
+    assert [removal["name"] for removal in removals] == [late.name]
+    got = sunspot("checkpoints", "get", "run", "--json", "--output", str(Path(sunspot.storage, "out")))
+    assert (got.code, got.json["name"]) == (0, origin.name)
+
+
 def test_only_a_few_faults_are_named(run: Run, sunspot: Command) -> None:
     audited(run, 20, **{f"step_{step}": [0] for step in range(1, 15)})
     proved = sunspot("audit", "run")
@@ -458,7 +548,8 @@ def test_a_run_in_a_bucket(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -
     assert sunspot("checkpoints", "verify", "run").code == 7
     assert [record["loss"] for record in sunspot("metrics", "run", "--json").json] == [0.25]
     proved = sunspot("audit", "run", "--json")
-    assert (proved.code, proved.json) == (0, [epoch(1), epoch(2)])
+    assert (proved.code, proved.json) == (7, [epoch(1), epoch(2)])
+    assert proved.err.endswith(": 1 checkpoint damaged\n")
     missing = sunspot("audit", "rum")
     assert (missing.code, missing.err) == (3, f"error: no run rum in {sunspot.storage}; there are run\n")
 

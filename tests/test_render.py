@@ -20,6 +20,7 @@ import yaml
 
 from app.errors import SettingsError
 from submitter.cli import main
+from submitter.cluster import POD_ROLE
 from submitter.profile import load_profile
 from submitter.render import Rendered, image_problem, render, settings_of, to_yaml
 from tests.conftest import SHELL
@@ -148,8 +149,11 @@ def test_the_base_holds_the_namespace_to_the_restricted_standard() -> None:
 def test_nobody_but_the_submitter_gets_rights() -> None:
     bindings = [item for item in base_objects() if item["kind"].endswith("Binding")]
     assert [subject["name"] for item in bindings for subject in item["subjects"]] == ["sunspot-submitter"]
-    (role,) = [item for item in base_objects() if item["kind"].endswith("Role")]
-    assert role["rules"] == [
+    submitter, chaos = [item for item in base_objects() if item["kind"].endswith("Role")]
+    assert [item["roleRef"]["name"] for item in bindings] == [submitter["metadata"]["name"]] == ["sunspot-submitter"]
+    assert chaos["metadata"]["name"] == POD_ROLE, "who may submit a run may not kill the pods of others"
+    assert chaos["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
+    assert submitter["rules"] == [
         {
             "apiGroups": ["ray.io"],
             "resources": ["rayjobs"],
@@ -266,7 +270,7 @@ def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
 def test_only_what_was_given_or_chosen_is_set() -> None:
     """Or an image with a task of its own could not say so."""
     names = set(settings_of(render("kind", {}).manifest))
-    of_every_job = {"STORAGE_PATH", "DATA_ROOT", "MAX_DRIVER_STARTS"}
+    of_every_job = {"STORAGE_PATH", "DATA_ROOT", "MAX_DRIVER_STARTS", "NOTICE_S"}
     chosen = {"RUN_NAME", "NUM_WORKERS", "USE_GPU", "RESOURCES_PER_WORKER", "JOB_ID"}
     assert names == {f"SUNSPOT_{name}" for name in of_every_job | chosen}
     assert "SUNSPOT_DATA_ROOT" not in settings_of(render("kind", {"DATA_ROOT": ""}).manifest)
@@ -387,9 +391,7 @@ def test_what_every_job_has(profile: str) -> None:
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
         assert resources["requests"]["ephemeral-storage"] == resources["limits"]["ephemeral-storage"]
         assert "cpu" not in resources["limits"]
-        volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
-        assert volumes["shared-mem"] == {"medium": "Memory", "sizeLimit": resources["limits"]["memory"]}
-        assert volumes["tmp"] == {"sizeLimit": resources["limits"]["ephemeral-storage"]}
+        check_volumes(pod)
         variables = variables_of(pod)
         assert variables["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
         assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
@@ -397,6 +399,32 @@ def test_what_every_job_has(profile: str) -> None:
         assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "sunspot-storage"}}]
     assert not any("gpu" in name for name in pods_of(rendered)[0]["containers"][0]["resources"]["limits"])
     assert (workers["groupName"], workers["replicas"]) == ("workers", 2)
+
+
+def check_volumes(pod: dict[str, Any]) -> None:
+    """/dev/shm counts as the container's memory, /tmp as its disk."""
+    limits = pod["containers"][0]["resources"]["limits"]
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    assert volumes["shared-mem"] == {"medium": "Memory", "sizeLimit": limits["memory"]}
+    assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
+
+
+def test_volumes_follow_the_limits_of_a_profile_of_ones_own(full: Rendered) -> None:
+    assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
+    for pod in pods_of(full):
+        check_volumes(pod)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_lost_node_is_given_up_before_its_connections_are(profile: str) -> None:
+    """The head asks its nodes, and they ask whether it still knows them."""
+    for pod in pods_of(render(profile, {})):
+        ray = {name: int(value) for name, value in variables_of(pod).items() if re.match("RAY_[a-z]", name)}
+        period, timeout = ray["RAY_health_check_period_ms"], ray["RAY_health_check_timeout_ms"]
+        found_ms = ray["RAY_health_check_failure_threshold"] * (period + timeout)
+        assert found_ms == 12_000
+        assert found_ms < ray["RAY_grpc_client_keepalive_timeout_ms"] <= 20_000
+        assert ray["RAY_raylet_liveness_self_check_interval_ms"] <= 5_000
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -416,9 +444,17 @@ def test_a_drain_from_any_notice(tmp_path: Path, notice: int) -> None:
 def check_drain(pod: dict[str, Any], notice: int) -> None:
     drain = int(variables_of(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
     assert pod["terminationGracePeriodSeconds"] == notice
+    assert float(variables_of(pod)["SUNSPOT_NOTICE_S"]) == drain
     assert 0 < drain <= notice - 2
     assert drain <= notice * 0.9
     assert drain >= notice * 0.6
+
+
+def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
+    profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
+    rendered = render(profile, {})
+    assert rendered.settings.notice_s == 20
+    assert {variables_of(pod)["SUNSPOT_NOTICE_S"] for pod in pods_of(rendered)} == {"20"}
 
 
 def test_the_notice_of_each_cloud() -> None:
@@ -571,6 +607,7 @@ def test_a_job_for_a_cluster_that_runs() -> None:
     assert variables == settings_of(rendered.manifest)
     assert (variables["SUNSPOT_EPOCHS"], variables["SUNSPOT_JOB_ID"]) == ("3", rendered.name)
     assert "SUNSPOT_USE_GPU" not in variables
+    assert "SUNSPOT_NOTICE_S" not in variables, "that cluster's pods have their own"
     assert (rendered.settings.learning_rate, rendered.settings.job_id) == (1e-5, rendered.name)
 
 
@@ -583,6 +620,7 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {"STORAGE_PATH": "/mnt/nfs"}, {}, "SUNSPOT_STORAGE_PATH=/mnt/nfs: .*set it to s3://bucket/prefix"),
         ("kind", {"STORAGE_PATH": ""}, {}, "SUNSPOT_STORAGE_PATH=runs: "),
         ("kind", {"JOB_ID": "me"}, {}, "SUNSPOT_JOB_ID=me: .*unset it"),
+        ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0: .*set notice_s there"),
         ("kind", {"EPOCS": "3"}, {}, "SUNSPOT_EPOCS: no such setting; did you mean SUNSPOT_EPOCHS"),
         ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true: .*worker.gpus"),
         ("kind", {}, {"generation": 0}, "generation 0: set it to a whole number from 1"),
@@ -738,6 +776,8 @@ def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[
     assert ["SUNSPOT_RUN_NAME", "mine", "given"] in rows
     assert ["SUNSPOT_STORAGE_PATH", "s3://sunspot/runs", "k8s/rayjob.yaml"] in rows
     assert ["terminationGracePeriodSeconds", "15", "the notice, profile gke-spot"] in rows
+    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves"] in rows
+    assert len({row[0] for row in rows}) == len(rows), "a value is explained once"
     assert all(len(row) == 3 for row in rows)
     code, out, _ = sunspot(capsys, "--explain", "--json")
     assert {tuple(value) for value in json.loads(out)} == {("name", "value", "source")}

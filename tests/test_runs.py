@@ -16,10 +16,11 @@ import pytest
 
 from app.errors import DamageError, NotFoundError
 from app.layout import Run, open_run, to_json
-from app.layout.attempts import Attempt, claim, record_error
+from app.layout.attempts import Attempt, checkpoint_name, claim, record_error
 from app.layout.history import Journal
+from app.layout.incidents import Cause
 from app.layout.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from app.layout.status import RunState, Status, request_stop, write_status
+from app.layout.status import RunState, Status, request_stop, restore_status, write_status
 from app.layout.storage import LocalStorage
 from app.layout.submissions import record_submission
 from submitter import logs
@@ -32,7 +33,7 @@ from submitter.runs import (
     read_view,
     state_from_storage,
 )
-from tests.runs import begin, commit, report, start
+from tests.runs import begin, commit, report, start, write_receipt
 from tests.s3 import FaultProxy
 from tests.test_cli import Answer, Command
 
@@ -172,19 +173,19 @@ def test_the_state_costs_one_read_while_the_news_is_fresh(run: Run, monkeypatch:
 
 
 def test_all_that_storage_has_to_say(run: Run) -> None:
-    """20 s of training, 15 of which count, in the 100 s since the first attempt began."""
+    """Of 100 s with two workers, the first 5 were lost, and 10 between two attempts."""
     began = time.time() - 100
-    claim(run, [], Attempt(1, "job", None, 0, time=began))
-    first = Attempt(1, "job", None, 0)
+    first = Attempt(1, "job", None, 0, time=began, about={"tier": "beginning", "world_size": 2})
+    claim(run, [], first)
+    write_receipt(run, first, 0, Cause.BEGIN)
     report(run, first, *({"step": step, "seconds": 5.0, "time": began + step, "loss": 1.0} for step in (2, 4)))
     origin = commit(run, first, 2)
-    second = start(run, "job", origin.name)
+    second = Attempt(2, "job", origin.name, 2, time=began + 50, about={"tier": "storage", "world_size": 2})
+    claim(run, [first], second)
+    write_receipt(run, second, 1, last_step=4)
     report(run, second, *({"step": step, "seconds": 5.0, "time": began + 50, "loss": 0.1} for step in (4, 6)))
     newest, damaged = commit(run, second, 4), commit(run, second, 6)
     run.storage.delete(run.key("checkpoints", damaged.name, "model.pt"))
-    events = Journal(run, "events", 2)
-    events.append({"step": 2, "time": began + 40, "event": "commit failed", "detail": "no answer"})
-    events.flush()
     write_status(run, replace(RUNNING, step=6, step_time_s=2.0, total_steps=10, rows_per_s=9.5))
 
     view = read_view(run)
@@ -193,8 +194,9 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     assert view.checkpoint == newest
     assert [text.partition(":")[0] for text in view.passed_over] == [damaged.name]
     assert view.checkpoint_age_s == pytest.approx(0, abs=20)
-    assert view.goodput == pytest.approx(0.15, abs=0.03)
-    assert [event["event"] for event in view.events] == ["commit failed"]
+    assert view.goodput == pytest.approx(0.85, abs=0.03)
+    assert [(receipt.cause, receipt.replayed) for receipt in view.receipts] == [("begin", 0), ("node lost", 2)]
+    assert [receipt.attempt for receipt in view.incidents] == [2]
     assert view.logs == run.storage.locate("run/logs")
     assert view.identity["rows"] == 22
 
@@ -202,6 +204,8 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     record_error(run, 2, DamageError("lost"))
     view = read_view(run)
     assert (view.state, view.reason, view.seconds_left, str(view.error)) == (RunState.FAILED, "no luck", None, "lost")
+    restore_status(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
+    assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "what passes after its end is not lost"
 
 
 def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:
@@ -293,6 +297,51 @@ def test_events_of_all_attempts_by_time(run: Run, sunspot: Command) -> None:
     lines = sunspot("events", "run").out.splitlines()
     assert lines[0].split() == ["time", "attempt", "step", "event", "detail"]
     assert re.fullmatch(r"1970-01-01 00:00:21 UTC +2 +4 +checkpoint skipped +damaged", lines[3])
+
+
+def test_receipts_and_stacks_are_readable(run: Run, sunspot: Command) -> None:
+    first = Attempt(1, "job", None, 0, time=10.0, about={"tier": "beginning", "world_size": 2})
+    second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, about={"tier": "memory", "world_size": 1})
+    assert claim(run, [], first)
+    assert claim(run, [first], second)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    receipt = write_receipt(run, second, 1, Cause.RECLAIM, noticed=second.time - 4.1, detail="node a goes")
+    journal = Journal(run, "events", 2, rank=1)
+    journal.append(
+        {
+            "step": 20,
+            "time": time.time() + 60,
+            "event": "hung",
+            "rank": 1,
+            "waiting": False,
+            "detail": "rank 1: no step for 300 s; stands in load at task.py:7",
+            "stacks": 'Training thread (most recent call first):\n  File "task.py", line 7 in load\n',
+        }
+    )
+    journal.flush()
+
+    shown = sunspot.process("events", "run", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    recovered = next(event for event in shown.json if event["event"] == "recovered" and event["attempt"] == 2)
+    assert recovered == json.loads(json.dumps(receipt.record()))
+    assert shown.json[-1]["stacks"].startswith("Training thread")
+
+    table = sunspot("events", "run")
+    began, line, hung = table.out.splitlines()[3:]
+    assert began.endswith("1 worker of job, from step-00000012-attempt-0001 in memory")
+    assert line.endswith(
+        "    12  recovered      reclaim (node a goes): first step 9.1 s after the notice, 0 steps replayed, 2 workers, "
+        "0 worker-seconds lost, from memory"
+    )
+    assert hung.endswith("hung           rank 1: no step for 300 s; stands in load at task.py:7")
+    assert "--stacks" in table.err
+
+    told = sunspot("events", "run", "--stacks")
+    assert told.out == table.out + (
+        "\nattempt 2, step 20: rank 1: no step for 300 s; stands in load at task.py:7\n"
+        '    Training thread (most recent call first):\n      File "task.py", line 7 in load\n'
+    )
+    assert told.err == ""
 
 
 # ----------------------------------------------------------------------------------------------------------------- logs

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from app.layout import Run, open_run
+from app.layout.attempts import checkpoint_name
+from app.layout.incidents import Cause
 from app.layout.status import RunState, Status, request_stop, write_status
 from submitter.cli import main
 from submitter.seen import Seen
 from submitter.wait import Lines
 from tests.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob
-from tests.runs import begin, commit, report, start
+from tests.runs import begin, commit, report, start, write_receipt
 
 JOB = "run-1"
 
@@ -334,6 +336,32 @@ def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunsp
     assert sunspot("status", "run") == 0
     for part in ("run: running", "step-00000005-attempt-0001, verified", "7 of 10", "1 of 2 workers' pods run"):
         assert part in sunspot.out
+
+
+def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+    begin(run)
+    cluster.set_status(job, "Running", "RUNNING")
+    says(run, RunState.RUNNING, step=30, world_size=2, attempt=5, warning="a save takes 40 s, and the notice is 30 s")
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["goodput"], sunspot.json["incidents"], sunspot.json["incidents_by_cause"]) == (None, 0, {})
+
+    causes = [Cause.BEGIN, Cause.RECLAIM, Cause.RECLAIM, Cause.RESUMED, Cause.NODE_LOST]
+    for number, cause in enumerate(causes):
+        attempt = start(run, JOB, checkpoint_name(number, number) if number else None, tier="memory", world_size=2)
+        write_receipt(run, attempt, number, cause, last_step=2 * number)
+    assert sunspot("status", "run", "--json") == 0
+    expected = {
+        "incidents": 3,
+        "incidents_by_cause": {"reclaim": 2, "node lost": 1},
+        "steps_replayed": 1 + 2 + 4,
+        "warning": "a save takes 40 s, and the notice is 30 s",
+    }
+    assert {name: sunspot.json[name] for name in expected} == expected
+    assert 0 <= sunspot.json["goodput"] <= 1
+    assert sunspot("status", "run") == 0
+    lines = [line.strip() for line in sunspot.out.splitlines()]
+    assert "incidents:  3 (2 reclaim, 1 node lost), 7 steps replayed" in lines
+    assert "warning:    a save takes 40 s, and the notice is 30 s" in lines
 
 
 @pytest.mark.parametrize("how", ["unreachable", "none", "gone"])

@@ -45,7 +45,12 @@ class Span(NamedTuple):
     upto: int | None
 
     def holds(self, attempt: int, step: int) -> bool:
-        return attempt == self.attempt and self.after < step and (self.upto is None or step <= self.upto)
+        """Whether `attempt` took `step`, and it counts."""
+        return self.after < step and self.reaches(attempt, step)
+
+    def reaches(self, attempt: int, step: int) -> bool:
+        """Like `holds`, or it starts there: then it may write the evaluation that the attempt before could not make."""
+        return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
 def read_attempts(run: Run) -> list[Attempt]:

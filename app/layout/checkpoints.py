@@ -40,6 +40,8 @@ class Checkpoint:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     "For each file: `size` in bytes, `sha256`, and the `version` (`storage.Entry`) under which it was read back."
     time: float = field(default_factory=time.time)
+    evaluated: bool = True
+    "False: an epoch ends here, and was left before it could be evaluated."
     damage: str = ""
     "Why the manifest itself cannot be used; empty when it can."
 
@@ -50,7 +52,7 @@ class Checkpoint:
     @property
     def finished(self) -> bool:
         """Whether nothing was left to train when it was written."""
-        return self.step >= self.total_steps
+        return self.step >= self.total_steps and self.evaluated
 
 
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
@@ -86,7 +88,7 @@ def by_step(names: Iterable[str]) -> list[str]:
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
     """Whether a checkpoint is of the steps that led to the newest attempt; a stale writer's late one is not."""
-    return any(span.holds(attempt_of(name), step_of(name)) for span in spans)
+    return any(span.reaches(attempt_of(name), step_of(name)) for span in spans)
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:

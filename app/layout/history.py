@@ -27,11 +27,13 @@ Kind = Literal["metrics", "events"]
 class Journal:
     """The lines that one attempt adds to the run's metric history or to its events.
 
-    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`.
+    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`. The group's
+    journal is written by rank 0; what a rank has to say by itself goes into one of its own, with `rank`.
     """
 
-    def __init__(self, run: Run, kind: Kind, attempt: int) -> None:
+    def __init__(self, run: Run, kind: Kind, attempt: int, rank: int | None = None) -> None:
         self._run, self._kind, self._attempt = run, kind, attempt
+        self._stream = f"attempt-{attempt:04d}" + ("" if rank is None else f"-rank-{rank:04d}")
         self._records: list[str] = []
         self._written = 0
         self._lock = threading.Lock()
@@ -51,18 +53,19 @@ class Journal:
                 file = self._written // FILE_RECORDS
                 end = min(len(records), (file + 1) * FILE_RECORDS)
                 text = "\n".join(records[file * FILE_RECORDS : end]) + "\n"
-                self._run.storage.write(
-                    self._run.key(self._kind, f"attempt-{self._attempt:04d}-{file:05d}.jsonl"), text.encode()
-                )
+                self._run.storage.write(self._run.key(self._kind, f"{self._stream}-{file:05d}.jsonl"), text.encode())
                 self._written = end
 
 
 def read_journal(run: Run, kind: Kind, spans: list[Span] | None = None) -> list[dict[str, Any]]:
-    """The records of all attempts in the order they were written; with `spans`, only those whose steps count."""
+    """The records of all attempts, those of one journal in the order they were written.
+
+    With `spans`, only those whose steps count.
+    """
     files = [entry.key for entry in run.storage.list(run.key(kind)) if entry.key.endswith(".jsonl")]
     records = [json.loads(line) for text in in_parallel(run.storage.read, files) for line in text.splitlines()]
     if spans is not None:
-        records = [r for r in records if any(span.holds(r["attempt"], r["step"]) for span in spans)]
+        records = [r for r in records if any(span.reaches(r["attempt"], r["step"]) for span in spans)]
     return records
 
 

@@ -70,6 +70,14 @@ class Status:
     loss: float | None = None
     rows_per_s: float | None = None
     step_time_s: float | None = None
+    save_s: float | None = None
+    "Seconds from the beginning of the newest save to its commit."
+    notice_s: float | None = None
+    "Seconds between the notice that a node goes and its end, as far as a save may use them; None: not known."
+    memory_every: int = 0
+    "Optimizer steps between two copies in the nodes' shared memory; 0: none are made."
+    warning: str = ""
+    "What the user should know before it matters: a save that takes longer than the notice, say."
     time: float = field(default_factory=time.time)
     "When this was written, in seconds since the epoch."
 

@@ -21,6 +21,7 @@ from app.layout import open_run
 from app.layout.attempts import Attempt, claim, read_attempts
 from app.layout.history import Journal
 from app.settings import Settings
+from app.snapshot import NodeMemory, Snapshots
 
 PAIRS = 7
 BUCKET = "bench"
@@ -51,6 +52,7 @@ def on_worker(config: dict[str, Any]) -> None:
     attempt = Attempt(1, "bench", None, 0)
     claim(run, read_attempts(run), attempt)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    snapshots = Snapshots(NodeMemory(run.location, shared=False))
     saver = Saver(run, attempt, Settings(checkpoints_to_keep=1), journals, print)
     with open(config["out"], "w") as out:
         for step in range(1, 2 + PAIRS):
@@ -64,11 +66,14 @@ def on_worker(config: dict[str, Any]) -> None:
             theirs = time.perf_counter() - began
 
             began = time.perf_counter()
-            saver.save(describe(attempt, step, 100, 100, {"loss": 0.0}), model, optimizer, {"step": step})
+            about = describe(attempt, step, 100, 100, {"loss": 0.0})
+            snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], for_storage=True)
+            assert snapshot
+            saver.commit(snapshot)
             ours = time.perf_counter() - began
             model(rows).square().mean().backward()
             began = time.perf_counter()
-            saver.wait_for_copy()
+            snapshots.wait_for_copy()
             ours += time.perf_counter() - began
             saver.drain()
             if step > 1:  # the first one allocates

@@ -1,0 +1,128 @@
+"""Where the driver and rank 0 leave word for each other: an actor beside the driver, which workers cannot call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+WISH_EVERY_S = 0.5
+"""Seconds between two questions whether to go on: a notice may be as short as 15 s."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the driver wants of the worker group."""
+
+    stop: bool = False
+    "Save and return: the run is to end here."
+    leave: bool = False
+    "Save and make way for a new worker group: a node goes, or more have come."
+    deadline: float | None = None
+    "When the node that goes is gone, in seconds since the epoch."
+
+
+@ray.remote(num_cpus=0)
+class Board:
+    """Holds the newest news of the worker group, and what is wanted of it."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._records: list[dict[str, Any]] = []
+        self._lines: list[str] = []
+        self._wish = Wish()
+        self._group: dict[str, Any] = {}
+        self._incident: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------------- by the workers
+
+    def begin(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A new worker group is there: its `attempt`, `world_size` and `nodes` (Ray's id for each rank).
+
+        The answer is what is known of the incident that ended the one before: its facts, and `seen`, its last state.
+        """
+        self._group = group
+        self._wish = replace(self._wish, leave=False, deadline=None)
+        return {**self._incident, "seen": self._state}
+
+    def recovered(self) -> None:
+        """The new group has taken its first step: the incident is closed."""
+        self._incident = {}
+
+    def wish(self) -> Wish:
+        """What the driver wants."""
+        return self._wish
+
+    def show(self, state: dict[str, Any]) -> None:
+        """Take the newest state: `attempt`, `step`, `loss`, `committed` (step of the last checkpoint) and `time`."""
+        self._state = state
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Take a record of the metric history."""
+        self._records.append(record)
+
+    def say(self, line: str) -> None:
+        """Take a line for the user."""
+        self._lines.append(line)
+
+    # -------------------------------------------------------------------------------------------------- by the driver
+
+    def stop(self) -> None:
+        """From now on, every worker group hears that the run is to stop."""
+        self._wish = replace(self._wish, stop=True)
+
+    def leave(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
+        """The worker group hears that it is to make way; times are in seconds since the epoch."""
+        self.note(cause=cause, detail=detail, noticed=noticed)
+        self._wish = replace(self._wish, leave=True, deadline=deadline)
+        self._group = {}
+
+    def note(self, **facts: Any) -> None:
+        """Add to what is known of the open incident; what was known first stands."""
+        self._incident = {**facts, **self._incident}
+
+    def group(self) -> dict[str, Any]:
+        """The newest worker group; empty before there is one, and once it was told to leave."""
+        return self._group
+
+    def fetch(self) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+        """The newest state, and the records and lines since the last fetch."""
+        news = self._state, self._records, self._lines
+        self._records, self._lines = [], []
+        return news
+
+
+@contextmanager
+def open_board() -> Iterator[Any]:
+    """A board on the driver's node, where no spot node takes it along; for as long as the context lasts."""
+    here = ray.get_runtime_context().get_node_id()
+    board = Board.options(  # type: ignore[attr-defined]
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
+    ).remote()
+    try:
+        yield board
+    finally:
+        ray.kill(board)
+
+
+class Wishes:
+    """One worker's view of what the driver wants, never more than about a second old; asking does not wait."""
+
+    def __init__(self, board: Any) -> None:
+        self._board = board
+        self._answer: Any = None
+        self._asked = 0.0
+        self._known = Wish()
+
+    def look(self) -> Wish:
+        """The newest answer; sends the next question when it is time."""
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            self._known, self._answer = ray.get(self._answer), None
+        if self._answer is None and time.monotonic() - self._asked >= WISH_EVERY_S:
+            self._answer, self._asked = self._board.wish.remote(), time.monotonic()
+        return self._known

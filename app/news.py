@@ -1,0 +1,169 @@
+"""What rank 0 tells of a run while it trains: on the terminal, in the history, the status and the receipts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from app.agreement import Timer
+from app.checkpoint import Saver
+from app.layout import Run
+from app.layout.attempts import ensure_owner, step_of
+from app.layout.history import Journal
+from app.layout.incidents import describe
+from app.layout.status import RunState, Status, write_status
+from app.metrics import Window, scalars
+from app.progress import PROGRESS_EVERY_S
+from app.recovery import make_receipt
+from app.restore import Start, State
+from app.settings import Settings
+from app.snapshot import Pace, Snapshots
+
+BOARD_TIMEOUT_S = 60
+"""The board is beside the driver: if it does not answer for so long, the driver is gone."""
+
+SURE_AFTER = 3
+"""Copies after which their cost is told: the first ones pay for the memory itself."""
+
+NOTICE_MARGIN_S = 4.0
+"""Between a notice and the save: the driver looks twice a second, rank 0 asks it as often, and a step has to end."""
+
+
+class News:
+    """Rank 0's word to everybody else."""
+
+    def __init__(
+        self,
+        run: Run,
+        settings: Settings,
+        start: Start,
+        state: State,
+        board: Any,
+        journals: dict[str, Journal],
+        snapshots: Snapshots,
+        saver: Saver,
+        about: Status,
+    ) -> None:
+        self._run, self._settings, self._start, self._state = run, settings, start, state
+        self._board, self._journals, self._snapshots, self._saver = board, journals, snapshots, saver
+        self.pace = Pace(settings.snapshot_cost, start.attempt.step)
+        self.save_timer = Timer(overdue=state.tier == "memory")  # storage is behind what was recovered
+        self.report_timer = Timer()
+        self.hurry: Callable[[], None] = lambda: None
+        "Makes `publish` come at once."
+        self._shown = 0.0
+        self._restarted = self._paced = False
+        self._status = about
+        group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
+        self._incident = ray.get(board.begin.remote(group), timeout=BOARD_TIMEOUT_S)
+
+    @property
+    def save_every_s(self) -> float:
+        """Seconds between two checkpoints: fewer than were asked for when a save no longer fits into the notice."""
+        wanted = self._settings.checkpoint_every_s
+        return min(wanted, self._saver.commit_s or wanted) if self._warning() else wanted
+
+    def took_step(self, step: int, window: Window, epoch_ends: bool) -> None:
+        """The first step closes the incident; about once a second, the terminal hears how far the run is."""
+        if not self._restarted:
+            self._close_incident()
+        if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
+            self._shown = time.monotonic()
+            newest = self._saver.last_committed.name if self._saver.last_committed else self._status.checkpoint
+            state = {"step": step, "loss": window.mean_loss, "committed": step_of(newest) if newest else 0}
+            self._board.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
+
+    def report(self, record: dict[str, Any]) -> None:
+        """Add a record to the metric history."""
+        self._journals["metrics"].append(record)
+        self._board.record.remote(scalars(record))
+        self._say_pace()
+        self._status = replace(
+            self._status,
+            step=record["step"],
+            epoch=record["epoch"],
+            loss=record["loss"],
+            rows_per_s=record["rows_per_s"],
+            step_time_s=record["seconds"] / record["steps"],
+            save_s=self._saver.commit_s,
+            notice_s=self._settings.notice_s or None,
+            memory_every=self.pace.every if self._snapshots.memory.shared and self.pace.cost else 0,
+            warning=self._warning(),
+        )
+
+    def catch_up(self, record: dict[str, Any]) -> None:
+        """Add the evaluation of an epoch whose steps other workers took."""
+        self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
+        self._board.record.remote(scalars(record))
+        self._close_incident()
+
+    def leave(self, time_left_s: float | None) -> None:
+        """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
+        self._board.note.remote(save_began=time.time())
+        if self._saver.drain(time_left_s) and self._saver.last_committed:
+            self._board.note.remote(committed=self._saver.last_committed.time)
+
+    def publish(self) -> None:
+        """Write the newest numbers to storage; raises `SupersededError` when they are no news any more."""
+        ensure_owner(self._run, self._start.attempt)
+        for journal in self._journals.values():
+            journal.flush()
+        committed = self._saver.last_committed
+        if committed:
+            self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
+        write_status(self._run, self._status)
+
+    def _close_incident(self) -> None:
+        self._restarted = True
+        receipt = make_receipt(self._start, self._state, self._incident, time.time())
+        self._journals["events"].append(receipt.record())
+        self._board.recovered.remote()
+        if receipt.cause.incident:
+            self._board.say.remote(describe(receipt))
+        self.hurry()
+
+    def _say_pace(self) -> None:
+        """Once it is known what a copy costs: how many steps a loss without notice goes back at most."""
+        if self._paced or not self._snapshots.memory.shared or len(self._snapshots.costs) < SURE_AFTER:
+            return
+        self._paced = True
+        self._board.say.remote(
+            f"  copies in memory: every {self.pace.every} steps, {self._snapshots.size / 1e6:.1f} MB each, "
+            f"{self.pace.cost:.1%} of the time"
+        )
+
+    def _warning(self) -> str:
+        """What the user should know before it matters; said once on the terminal and in the events, too."""
+        save_s, notice_s = self._saver.commit_s, self._settings.notice_s
+        if not save_s or not notice_s or save_s + NOTICE_MARGIN_S <= notice_s:
+            return ""
+        text = (
+            f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
+            "reclaimed at once, the run goes back to the checkpoint before. Faster storage or a longer notice helps"
+        )
+        if not self._status.warning:
+            self._board.say.remote(f"warning: {text}")
+            event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
+            self._journals["events"].append(event)
+            self._status = replace(self._status, warning=text)
+        return text
+
+
+def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status:
+    """The status of a worker group that has just been claimed."""
+    return replace(
+        start.status or Status(RunState.RUNNING, start.attempt.owner),
+        state=RunState.RUNNING,
+        reason="",
+        warning="",
+        attempt=start.attempt.number,
+        world_size=len(start.nodes),
+        step=start.attempt.step,
+        checkpoint=start.checkpoint.name if start.checkpoint else start.status.checkpoint if start.status else None,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+    )

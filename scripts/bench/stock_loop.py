@@ -1,0 +1,153 @@
+"""`python -m scripts.bench.stock_loop`: the yardstick for recovery, the loop that Ray's own guides teach.
+
+It trains what the SUNSPOT_ settings say (task, data, batch, workers, CHECKPOINT_EVERY_STEPS, MAX_FAILURES) under
+<STORAGE_PATH>/<RUN_NAME>-stock, as the guides to PyTorch, fault tolerance and elastic training have it, and sets
+nothing of Ray's. A checkpoint has no position in the data: a restart takes up the weights, and the epoch from its first
+row. With `--save-on-notice` it also does what the guide to node preemption adds: one more checkpoint when a node is to
+go.
+
+Rank 0 prints a line of JSON for each step, `{"time", "step", "world"}`, and for each start of the workers, `{"time",
+"event": "start", "from_step", "checkpoint_step", "world"}`. Times are in seconds since the epoch; steps are optimizer
+steps counted through the run, and those after `from_step` are taken again. Ray shows a worker's line twice.
+
+Only the driver needs this file: Ray carries the function to the workers. In the image lies app/ alone, so:
+
+    FROM sunspot:0.1.0
+    COPY scripts/__init__.py scripts/
+    COPY scripts/bench/__init__.py scripts/bench/stock_loop.py scripts/bench/
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from torch.utils.data import DataLoader, TensorDataset
+
+from app.data.torch_loader import load_rows
+from app.errors import run_and_exit
+from app.plan import Plan, make_plan, with_absolute_paths
+from app.settings import load_settings
+from app.tasks import load_task
+
+FILE = "checkpoint.pt"
+
+
+def train(config: dict[str, Any]) -> None:
+    """What each worker runs."""
+    began = time.time()
+    plan: Plan = config["plan"]
+    settings = plan.settings
+    context = ray.train.get_context()
+    world, rank = context.get_world_size(), context.get_world_rank()
+
+    task = load_task(settings)
+    model = ray.train.torch.prepare_model(task.build_model(settings, plan.source))
+    bare = model.module if world > 1 else model
+    optimizer = task.build_optimizer(bare, settings)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: task.schedule(min(step, plan.total_steps - 1), plan.total_steps)
+    )
+    rows = load_rows(plan.source)
+    loader = DataLoader(
+        TensorDataset(rows["image"], rows["label"]), batch_size=settings.global_batch_size // world, shuffle=True
+    )
+    loader = ray.train.torch.prepare_data_loader(loader)
+
+    first_epoch = step = checkpoint_step = 0
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            state = torch.load(os.path.join(folder, FILE))
+        bare.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        first_epoch, step, checkpoint_step = state["epoch"], state["epoch_began"], state["step"]
+    if rank == 0:
+        tell(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
+
+    saved_on_notice = False
+    for epoch in range(first_epoch, settings.epochs):
+        if world > 1:
+            loader.sampler.set_epoch(epoch)
+        epoch_began = step
+        model.train()
+        for image, label in loader:
+            losses, _ = task.loss(model, {"image": image, "label": label})
+            loss = losses.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            if rank == 0:
+                tell(time=time.time(), step=step, world=world)
+
+            over = step - epoch_began == len(loader)
+            noticed = config["save_on_notice"] and not saved_on_notice and ray.train.get_preemption_info() is not None
+            saved_on_notice |= noticed
+            every = settings.checkpoint_every_steps
+            if over or noticed or (every and step % every == 0) or step == plan.total_steps:
+                state = {
+                    "model": bare.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "scheduler": scheduler.state_dict(),
+                    "step": step,
+                    # Where a restart begins: the epoch that is not over yet, from its first row.
+                    "epoch": epoch + over,
+                    "epoch_began": step if over else epoch_began,
+                }
+                save({"loss": loss.item(), "step": step}, state, rank)
+            if step == plan.total_steps:
+                return
+
+
+def save(metrics: dict[str, Any], state: dict[str, Any], rank: int) -> None:
+    """Report to Ray, from rank 0 with a checkpoint; returns when Ray has uploaded it."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if rank == 0:
+            torch.save(state, os.path.join(folder, FILE))
+            checkpoint = Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=checkpoint)
+
+
+def tell(**news: Any) -> None:
+    """One line, which Ray brings to the driver's output."""
+    print(json.dumps(news), flush=True)
+
+
+def main() -> int:
+    """Read the settings and train."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.stock_loop")
+    parser.add_argument("--save-on-notice", action="store_true", help="one more checkpoint when a node is to go")
+    save_on_notice = parser.parse_args().save_on_notice
+    settings = with_absolute_paths(load_settings())
+    workers = settings.num_workers
+    ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config={"plan": make_plan(settings, load_task(settings)), "save_on_notice": save_on_notice},
+        scaling_config=ScalingConfig(
+            num_workers=(workers.least, workers.most) if workers.elastic else workers.least,
+            use_gpu=settings.use_gpu == "true",
+            resources_per_worker=settings.resources_per_worker or None,
+        ),
+        run_config=RunConfig(
+            name=f"{settings.run_name}-stock",
+            storage_path=settings.storage_path,
+            # By default 0: the first loss of a worker would end the run.
+            failure_config=FailureConfig(max_failures=settings.max_failures),
+        ),
+    ).fit()
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

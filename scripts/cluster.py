@@ -1,0 +1,98 @@
+"""The cluster that a script strikes: its pods, and the user's commands about its nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError
+
+LOOK_EVERY_S = 2
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of a run that runs."""
+
+    name: str
+    node: str
+    ip: str
+    head: bool
+
+
+def pods(job: str, namespace: str) -> list[Pod]:
+    """The pods of a RayJob that run."""
+    cluster = kubectl_json("get", "rayjob", job, namespace=namespace).get("status", {}).get("rayClusterName")
+    if not cluster:
+        return []
+    items = kubectl_json("get", "pods", "-l", f"ray.io/cluster={cluster}", namespace=namespace)["items"]
+    return [
+        Pod(
+            pod["metadata"]["name"],
+            pod["spec"]["nodeName"],
+            pod["status"]["podIP"],
+            pod["metadata"]["labels"]["ray.io/node-type"] == "head",
+        )
+        for pod in items
+        if pod["status"].get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+    ]
+
+
+def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
+    """What kubectl prints, `text` being its input; raises `ClusterError`."""
+    context = os.environ.get("KUBE_CONTEXT")
+    command = ["kubectl", *(["--context", context] if context else []), "-n", namespace, *words]
+    done = subprocess.run(command, input=text, text=True, capture_output=True)
+    if done.returncode:
+        raise ClusterError(f"kubectl {words[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def kubectl_json(*words: str, namespace: str) -> dict[str, Any]:
+    """What kubectl knows of an object, or of a list of them."""
+    return dict(json.loads(kubectl(*words, "-o", "json", namespace=namespace)))
+
+
+def commands_of_the_environment(*needed: str) -> dict[str, str]:
+    """The user's commands: reclaim, kill, add, add_head; raises `SettingsError` when a needed one is missing."""
+    commands = {name: os.environ.get(name.upper(), "") for name in ("reclaim", "kill", "add", "add_head")}
+    for name in needed:
+        if "{node}" not in commands[name]:
+            raise SettingsError(f"{name.upper()}={commands[name]}: set it to the command that does so, {{node}} in it")
+    return commands
+
+
+def begin(command: str, node: str) -> subprocess.Popen[str]:
+    """Start a command of the user's for a node."""
+    words = command.replace("{node}", node)
+    return subprocess.Popen(words, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(command: subprocess.Popen[str]) -> None:
+    """Wait for it; raises `SunspotError` with what it said when it fails."""
+    said, _ = command.communicate()
+    if command.returncode:
+        raise SunspotError(f"{command.args!s} ended with {command.returncode}: {said.strip()}")
+
+
+def until(what: str, seconds: float, condition: Callable[[], Any]) -> Any:
+    """The first value of `condition` that counts as true; raises `GaveUpError` when there is none for so many seconds.
+
+    While storage or the cluster do not answer, they are asked again.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        trouble = ""
+        try:
+            if found := condition():
+                return found
+        except (ClusterError, StorageError) as error:
+            trouble = f": {error}"
+        if time.monotonic() > deadline:
+            raise GaveUpError(f"no {what} within {seconds:.0f} s{trouble}")
+        time.sleep(LOOK_EVERY_S)

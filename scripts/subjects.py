@@ -1,0 +1,217 @@
+"""What a script strikes: a run of ours, or the usual loop under the defaults of Ray and KubeRay."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from app.errors import SunspotError
+from app.layout import Run, open_run
+from app.layout.attempts import read_attempts
+from app.layout.history import read_journal
+from app.layout.incidents import Receipt, read_receipts
+from app.settings import PREFIX
+from scripts.cluster import kubectl, kubectl_json, pods, until
+
+SCRIPTS = Path(__file__).parent
+STOCK, LOOP = SCRIPTS / "stock.yaml", SCRIPTS / "bench" / "stock_loop.py"
+
+START_S = 900
+"""For all workers to train: pods have to start, a lost one to be replaced, and the image may have to be pulled."""
+
+SETTLE_S = 20
+"""Training before the next blow: time for a snapshot, and for what the last blow did to be over."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A worker group that has taken a step."""
+
+    number: int
+    from_step: int
+    "The step that it went on from."
+    world_size: int
+    first_step: float
+    "When its first step was done, in seconds since the epoch."
+    replayed: int
+    "Steps that the group before had taken already."
+    receipt: Receipt | None = None
+
+
+class Subject(Protocol):
+    """What is struck."""
+
+    job: str
+    namespace: str
+    workers: int
+    "When it is complete."
+
+    def submit(self) -> None:
+        """Have the cluster run it."""
+
+    def groups(self) -> list[Group]:
+        """Its worker groups so far, oldest first; raises `SunspotError` when there can be no other."""
+
+    def rank0(self) -> str:
+        """The pod of rank 0; empty when nobody knows."""
+
+    def end(self) -> None:
+        """Take it off the cluster."""
+
+
+class Ours:
+    """A run of ours, watched through its storage."""
+
+    def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
+        from submitter.cluster import connect
+        from submitter.render import render
+
+        self._rendered = render(profile, settings, image=image, namespace=namespace)
+        self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
+        chosen = self._rendered.settings
+        self.job, self.namespace, self.workers = self._rendered.name, self._rendered.namespace, chosen.num_workers.most
+        self.run: Run = open_run(chosen.storage_path, chosen.run_name)
+
+    def submit(self) -> None:
+        """Through the submitter, as a user does; a run of this name that is there goes on."""
+        from submitter.submit import submit
+
+        submit(self._cluster, self._rendered, False, False)
+
+    def groups(self) -> list[Group]:
+        """By the receipts: one for each group that has taken a step."""
+        from submitter.seen import look
+
+        seen = look(self._cluster, self.run)
+        state, reason = seen.verdict()
+        if state.terminal and not seen.cluster_trouble and not seen.storage_trouble:
+            raise SunspotError(f"{self.run.name} {state}, with no more to strike: {reason}")
+        return [
+            Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
+            for receipt in read_receipts(read_journal(self.run, "events"))
+        ]
+
+    def rank0(self) -> str:
+        """As the newest attempt recorded it."""
+        return str(read_attempts(self.run)[-1].about.get("nodes", {}).get("0", ""))
+
+    def end(self) -> None:
+        """Stop it, so that it commits; its storage stays."""
+        from submitter.stop import stop
+
+        stop(self._cluster, self.run, 300, True, False)
+
+
+class Stock:
+    """The usual loop, watched through its driver's log."""
+
+    def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
+        from submitter.profile import load_profile
+
+        given = {name.removeprefix(PREFIX): value for name, value in os.environ.items() if name.startswith(PREFIX)}
+        settings = {**given, **settings}
+        self.job, self.namespace = f"{settings['RUN_NAME']}-stock", namespace or "sunspot"
+        self._lines: dict[str, None] = {}
+        manifest = yaml.safe_load(STOCK.read_text())
+        manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
+        cluster = manifest["spec"]["rayClusterSpec"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            (container,) = group["template"]["spec"]["containers"]
+            container["image"] = image or container["image"]
+            container["env"] = [{"name": PREFIX + name, "value": value} for name, value in settings.items()]
+        (workers,) = cluster["workerGroupSpecs"]
+        self.workers = int(settings["NUM_WORKERS"].rpartition("..")[2])
+        workers |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), self.workers)
+        if spot := load_profile(profile, {}).spot:
+            toleration = {"key": spot.label, "operator": "Exists"}
+            workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
+        code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
+        self._objects = yaml.safe_dump_all([{**code, "data": {LOOP.name: LOOP.read_text()}}, manifest])
+
+    def submit(self) -> None:
+        """Apply its code and its RayJob."""
+        kubectl("apply", "-f", "-", namespace=self.namespace, text=self._objects)
+
+    def groups(self) -> list[Group]:
+        """By what the driver printed; what it did between the last look and the loss of its head is not known."""
+        job = kubectl_json("get", "rayjob", self.job, namespace=self.namespace).get("status", {})
+        heads = [pod.name for pod in pods(self.job, self.namespace) if pod.head]
+        if heads and job.get("jobId"):
+            log = f"/tmp/ray/session_latest/logs/job-driver-{job['jobId']}.log"
+            self._lines |= dict.fromkeys(
+                kubectl("exec", heads[0], "--", "cat", log, namespace=self.namespace).split("\n")
+            )
+        if job.get("jobDeploymentStatus") in ("Complete", "Failed"):
+            raise SunspotError(f"{self.job} has ended: {job.get('message', '')[-2000:]}")
+        return read_groups(self._lines)
+
+    def rank0(self) -> str:
+        """By the address that Ray puts before the line of the newest start."""
+        starts = [ip for line in self._lines if '"start"' in line for ip in re.findall(r"ip=([\d.]+)", line)]
+        return next((pod.name for pod in pods(self.job, self.namespace) if pod.ip in starts[-1:]), "")
+
+    def end(self) -> None:
+        """Delete it; what it kept in storage stays."""
+        kubectl("delete", "-f", "-", namespace=self.namespace, text=self._objects)
+
+
+@contextmanager
+def running(subject: Subject) -> Iterator[None]:
+    """The subject on the cluster, all its workers training to begin with; off it however this ends."""
+    began = time.time()
+    subject.submit()
+    try:
+        wait_until_complete(subject, began)
+        yield
+    finally:
+        subject.end()
+
+
+def wait_until_complete(subject: Subject, since: float) -> Group:
+    """The newest group, when it has begun after `since`, has all workers, and has trained for SETTLE_S."""
+
+    def newest() -> Group | None:
+        group = next(reversed(subject.groups()), None)
+        if group is None or group.world_size < subject.workers or group.first_step <= since:
+            return None
+        return group if time.time() - group.first_step > SETTLE_S else None
+
+    found: Group = until(f"{subject.workers} workers that train", START_S, newest)
+    return found
+
+
+def read_groups(lines: Iterable[str]) -> list[Group]:
+    """The worker groups in a driver's log: a start, then steps. A start without a step counts with the next one."""
+    groups: list[Group] = []
+    start: dict[str, Any] | None = None
+    reached = 0
+    for record in read_records(lines):
+        if record.get("event") == "start":
+            start = record
+        elif start:
+            first = start["from_step"]
+            groups.append(Group(len(groups) + 1, first, record["world"], record["time"], max(0, reached - first)))
+            start = None
+        reached = record.get("step", reached)
+    return groups
+
+
+def read_records(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The loop's JSON objects in a log, by time, whatever Ray has written around them."""
+    found = []
+    for line in lines:
+        if match := re.search(r'\{.*"time".*\}', line):
+            try:
+                found.append(json.loads(match[0]))
+            except ValueError:  # somebody else's braces
+                continue
+    return sorted(found, key=lambda record: record["time"])
