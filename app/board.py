@@ -38,6 +38,9 @@ class Board:
         self._wish = Wish()
         self._group: dict[str, Any] = {}
         self._incident: dict[str, Any] = {}
+        "What is known of why the worker group ends."
+        self._restart: dict[str, Any] = {}
+        "What is known of why it began; empty once it has taken a step."
 
     # ------------------------------------------------------------------------------------------------- by the workers
 
@@ -48,11 +51,12 @@ class Board:
         """
         self._group = group
         self._wish = replace(self._wish, leave=False, deadline=None)
-        return {**self._incident, "seen": self._state}
+        self._restart, self._incident = {**self._incident, **self._restart}, {}
+        return {**self._restart, "seen": self._state}
 
     def recovered(self) -> None:
         """The new group has taken its first step: the incident is closed."""
-        self._incident = {}
+        self._restart = {}
 
     def wish(self) -> Wish:
         """What the driver wants."""

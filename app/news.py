@@ -132,7 +132,7 @@ class News:
             return
         self._paced = True
         self._board.say.remote(
-            f"  copies in memory: every {self.pace.every} steps, {self._snapshots.size / 1e6:.1f} MB each, "
+            f"  copies in memory: every {self.pace.every} steps, {self._snapshots.size / 1e6:.3g} MB each, "
             f"{self.pace.cost:.1%} of the time"
         )
 

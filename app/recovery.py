@@ -13,8 +13,8 @@ from app.layout.incidents import Cause, Receipt, read_receipts, worker_seconds
 from app.layout.status import Status
 from app.restore import Start, State
 
-LONGEST_DETAIL = 500
-"""Characters of what the workers said as they failed."""
+LONGEST_GIST, LONGEST_DETAIL = 160, 500
+"""Characters of what one worker, and of what all of them said as they failed."""
 
 
 def make_receipt(start: Start, state: State, incident: dict[str, Any], first_step: float) -> Receipt:
@@ -91,9 +91,11 @@ class LossNoted(ray.train.UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at every poll while there are errors; what was noted first stands."""
-        lines = [f"rank {rank}: {_first_line(error)}" for rank, error in sorted(worker_exceptions.items())]
+        lines = [f"rank {rank}: {_gist(error)}" for rank, error in sorted(worker_exceptions.items())]
         self._board.note.remote(loss="; ".join(lines)[:LONGEST_DETAIL], noticed=time.time())
 
 
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _gist(error: Exception) -> str:
+    """The line that says why: of a lost worker, Ray puts a page about it before."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if line.startswith("The actor")), lines[0])[:LONGEST_GIST]

@@ -33,9 +33,10 @@ from app.layout.checkpoints import MANIFEST, Checkpoint, find_newest_good, leads
 from app.layout.history import read_journal
 from app.layout.status import Status, read_status
 from app.layout.storage import open_storage
+from app.memory import Found, Held, as_bytes, find_held, find_pulses
 from app.patience import with_patience
 from app.settings import Settings
-from app.snapshot import Found, Held, as_bytes, find_held, find_pulses, in_buffer
+from app.snapshot import in_buffer
 
 
 class Machine(NamedTuple):

@@ -200,7 +200,8 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[s
             datasets["test"] = ray.data.range(rows_in(plan.test))
     workers = settings.num_workers
     collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
-    install_coordinator()
+    if workers.elastic:
+        install_coordinator()
     with (
         open_board() as board,
         shown_progress(board, plan.total_steps, plan.steps.per_epoch),

@@ -37,12 +37,13 @@ from app.layout.history import Journal
 from app.layout.incidents import Cause
 from app.layout.status import STATUS_EVERY_S
 from app.ledger import Ledger
+from app.memory import NodeMemory
 from app.metrics import Window, scalars
 from app.news import News, first_status
 from app.output import shipped_worker_output
 from app.restore import Start, State, agree_on_start, load_start, load_weights, read_init, versions
 from app.settings import Settings
-from app.snapshot import NodeMemory, Snapshots
+from app.snapshot import Snapshots
 from app.tasks import Task, load_task
 
 REPORT_TO_RAY_EVERY_S = 2
@@ -122,11 +123,11 @@ class Worker:
 
     def keep(self, step: int, metrics: dict[str, Any], evaluated: bool, for_storage: bool) -> None:
         """Begin to copy the state at `step`, which all workers do together; `for_storage` makes it a checkpoint."""
-        began = time.perf_counter()
+        began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
         if self.settings.snapshot_cost:
             sync_buffers(self.model)
         windows = self.ledger.gather(step)
-        together = time.perf_counter() - began
+        together = time.thread_time() - began
         if not self.snapshots or not (self.snapshots.memory.shared or (self.saver and for_storage)):
             return
         about = describe(self.attempt, step, self.steps.per_epoch, self.total_steps, scalars(metrics), evaluated)
@@ -246,7 +247,7 @@ def sync_buffers(model: torch.nn.Module) -> None:
     rows, until DDP does the same before the next forward pass. All workers call this together.
     """
     buffers = list(model.buffers())
-    for dtype in {buffer.dtype for buffer in buffers}:
+    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):  # in one order on all workers, which a set has not
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         flat = torch.cat([buffer.reshape(-1) for buffer in same])  # one message, not one for each
         dist.broadcast(flat, src=0)

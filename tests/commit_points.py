@@ -23,8 +23,9 @@ from app.layout.attempts import Attempt, claim, read_attempts
 from app.layout.checkpoints import find_faults, find_newest_good, list_checkpoints
 from app.layout.history import Journal
 from app.layout.storage import Entry, LocalStorage, Writer
+from app.memory import NodeMemory
 from app.settings import Settings
-from app.snapshot import NodeMemory, Snapshots
+from app.snapshot import Snapshots
 
 SAVES = 3
 

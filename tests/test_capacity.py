@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as rays
 
-from app import ray_internals
+from app import capacity, ray_internals
 from app.capacity import IN_VAIN_FACTOR, SETTLED_S, Finding, Watch, find_room, watched_nodes
 from app.layout.incidents import Cause
 from app.ray_internals import COORDINATOR, draining_nodes, install_coordinator
@@ -195,38 +195,41 @@ class FakeBoard:
 
 
 @pytest.fixture
-def no_coordinator(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_coordinator(ray_address: str) -> None:
     """As if nobody had asked Ray for its nodes before, nor been warned."""
     remove_coordinator()
     ray_internals._warn_once.cache_clear()
 
 
 def remove_coordinator() -> None:
-    try:
-        ray.kill(ray.get_actor(COORDINATOR, COORDINATOR))
-    except ValueError:
-        return
-    time.sleep(0.5)  # until the name is free
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            ray.kill(ray.get_actor(COORDINATOR, COORDINATOR))
+        except ValueError:  # its name is free
+            return
+        time.sleep(0.1)
 
 
-def reserve(requester: str, workers: int) -> None:
-    ray.get(
-        ray.get_actor(COORDINATOR, COORDINATOR).request_resources.remote(
-            requester_id=requester,
-            resources=[PER_WORKER] * workers,
-            expire_after_s=180,
-            priority=rays.ResourceRequestPriority.HIGH,
-        )
+def reserve(requester: str, workers: int, per_worker: dict[str, float]) -> None:
+    request = ray.get_actor(COORDINATOR, COORDINATOR).request_resources.remote(
+        requester_id=requester,
+        resources=[per_worker] * workers,
+        expire_after_s=180,
+        priority=rays.ResourceRequestPriority.HIGH,
     )
+    ray.get(request)
 
 
-def reserved(requester: str) -> dict[str, int]:
+def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
     """The workers that Ray Train would start on each node."""
     answer = ray.get(ray.get_actor(COORDINATOR, COORDINATOR).get_reserved_resources.remote(requester))
-    return {node: int(min(there[name] // PER_WORKER[name] for name in PER_WORKER)) for node, there in answer.items()}
+    return {node: int(min(there[name] // per_worker[name] for name in per_worker)) for node, there in answer.items()}
 
 
-def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str) -> None:
+def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "SETTLED_S", 1.0)
+
     @ray.remote(num_cpus=1)
     class Rank:
         def node(self) -> str:
@@ -239,11 +242,11 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str) -
         watched_nodes(board, PER_WORKER, Workers(1, 3)),
     ):
         board.trains = group(1, a.node_id)
-        reserve("train-test", workers=3)
-        assert reserved("train-test") == {a.node_id: 1}
+        reserve("train-test", 3, PER_WORKER)
+        assert reserved("train-test", PER_WORKER) == {a.node_id: 1}
         with start_node(ray_address, notice_s=20, CPU=2, spot=2) as b:
-            assert reserved("train-test") == {a.node_id: 1, b.node_id: 2}
-            heard = board.wait(within=SETTLED_S + 5)
+            assert reserved("train-test", PER_WORKER) == {a.node_id: 1, b.node_id: 2}
+            heard = board.wait(within=10)
             assert (heard.leave, heard.cause, heard.detail) == (True, Cause.GROWTH, "1 -> 3 workers")
 
             rank = Rank.options(resources={"spot": 2}).remote()  # a node without work goes at once
@@ -254,7 +257,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str) -
             assert (heard.leave, heard.cause) == (True, Cause.RECLAIM)
             assert heard.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
             assert 0 < heard.noticed - (heard.deadline - 20) < 2, "seconds since it was told to go"
-            assert reserved("train-test") == {a.node_id: 1}, "Ray Train would wait for a node that goes"
+            assert reserved("train-test", PER_WORKER) == {a.node_id: 1}, "Ray Train would wait for a node that goes"
 
             ray.kill(rank)
             b.wait(timeout=15)
@@ -267,26 +270,23 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str) -
             )
         a.lose()
         assert next(one for one in ray.nodes() if one["NodeID"] == a.node_id)["Alive"], "then this shows nothing"
-        assert reserved("train-test") == {}, "Ray Train would wait for a node that does not answer"
+        assert reserved("train-test", PER_WORKER) == {}, "Ray Train would wait for a node that does not answer"
 
 
-def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -> None:
+    cpu = {"CPU": 0.33}  # three of them are less than 0.99 to a computer
     install_coordinator()
-    with monkeypatch.context() as patch:
-        patch.setitem(PER_WORKER, "spot", 0.0)
-        reserve("train-killed", workers=1)
-        answer = ray.get_actor(COORDINATOR, COORDINATOR).get_reserved_resources.remote("train-killed")
-        assert ray.get(answer)
-        install_coordinator()
-        answer = ray.get_actor(COORDINATOR, COORDINATOR).get_reserved_resources.remote("train-killed")
-        assert not ray.get(answer)
+    reserve("train-killed", 3, cpu)
+    assert list(reserved("train-killed", cpu).values()) == [3]
+    install_coordinator()
+    assert reserved("train-killed", cpu) == {}
 
 
 def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
     own = rays.get_or_create_autoscaling_coordinator()
     install_coordinator()
     assert ray.get(own.get_reserved_resources.remote("someone")) == {}
-    assert capsys.readouterr().out.count("warning: restarts after a lost node may take up to 20 s more") == 1
+    assert capsys.readouterr().out.count("Ray's own autoscaling coordinator already counts") == 1
     remove_coordinator()
 
 

@@ -20,8 +20,9 @@ from app.layout import Run, open_run
 from app.layout.attempts import Attempt, claim, lineage, read_attempts
 from app.layout.checkpoints import Checkpoint, find_faults, find_newest_good, in_lineage, list_checkpoints, surplus
 from app.layout.history import Journal, read_journal
+from app.memory import NodeMemory
 from app.settings import Settings
-from app.snapshot import NodeMemory, Snapshots
+from app.snapshot import Snapshots
 from tests import s3
 from tests.conftest import REPOSITORY
 from tests.s3 import FaultProxy
@@ -167,7 +168,7 @@ def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last moment at which it can be superseded: after its check, before its manifest."""
-    import app.snapshot as module
+    import app.checkpoint as module
 
     old = Trainee(run)
     old.train()
@@ -223,13 +224,13 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in S3 behind the proxy; the checkpoints take several parts."""
-    import app.checkpoint
+    import app.patience
     from app.layout import storage
 
     limits = {"PART": 5 << 20, "CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)
-    monkeypatch.setattr(app.checkpoint, "BACKOFF_S", (0.1,))
+    monkeypatch.setattr(app.patience, "BACKOFF_S", (0.1,))
     return open_run(f"s3://{s3_bucket}/runs", "run")
 
 
@@ -243,6 +244,8 @@ def large_trainee(run: Run, **settings: Any) -> Trainee:
 FAULTS = {
     "503 on UploadPart": ("UploadPart", s3.answer(503, "SlowDown")),
     "403 on UploadPart": ("UploadPart", s3.answer(403, "AccessDenied")),
+    "404 on UploadPart": ("UploadPart", s3.answer(404, "NoSuchBucket")),
+    "507 on UploadPart": ("UploadPart", s3.answer(507, "XMinioStorageFull")),
     "503 on Complete": ("CompleteMultipartUpload", s3.answer(503, "SlowDown")),
     "403 on Complete": ("CompleteMultipartUpload", s3.answer(403, "AccessDenied")),
     "error in a 200 of Complete": ("CompleteMultipartUpload", s3.answer(200, "InternalError")),

@@ -17,30 +17,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.memory
 import app.snapshot
 from app.checkpoint import describe
 from app.layout.attempts import Attempt
-from app.snapshot import (
-    MOST_SLOTS,
-    NodeMemory,
-    Pace,
-    Snapshot,
-    Snapshots,
-    as_bytes,
-    find_held,
-    find_pulses,
-    in_buffer,
-    map_tensors,
-    size_of,
-    tensors_in,
-)
+from app.memory import MOST_SLOTS, NodeMemory, as_bytes, find_held, find_pulses
+from app.snapshot import Pace, Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
 
 RUN = "s3://bucket/runs/run"
 
 
 @pytest.fixture(autouse=True)
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(app.snapshot, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(app.memory, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -204,7 +193,7 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
 
 
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.snapshot, "_memory_left", lambda: 1000.0)
+    monkeypatch.setattr(app.memory, "_memory_left", lambda: 1000.0)
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
@@ -232,7 +221,7 @@ def test_pulses_outlive_the_process() -> None:
 
 
 def _train_and_kill_yourself(root: str) -> None:
-    app.snapshot.SHARED_MEMORY = Path(root)
+    app.memory.SHARED_MEMORY = Path(root)
     trainee = Trainee()
     trainee.train()
     trainee.take(7)

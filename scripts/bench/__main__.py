@@ -37,6 +37,9 @@ BENCHMARKS = {
     "step": Benchmark(
         "step of the training loop", "torchrun DDP, an idle Ray beside it", "ms", False, 1 / 1.03, step.measure
     ),
+    "copies": Benchmark(
+        "step with copies of the state in memory", "the same without", "ms", False, 1 / 1.03, step.measure_copies
+    ),
     "checkpoint": Benchmark(
         "training thread stalled by a checkpoint of 200 MB to S3",
         "torch.save and report() with Ray's upload",

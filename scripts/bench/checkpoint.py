@@ -20,8 +20,9 @@ from app.checkpoint import Saver, describe
 from app.layout import open_run
 from app.layout.attempts import Attempt, claim, read_attempts
 from app.layout.history import Journal
+from app.memory import NodeMemory
 from app.settings import Settings
-from app.snapshot import NodeMemory, Snapshots
+from app.snapshot import Snapshots
 
 PAIRS = 7
 BUCKET = "bench"

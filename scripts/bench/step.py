@@ -1,4 +1,4 @@
-"""The steady-state step of the training loop, against plain DDP under torchrun."""
+"""The steady-state step of the training loop: against plain DDP under torchrun, and without copies in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ def measure() -> list[tuple[float, float]]:
     return [(torchrun(), ours()) for _ in range(PAIRS)]
 
 
-def settings(storage: str) -> Settings:
+def measure_copies() -> list[tuple[float, float]]:
+    """Milliseconds of a step, (without copies in memory, with them), in turns."""
+    return [(ours(SNAPSHOT_COST="0"), ours()) for _ in range(PAIRS)]
+
+
+def settings(storage: str, **more: str) -> Settings:
     """ResNet-18 on the sample, two workers of one core."""
     return load_settings(
         {
+            **more,
             "STORAGE_PATH": storage,
             "MAX_STEPS": str(STEPS),
             "NUM_WORKERS": str(WORKERS),
@@ -41,10 +47,10 @@ def settings(storage: str) -> Settings:
     )
 
 
-def ours() -> float:
+def ours(**more: str) -> float:
     """From the first record after the warm-up to the last: whatever the loop does in between counts."""
     with tempfile.TemporaryDirectory() as storage:
-        chosen = settings(storage)
+        chosen = settings(storage, **more)
         plan = make_plan(chosen, load_task(chosen))
         run = open_run(storage, chosen.run_name)
         fit(plan, run, new_owner(run, ""))
