@@ -56,7 +56,7 @@ class News:
         self.hurry: Callable[[], None] = lambda: None
         "Makes `publish` come at once."
         self._shown = 0.0
-        self._restarted = self._paced = False
+        self._restarted = self._paced = self._warned = False
         self._status = about
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
         self._incident = ray.get(board.begin.remote(group), timeout=BOARD_TIMEOUT_S)
@@ -138,19 +138,23 @@ class News:
 
     def _warning(self) -> str:
         """What the user should know before it matters; said once on the terminal and in the events, too."""
-        save_s, notice_s = self._saver.commit_s, self._settings.notice_s
-        if not save_s or not notice_s or save_s + NOTICE_MARGIN_S <= notice_s:
-            return ""
-        text = (
-            f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
-            "reclaimed at once, the run goes back to the checkpoint before. Faster storage or a longer notice helps"
-        )
-        if not self._status.warning:
+        text = warn_of_notice(self._saver.commit_s, self._settings.notice_s)
+        if text and not self._warned:
+            self._warned = True
             self._board.say.remote(f"warning: {text}")
             event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
             self._journals["events"].append(event)
-            self._status = replace(self._status, warning=text)
         return text
+
+
+def warn_of_notice(save_s: float | None, notice_s: float) -> str:
+    """What to tell when a save of `save_s` seconds does not fit into a notice (0: unknown); empty when it does."""
+    if not save_s or not notice_s or save_s + NOTICE_MARGIN_S <= notice_s:
+        return ""
+    return (
+        f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
+        "reclaimed at once, the run goes back to the checkpoint before. Faster storage or a longer notice helps"
+    )
 
 
 def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status:

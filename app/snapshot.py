@@ -66,14 +66,18 @@ class Snapshots:
         optimizer: torch.optim.Optimizer,
         extra_state: dict[str, Any],
         ledger: list[Any],
+        needed: bool,
         for_storage: bool,
     ) -> Snapshot | None:
         """Begin to copy the state; the caller goes on, and calls `wait_for_copy` before it changes parameters.
 
-        None when no slot is free and it is not `for_storage`: then the newest copy stays the newest.
+        `for_storage`: the slot stays as it is until the snapshot is released. None when no slot is free and the copy is
+        not `needed`: then the newest one stays the newest.
         """
         began = time.perf_counter()
         self.wait_for_copy()
+        if needed:
+            self.wait_until_whole()  # after which a slot is free
         if self._spent:
             self.costs.append(self._spent)
             self._spent = 0.0
@@ -81,7 +85,7 @@ class Snapshots:
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
         structure = map_tensors(source, lambda tensor: torch.empty_like(tensor, device="meta"))
         self.size = size_of(structure)
-        slot = self.memory.free_slot(self.size, for_storage)
+        slot = self.memory.free_slot(self.size, needed)
         if slot is None:
             return None
         state = in_buffer(structure, slot.map)

@@ -140,10 +140,17 @@ class Worker:
             "settings": self.settings.environment(),
             "versions": versions(),
         }
-        to_commit = for_storage and self.saver is not None
-        snapshot = self.snapshots.take(about, self.model, self.optimizer, extra_state, windows, to_commit)
+        snapshot = self.snapshots.take(
+            about,
+            self.model,
+            self.optimizer,
+            extra_state,
+            windows,
+            needed=for_storage,
+            for_storage=for_storage and self.saver is not None,
+        )
         self.snapshots.charge(together)
-        if self.saver and snapshot and to_commit:
+        if self.saver and snapshot and for_storage:
             self.saver.commit(snapshot)
 
     def report(self, record: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
         optimizer.step()
         journals["metrics"].append({"step": step, "loss": float(step)})
         about = describe(attempt, step, 10, 10, {"loss": float(step)})
-        snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], for_storage=True)
+        snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], needed=True, for_storage=True)
         assert snapshot
         saver.commit(snapshot)
         # The first save stands before the killing begins; each is committed before the next, so that none is skipped.

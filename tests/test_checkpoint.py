@@ -54,7 +54,9 @@ class Trainee:
 
     def save(self, loss: float = 1.0) -> None:
         about = describe(self.attempt, self.step, 100, 100, {"loss": loss})
-        snapshot = self.snapshots.take(about, self.model, self.optimizer, {"step": self.step}, [], for_storage=True)
+        snapshot = self.snapshots.take(
+            about, self.model, self.optimizer, {"step": self.step}, [], needed=True, for_storage=True
+        )
         assert snapshot
         self.saver.commit(snapshot)
 

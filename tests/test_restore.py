@@ -13,6 +13,7 @@ from app.layout.hangs import HUNG
 from app.layout.incidents import Cause, Receipt
 from app.layout.status import RunState, Status
 from app.memory import Held
+from app.news import warn_of_notice
 from app.patience import with_patience
 from app.recovery import first_incident, make_receipt
 from app.restore import Machine, Start, State, begin_attempt, choose_held
@@ -120,6 +121,13 @@ def test_the_rank_that_hung_is_blamed_not_those_that_waited() -> None:
     assert receipt.detail == "rank 1 stands"
     now = a_start(at(2, 105), at(1, 10), events=events[:1])
     assert make_receipt(now, State(taken=98.0), {"cause": Cause.HUNG}, 110.0).detail == "rank 1: left no word"
+
+
+def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
+    assert "takes 30 s to commit, and a notice leaves 27 s" in warn_of_notice(30.0, 27)
+    assert warn_of_notice(25.0, 27), "the notice has to travel first"
+    for save_s, notice_s in [(10.0, 27), (None, 27), (30.0, 0)]:
+        assert not warn_of_notice(save_s, notice_s)
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:

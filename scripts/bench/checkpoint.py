@@ -68,7 +68,7 @@ def on_worker(config: dict[str, Any]) -> None:
 
             began = time.perf_counter()
             about = describe(attempt, step, 100, 100, {"loss": 0.0})
-            snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], for_storage=True)
+            snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], needed=True, for_storage=True)
             assert snapshot
             saver.commit(snapshot)
             ours = time.perf_counter() - began
