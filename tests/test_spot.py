@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 
+from app.board import open_board
 from app.layout import Run
 from app.layout.attempts import read_attempts
+from app.layout.checkpoints import write_manifest
 from app.layout.history import read_journal
 from app.layout.incidents import Cause, Receipt, find_gaps, goodput, read_receipts
 from tests.conftest import Program
@@ -145,3 +149,32 @@ def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_dat
     assert restart.cause is Cause.HUNG
     assert "wait_for_ever" in restart.detail or "rank" in restart.detail
     assert_audit_clean(program)
+
+
+def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, make_data: MakeData) -> None:
+    settings = {"DATASET": make_data(100, test_rows=50), "GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1}
+    program.run(**settings)
+    run = the_run(program)
+    before = newest(run)
+    metrics = {name: value for name, value in before.metrics.items() if not name.startswith("test_")}
+    write_manifest(run, replace(before, metrics=metrics, evaluated=False))
+    program.run(**settings)
+    after = newest(run)
+    assert (after.step, after.attempt, after.evaluated) == (before.step, 2, True)
+    assert after.metrics["test_accuracy"] == pytest.approx(before.metrics["test_accuracy"])
+    assert after.metrics["loss"] == before.metrics["loss"]
+    assert_complete(run, read_receipts(read_journal(run, "events")))
+    assert_audit_clean(program)
+
+
+def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> None:
+    with open_board() as board:
+        ray.get(board.note.remote(cause="node lost", noticed=1.0))
+        assert ray.get(board.begin.remote({"attempt": 2}))["cause"] == "node lost"
+        ray.get(board.leave.remote("reclaim", "node x", 2.0, 30.0))
+        assert ray.get(board.group.remote()) == {}, "it is about to end"
+        ray.get(board.recovered.remote())
+        assert ray.get(board.wish.remote()).leave
+        again = ray.get(board.begin.remote({"attempt": 3}))
+        assert (again["cause"], again["noticed"]) == ("reclaim", 2.0)
+        assert not ray.get(board.wish.remote()).leave
