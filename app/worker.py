@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -51,6 +53,10 @@ REPORT_TO_RAY_EVERY_S = 2
 
 LEAVE_S = 60
 """The most that storage is waited for when the workers make way, no node is going, and memory has the state anyway."""
+
+GONE_AFTER_S = 5.0
+"""Then workers that have left end. Ray keeps their processes until it has room for a new group, and with them a node
+that is to go: Kubernetes replaces a pod only when it is gone."""
 
 DEADLINE_MARGIN_S = 1.0
 """Left of a notice when the workers leave, committed or not: the survivors have the state in memory."""
@@ -178,6 +184,9 @@ class Worker:
             if self.news:
                 self.news.leave(self._time_to_leave())
             dist.barrier(group=self.control_group)  # the first to end takes the others along
+        gone = threading.Timer(GONE_AFTER_S, os._exit, (0,))
+        gone.daemon = True
+        gone.start()
         raise RayActorError(error_msg="the workers make way for a new group", preempted=True)
 
     def _time_to_leave(self) -> float | None:
