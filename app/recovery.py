@@ -13,6 +13,9 @@ from app.layout.incidents import Cause, Receipt, read_receipts, worker_seconds
 from app.layout.status import Status
 from app.restore import Start, State
 
+LEFT = "the workers make way for a new group"
+"""What workers say that were told to leave."""
+
 LONGEST_GIST, LONGEST_DETAIL = 160, 500
 """Characters of what one worker, and of what all of them said as they failed."""
 
@@ -38,7 +41,7 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
         attempt=attempt.number,
         since=since,
         cause=cause,
-        detail=_blame(start) if cause is Cause.HUNG else str(incident.get("detail") or incident.get("loss") or ""),
+        detail=_detail(cause, start, incident),
         noticed=incident.get("noticed"),
         save_began=incident.get("save_began"),
         committed=incident.get("committed"),
@@ -56,11 +59,19 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
 
 
 def _cause(before: list[Any], incident: dict[str, Any]) -> Cause:
-    if "cause" in incident:
+    making_way = incident.get("cause") == Cause.GROWTH
+    if "cause" in incident and not (making_way and "loss" in incident):  # lost before it had left
         return Cause(incident["cause"])
     if not before:
         return Cause.BEGIN
     return Cause.WORKER_LOST
+
+
+def _detail(cause: Cause, start: Start, incident: dict[str, Any]) -> str:
+    if cause is Cause.HUNG:
+        return _blame(start)
+    order = ("loss", "detail") if cause is Cause.WORKER_LOST else ("detail", "loss")
+    return next((str(incident[name]) for name in order if incident.get(name)), "")
 
 
 def _blame(start: Start) -> str:
@@ -91,7 +102,10 @@ class LossNoted(ray.train.UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at every poll while there are errors; what was noted first stands."""
-        lines = [f"rank {rank}: {_gist(error)}" for rank, error in sorted(worker_exceptions.items())]
+        lost = {rank: error for rank, error in worker_exceptions.items() if LEFT not in str(error)}
+        if not lost:
+            return  # they were told to leave, and did
+        lines = [f"rank {rank}: {_gist(error)}" for rank, error in sorted(lost.items())]
         self._board.note.remote(loss="; ".join(lines)[:LONGEST_DETAIL], noticed=time.time())
 
 

@@ -43,6 +43,7 @@ from app.memory import NodeMemory
 from app.metrics import Window, scalars
 from app.news import News, first_status
 from app.output import shipped_worker_output
+from app.recovery import LEFT
 from app.restore import Start, State, agree_on_start, load_start, load_weights, read_init, versions
 from app.settings import Settings
 from app.snapshot import Snapshots
@@ -187,7 +188,7 @@ class Worker:
         gone = threading.Timer(GONE_AFTER_S, os._exit, (0,))
         gone.daemon = True
         gone.start()
-        raise RayActorError(error_msg="the workers make way for a new group", preempted=True)
+        raise RayActorError(error_msg=LEFT, preempted=True)
 
     def _time_to_leave(self) -> float | None:
         """Seconds that the commit of the last checkpoint may take; None: as long as it takes."""

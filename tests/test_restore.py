@@ -111,6 +111,14 @@ def test_a_pause_is_not_lost() -> None:
     assert first_incident([], None)["cause"] is Cause.BEGIN
 
 
+def test_a_loss_while_workers_make_way_is_a_loss() -> None:
+    now = a_start(at(2, 105), at(1, 10))
+    growth = {"cause": Cause.GROWTH, "detail": "2 -> 3 workers", "noticed": 100.0}
+    assert make_receipt(now, State(taken=98.0), growth, 110.0).cause is Cause.GROWTH
+    receipt = make_receipt(now, State(taken=98.0), {**growth, "loss": "rank 1: died"}, 110.0)
+    assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
+
+
 def test_the_rank_that_hung_is_blamed_not_those_that_waited() -> None:
     def hung(rank: int, waiting: bool) -> dict[str, Any]:
         return {"event": HUNG, "attempt": 1, "rank": rank, "waiting": waiting, "detail": f"rank {rank} stands"}
