@@ -224,7 +224,7 @@ class Found(NamedTuple):
     data: torch.Tensor
     "The tensors' bytes, uint8 [size]."
     rest: dict[str, Any]
-    "What lies beside them: `structure`, `extra_state`, `about` and `ledger`."
+    "What lies beside them: `structure`, `about` and `ledger`."
 
 
 def find_held(location: str) -> Found | None:

@@ -159,15 +159,16 @@ def warn_of_notice(save_s: float | None, notice_s: float) -> str:
 
 def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status:
     """The status of a worker group that has just been claimed."""
+    before = start.status or Status(RunState.RUNNING, start.attempt.owner)
     return replace(
-        start.status or Status(RunState.RUNNING, start.attempt.owner),
+        before,
         state=RunState.RUNNING,
         reason="",
         warning="",
         attempt=start.attempt.number,
         world_size=len(start.nodes),
         step=start.attempt.step,
-        checkpoint=start.checkpoint.name if start.checkpoint else start.status.checkpoint if start.status else None,
+        checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
     )

@@ -102,7 +102,7 @@ class Snapshots:
         slot.uploading, slot.sealing = for_storage, self.memory.shared
         self._copying = self._thread.submit(self._copy, tensors, mark)
         if slot.sealing:
-            rest = {"structure": structure, "extra_state": extra_state, "about": plain(about), "ledger": ledger}
+            rest = {"structure": structure, "about": plain(about), "ledger": ledger}
             self._sealing = self._thread.submit(self._seal, slot, about, rest, mark is None)
         self._spent += time.perf_counter() - began
         return Snapshot(about, extra_state, state, slot, self._copying)

@@ -35,6 +35,7 @@ from app.errors import SettingsError, SupersededError, find_in
 from app.hang import Watchdog
 from app.layout import Run, open_run
 from app.layout.attempts import Attempt, record_error
+from app.layout.checkpoints import Checkpoint
 from app.layout.history import Journal
 from app.layout.incidents import Cause
 from app.layout.status import STATUS_EVERY_S
@@ -138,27 +139,31 @@ class Worker:
         if not self.snapshots or not (self.snapshots.memory.shared or (self.saver and for_storage)):
             return
         about = describe(self.attempt, step, self.steps.per_epoch, self.total_steps, scalars(metrics), evaluated)
-        extra_state = {
-            "step": step,
-            "epoch": about.epoch,
-            # The loader's position and the generators' states are functions of these and the step.
-            "loader": {"name": self.settings.loader, **dataclasses.asdict(self.steps)},
-            "rng": {"seed": self.settings.seed, "step": step},
-            "settings": self.settings.environment(),
-            "versions": versions(),
-        }
+        commits = for_storage and self.saver is not None
         snapshot = self.snapshots.take(
             about,
             self.model,
             self.optimizer,
-            extra_state,
+            self._extra_state(about) if commits else {},  # a copy in memory is read by this very run
             windows,
             needed=for_storage,
-            for_storage=for_storage and self.saver is not None,
+            for_storage=commits,
         )
         self.snapshots.charge(together)
-        if self.saver and snapshot and for_storage:
+        if self.saver and snapshot and commits:
             self.saver.commit(snapshot)
+
+    def _extra_state(self, about: Checkpoint) -> dict[str, Any]:
+        """What a checkpoint says of where it comes from, besides its manifest."""
+        return {
+            "step": about.step,
+            "epoch": about.epoch,
+            # The loader's position and the generators' states are functions of these and the step.
+            "loader": {"name": self.settings.loader, **dataclasses.asdict(self.steps)},
+            "rng": {"seed": self.settings.seed, "step": about.step},
+            "settings": self.settings.environment(),
+            "versions": versions(),
+        }
 
     def report(self, record: dict[str, Any]) -> None:
         """Add a record to the metric history, and tell Ray; all workers call this with the same record."""
@@ -219,9 +224,8 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     run = open_run(settings.storage_path, settings.run_name)
     torch.set_num_threads(config["threads"])
     quiet_ray_train()
-    limit = timedelta(
-        seconds=settings.storage_timeout_s + config["collective_timeout_s"]
-    )  # rank 0 may wait for storage
+    # Rank 0 may wait for storage while the others wait for it.
+    limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
     control_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
     board = config["board"]
 
