@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parent.parent
 SHELL = dict(os.environ)
 """The environment that the tests were started in, for those of a real cluster."""
 
-pytest_plugins = ["tests.s3", "tests.kubernetes"]
+pytest_plugins = ["tests.s3", "tests.kubernetes", "tests.commands"]
 
 
 @pytest.fixture(autouse=True)

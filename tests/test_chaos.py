@@ -8,20 +8,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.layout import Run, open_run
+from app.layout import Run
 from app.layout.attempts import Attempt, read_attempts
 from app.layout.incidents import Cause
 from app.layout.status import RunState
 from submitter.chaos import AT_ONCE_S, Kind, make_plan
+from tests.commands import Command
 from tests.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
 from tests.runs import begin, commit, consumed, record_audit, start, write_receipt
 from tests.test_cli import damage
-from tests.test_wait import Command, says
+from tests.test_wait import says
 
 JOB, CLUSTER = "run-1", "run-1-x"
 HEAD, WORKERS = "run-1-x-head", ["run-1-x-worker-1", "run-1-x-worker-2", "run-1-x-worker-3"]
@@ -72,16 +72,6 @@ class Training:
         """Succeed."""
         says(self.run, RunState.SUCCEEDED, owner=JOB, step=self.attempt.number)
         self.cluster.set_status(JOB, "Complete", "SUCCEEDED")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return open_run(str(tmp_path / "runs"), "run")
-
-
-@pytest.fixture
-def sunspot(run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(run, capsys)
 
 
 @pytest.fixture

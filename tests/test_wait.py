@@ -22,43 +22,11 @@ from app.layout.status import RunState, Status, request_stop, write_status
 from submitter.cli import main
 from submitter.seen import Seen
 from submitter.wait import Lines
+from tests.commands import Command
 from tests.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob
 from tests.runs import begin, commit, report, start, write_receipt
 
 JOB = "run-1"
-
-
-class Command:
-    """Runs `sunspot` on the run of a test."""
-
-    def __init__(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-        self.run, self._capsys = run, capsys
-        self.out, self.err = "", ""
-
-    def __call__(self, *words: str) -> int:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "--storage", self.run.storage.locate("")])
-        self.out, self.err = self._capsys.readouterr()
-        return int(ended.value.code or 0)
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def lines(self) -> list[Any]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return open_run(str(tmp_path / "runs"), "run")
-
-
-@pytest.fixture
-def sunspot(run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(run, capsys)
 
 
 def says(run: Run, state: RunState, **more: Any) -> None:
