@@ -15,6 +15,10 @@ WISH_EVERY_S = 0.5
 """Seconds between two questions whether to go on: a notice may be as short as 15 s."""
 
 
+BOARD_TIMEOUT_S = 60
+"""The board is beside the driver: if it does not answer for so long, the driver is gone."""
+
+
 @dataclass(frozen=True)
 class Wish:
     """What the driver wants of the worker group."""
@@ -39,6 +43,7 @@ class Board:
         self._group: dict[str, Any] = {}
         self._incident: dict[str, Any] = {}
         "What is known of why the worker group ends."
+        self._verdict: Exception | None = None
         self._restart: dict[str, Any] = {}
         "What is known of why it began; empty once it has taken a step."
 
@@ -61,6 +66,14 @@ class Board:
     def wish(self) -> Wish:
         """What the driver wants."""
         return self._wish
+
+    def fail(self, error: Exception) -> None:
+        """An error that no new worker group can mend: the first one stands."""
+        self._verdict = self._verdict or error
+
+    def verdict(self) -> Exception | None:
+        """The error that ended the training for good, if one did."""
+        return self._verdict
 
     def show(self, state: dict[str, Any]) -> None:
         """Take the newest state: `attempt`, `step`, `loss`, `committed` (step of the last checkpoint) and `time`."""

@@ -21,7 +21,8 @@ LOOK_EVERY_S = 0.5
 
 SETTLED_S = 5.0
 """How long room for more workers must stay as it is before they make way: nodes that were asked for together join
-within seconds of each other, and a restart stops all workers for several seconds."""
+within seconds of each other, and a restart stops all workers for several seconds. Ray has to know of them, too: what
+its view of the nodes may be behind comes on top."""
 
 IN_VAIN_FACTOR = 4
 """How much longer the room must stay after each time that Ray made no larger group of it: when another job holds
@@ -59,8 +60,10 @@ class Watch:
         resources_per_worker: dict[str, float],
         workers: Workers,
         answering: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
+        behind_s: float = 0.0,
     ) -> None:
         self._per_worker, self._most, self._answering = resources_per_worker, workers.most, answering
+        self._settled_s = SETTLED_S + behind_s
         self._done_with = 0  # attempts count from 1
         self._room: dict[str, int] = {}
         self._since = 0.0
@@ -89,7 +92,7 @@ class Watch:
         if size >= self._possible(nodes):
             self._tries = 0
             return None
-        if now - self._since < SETTLED_S * IN_VAIN_FACTOR**self._tries:
+        if now - self._since < self._settled_s * IN_VAIN_FACTOR**self._tries:
             return None
         possible = self._possible(self._answering(nodes))  # a lost node may not be known to be one yet
         if size >= possible:
@@ -141,13 +144,16 @@ def _name(nodes: set[str], group: dict[str, Any]) -> str:
 
 
 @contextmanager
-def watched_nodes(board: Any, resources_per_worker: dict[str, float], workers: Workers) -> Iterator[None]:
+def watched_nodes(
+    board: Any, resources_per_worker: dict[str, float], workers: Workers, behind_s: float
+) -> Iterator[None]:
     """Tell the board (`app.board`) what happens to the nodes, while the context lasts.
 
+    `behind_s` is how old the view of the nodes may be, in seconds, by which Ray Train sizes a group.
     The worker group is to leave nodes that go, and for nodes that have come; a lost one is only noted, as Ray Train
     restarts the group by itself.
     """
-    watch = Watch(resources_per_worker, workers, answering)
+    watch = Watch(resources_per_worker, workers, answering, behind_s)
     seen = time.monotonic()
     blind = False
 

@@ -46,6 +46,9 @@ class Saver:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._failing_since: float | None = None
+        self._tries = 0
+        "Failed ones since the last commit."
+        self._hurried = False
         self.last_committed: Checkpoint | None = None
         self.commit_s: float | None = None
         "Seconds from the last committed snapshot to its commit."
@@ -74,6 +77,8 @@ class Saver:
         `storage_timeout_s`.
         """
         with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
             done = self._changed.wait_for(lambda: self._error or not (self._pending or self._busy), timeout_s)
         self.raise_if_failed()
         return bool(done)
@@ -108,25 +113,33 @@ class Saver:
 
     def _commit_with_patience(self, snapshot: Snapshot) -> None:
         """Try until it is committed, a newer snapshot waits, or storage has failed for `storage_timeout_s`."""
-        tries = 0
         while True:
             try:
                 self._commit(snapshot)
-                self._failing_since = None
-                return
             except (StorageError, NotFoundError, DamageError) as error:
                 self._failing_since = self._failing_since or time.monotonic()
                 failing_for = time.monotonic() - self._failing_since
-                self._note("commit failed", snapshot.about, str(error))
+                if self._tries == 0:  # one event for each outage, however many tries it takes
+                    self._note("commit failed", snapshot.about, str(error))
+                else:
+                    self._warn(f"no commit for {failing_for:.0f} s: {error}")
                 if failing_for > self._settings.storage_timeout_s:
                     raise StorageError(
                         f"no checkpoint could be committed for {failing_for:.0f} s "
                         f"(SUNSPOT_STORAGE_TIMEOUT_S={self._settings.storage_timeout_s:g}): {error}"
                     ) from error
+            else:
+                if self._failing_since:
+                    failed_for = time.monotonic() - self._failing_since
+                    self._note("commits go on", snapshot.about, f"none for {failed_for:.0f} s, {self._tries} tries")
+                self._failing_since, self._tries = None, 0
+                return
             with self._changed:
-                if self._changed.wait_for(lambda: self._pending, pause_after(tries)):
+                self._hurried = False
+                self._changed.wait_for(lambda: self._hurried, pause_after(self._tries))
+                self._tries += 1
+                if self._pending:
                     return
-            tries += 1
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Write one checkpoint. Killed at any point, the last one stands, and this one does or does not exist."""

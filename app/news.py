@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from app.agreement import Timer
+from app.board import BOARD_TIMEOUT_S
 from app.checkpoint import Saver
 from app.layout import Run
 from app.layout.attempts import ensure_owner, step_of
@@ -22,9 +23,6 @@ from app.recovery import make_receipt
 from app.restore import Start, State
 from app.settings import Settings
 from app.snapshot import Pace, Snapshots
-
-BOARD_TIMEOUT_S = 60
-"""The board is beside the driver: if it does not answer for so long, the driver is gone."""
 
 SURE_AFTER = 3
 """Copies after which their cost is told: the first ones pay for the memory itself."""

@@ -21,6 +21,9 @@ COORDINATOR = "AutoscalingCoordinator"
 COORDINATOR_START_TIMEOUT_S = 60.0
 """Starting an actor's process takes some seconds, and on a busy machine tens of them."""
 
+RAYS_OWN_LOOKS_EVERY_S = 20.0
+"""AutoscalingCoordinator.TICK_INTERVAL_S (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py)."""
+
 ANSWER_TIMEOUT_S = 1.0
 """A machine that lives takes a connection at once, however busy it is: that is its kernel's doing."""
 
@@ -70,8 +73,10 @@ def _answers(node: dict[str, Any]) -> bool:
     return True
 
 
-def install_coordinator() -> None:
+def install_coordinator() -> float:
     """Make Ray Train size worker groups by the nodes as they are at that moment; call it before `fit`.
+
+    The answer is how old Ray Train's view of the nodes may be, in seconds.
 
     Ray's own coordinator looks at the nodes every 20 s, and counts those that were told to go and those that no longer
     answer: after a loss, the worker group is first sized for nodes that are gone, and waits for them. Ray takes an
@@ -91,13 +96,15 @@ def install_coordinator() -> None:
                 "restarts after a lost node may take up to 20 s more: Ray's own autoscaling coordinator already counts "
                 "this cluster's nodes"
             )
-            return
+            return RAYS_OWN_LOOKS_EVERY_S
         ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
         if not _someone_trains():
             ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
+        return 0.0
     except Exception as error:  # whatever a Ray with other internals raises
         _warn_once(f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}")
         _remove_coordinator()
+        return RAYS_OWN_LOOKS_EVERY_S
 
 
 def _create_coordinator() -> None:

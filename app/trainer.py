@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import ConflictError, StorageError, SunspotError
+from app.errors import ConflictError, StorageError, SunspotError, shorten
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts, read_error, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
@@ -50,6 +50,9 @@ COLLECTIVE_TIMEOUT_S = 300
 
 AFTER_WATCHDOG_S = 60
 """And not before the watchdogs have told where all ranks stand (app/hang.py)."""
+
+PROOF_TIMEOUT_S = 120
+"""How long a node may take to say whether it sees the storage; it starts a process for that."""
 
 NEVER_S = 1e9
 """Ray resizes a worker group without a word to it, and its steps since the last checkpoint are lost: we grow it."""
@@ -173,12 +176,12 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[s
     from app.data.ray_loader import StepStreams
     from app.data.source import rows_in
     from app.progress import shown_progress
-    from app.ray_internals import install_coordinator
+    from app.ray_internals import answering, install_coordinator
     from app.recovery import LossNoted
     from app.train_loop import train_loop
 
     settings = plan.settings
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = answering(ray.nodes())  # one that was just lost lives on in Ray's list for a while
     prove_on_all_nodes(settings.storage_path, settings.run_name, nodes)
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
     for reason in resources.reasons:
@@ -200,17 +203,16 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[s
             datasets["test"] = ray.data.range(rows_in(plan.test))
     workers = settings.num_workers
     collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
-    if workers.elastic:
-        install_coordinator()
+    behind_s = install_coordinator() if workers.elastic else 0.0
     with (
         open_board() as board,
         shown_progress(board, plan.total_steps, plan.steps.per_epoch),
         watched_stop(run, board, wish),
-        watched_nodes(board, resources.per_worker, workers),
+        watched_nodes(board, resources.per_worker, workers, behind_s),
         tempfile.TemporaryDirectory() as scratch,
     ):
         board.note.remote(**incident)
-        TorchTrainer(
+        trainer = TorchTrainer(
             train_loop,
             train_loop_config={
                 "settings": settings,
@@ -241,7 +243,12 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[s
             ),
             dataset_config=streams,
             datasets=datasets,
-        ).fit()
+        )
+        try:
+            trainer.fit()
+        finally:  # what a worker knows of its end is more than what Ray does
+            if verdict := ray.get(board.verdict.remote()):
+                raise verdict
 
 
 def prove_on_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, object]]) -> None:
@@ -260,7 +267,13 @@ def prove_on_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, o
     try:
         for node in others:
             there = sees.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            problem = ray.get(there.remote(storage_path, run_name, key, content), timeout=120)
+            try:
+                problem = ray.get(there.remote(storage_path, run_name, key, content), timeout=PROOF_TIMEOUT_S)
+            except ray.exceptions.RayTaskError:
+                raise
+            except ray.exceptions.RayError as error:  # the node is gone, or on its way
+                print(f"warning: node {node[:12]} did not say if it sees the storage: {shorten(error)}", flush=True)
+                continue
             if problem:
                 raise StorageError(
                     f"{run.location}: node {node[:12]} cannot use it: {problem}. With workers on several nodes, "

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, cast
@@ -20,18 +20,18 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from app.agreement import Due
 from app.background import Background
-from app.board import Wishes
+from app.board import BOARD_TIMEOUT_S, Wishes
 from app.checkpoint import Saver, describe
 from app.data.batch import Batch
 from app.data.order import LEAST_ROWS, Steps
 from app.data.ray_loader import RayLoader
 from app.data.source import Source
 from app.data.torch_loader import TorchLoader
-from app.errors import SettingsError, SupersededError, find_in
+from app.errors import SettingsError, StorageError, SupersededError, find_in
 from app.hang import Watchdog
 from app.layout import Run, open_run
 from app.layout.attempts import Attempt, record_error
@@ -218,7 +218,8 @@ class Worker:
 def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     """Make this process a worker of the run; None when the run is no longer this job's to train.
 
-    An error that no retry can mend is recorded, so that the next worker group of this job ends at once.
+    An error that no retry can mend is recorded, so that the next worker group of this job ends at once: on the board,
+    as it may be storage that has failed, and in storage, for the job's next driver.
     """
     settings: Settings = config["settings"]
     run = open_run(settings.storage_path, settings.run_name)
@@ -233,6 +234,9 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         print(f"warning: {text}", flush=True)
         board.say.remote(f"warning: {text}")
 
+    if ray.get(board.verdict.remote(), timeout=BOARD_TIMEOUT_S):
+        yield None
+        return
     memory = _node_memory(settings, run, warn)
     dist.barrier(group=control_group)  # what a node's processes before left has been put in order
     start, found = agree_on_start(run, config["owner"], settings, control_group, warn)
@@ -259,7 +263,10 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         except Exception as error:
             final = find_in(error)
             if final and not isinstance(final, SupersededError):  # which writes nothing more
-                record_error(run, attempt.number, final)
+                with suppress(RayError):  # the driver is gone, and with it the board
+                    ray.get(board.fail.remote(final), timeout=BOARD_TIMEOUT_S)
+                with suppress(StorageError):
+                    record_error(run, attempt.number, final)
             raise
 
 

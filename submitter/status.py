@@ -58,6 +58,7 @@ def summarize(cluster: Cluster | None, run: Run, seen: Seen, view: RunView | Non
         **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "checkpoint_age_s", "goodput", "loss")),
         **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts")),
         **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
+        **dict.fromkeys(("save_s", "notice_s", "memory_every")),
         **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
         "namespace": cluster.namespace if cluster and seen.job else None,
         "storage": run.location,
@@ -83,6 +84,7 @@ def summarize(cluster: Cluster | None, run: Run, seen: Seen, view: RunView | Non
     if seen.status:
         record["workers_running"] = 0 if state.terminal else seen.status.world_size
         record["warning"] = "" if state.terminal else seen.status.warning
+        record |= {name: getattr(seen.status, name) for name in ("save_s", "notice_s", "memory_every")}
     if seen.job:
         record["pods_wanted"], record["pods_running"] = count_workers(seen.job, seen.pods)
         record["job"] = seen.job.name
@@ -117,11 +119,23 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
         for text in view.passed_over:
             line("", f"passed over {text}")
+        line("saves", _about_saves(record))
         line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
         line("incidents", _sum_up(record))
         line("begun", as_time(view.attempts[0].time))
     line("storage", record["storage"])
     line("logs", record["logs"])
+
+
+def _about_saves(record: dict[str, Any]) -> str:
+    """`4.1 s to commit, of a notice of 30 s; copied in memory every 41 steps`: what an incident can cost."""
+    parts = []
+    if record["save_s"]:
+        notice = f", of a notice of {record['notice_s']:.0f} s" if record["notice_s"] else ""
+        parts.append(f"{record['save_s']:.1f} s to commit{notice}")
+    if record["memory_every"]:
+        parts.append(f"copied in memory every {count(record['memory_every'], 'step')}")
+    return "; ".join(parts)
 
 
 def _sum_up(record: dict[str, Any]) -> str:

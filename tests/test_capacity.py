@@ -94,9 +94,9 @@ def test_the_workers_that_a_node_could_hold(
 class Story:
     """Looks at a changing cluster, one second apart."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, behind_s: float = 0.0) -> None:
         self.silent: set[str] = set()
-        self.watch, self.now = Watch(PER_WORKER, workers, self.answering), 0.0
+        self.watch, self.now = Watch(PER_WORKER, workers, self.answering, behind_s), 0.0
 
     def answering(self, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [node for node in nodes if node["NodeID"] not in self.silent]
@@ -123,6 +123,9 @@ def test_workers_make_way_for_nodes_that_have_come() -> None:
     # One more than may be: the group is to have three.
     assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "growth: 2 -> 3 workers")]
     assert story.go_on(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
+    # Ray Train would make a group of the nodes that it knew 20 s before.
+    story = Story(Workers(1, 3), behind_s=20)
+    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "growth: 1 -> 2 workers")]
 
 
 def test_nodes_that_come_together_cost_one_restart() -> None:
@@ -239,7 +242,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
     board: Any = FakeBoard()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
-        watched_nodes(board, PER_WORKER, Workers(1, 3)),
+        watched_nodes(board, PER_WORKER, Workers(1, 3), 0.0),
     ):
         board.trains = group(1, a.node_id)
         reserve("train-test", 3, PER_WORKER)
@@ -275,7 +278,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
 
 def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -> None:
     cpu = {"CPU": 0.33}  # three of them are less than 0.99 to a computer
-    install_coordinator()
+    assert install_coordinator() == 0
     reserve("train-killed", 3, cpu)
     assert list(reserved("train-killed", cpu).values()) == [3]
     install_coordinator()
@@ -284,7 +287,7 @@ def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -
 
 def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
     own = rays.get_or_create_autoscaling_coordinator()
-    install_coordinator()
+    assert install_coordinator() == rays._AutoscalingCoordinatorActor.TICK_INTERVAL_S
     assert ray.get(own.get_reserved_resources.remote("someone")) == {}
     assert capsys.readouterr().out.count("Ray's own autoscaling coordinator already counts") == 1
     remove_coordinator()

@@ -19,6 +19,8 @@ from app.layout.attempts import read_attempts
 from app.layout.checkpoints import write_manifest
 from app.layout.history import read_journal
 from app.layout.incidents import Cause, Receipt, find_gaps, goodput, read_receipts
+from app.ray_internals import answering
+from app.trainer import prove_on_all_nodes
 from tests.conftest import Program
 from tests.nodes import start_node
 from tests.test_train import assert_audit_clean, kill_all, newest, the_run, wait_for_step, worker_processes
@@ -128,6 +130,19 @@ def test_a_driver_that_comes_back_from_the_dead_writes_nothing(program: Program,
     assert_audit_clean(program)
 
 
+def test_storage_that_stays_away_ends_the_run_at_its_limit(program: Program, make_data: MakeData) -> None:
+    slow = {**SLOW, "DATASET": make_data(60_000, row_group=1000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
+    process = program.start(**slow, STORAGE_TIMEOUT_S=5)
+    wait_for_step(the_run(program), 50, process)
+    storage = Path(program.settings["STORAGE_PATH"])
+    storage.rename(storage.with_name("away"))
+    storage.touch()  # a file: nothing can be written below it
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 4, output
+    assert "no checkpoint could be committed for" in output.splitlines()[-1], output
+    assert "beginning an attempt" not in output, "no other worker group can mend it"
+
+
 def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_data: MakeData, tmp_path: Path) -> None:
     marker = tmp_path / "has hung"
     program.run(
@@ -165,6 +180,17 @@ def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, make_d
     assert after.metrics["loss"] == before.metrics["loss"]
     assert_complete(run, read_receipts(read_journal(run, "events")))
     assert_audit_clean(program)
+
+
+def test_a_node_that_is_gone_keeps_no_run_from_starting(
+    ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start_node(ray_address) as node:
+        nodes = [one for one in ray.nodes() if one["Alive"]]
+        node.lose()
+        assert node.node_id not in {one["NodeID"] for one in answering(nodes)}
+        prove_on_all_nodes(str(tmp_path), "run", nodes)
+        assert f"node {node.node_id[:12]} did not say" in capsys.readouterr().out
 
 
 def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> None:

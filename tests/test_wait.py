@@ -309,7 +309,9 @@ def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunsp
 def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     begin(run)
     cluster.set_status(job, "Running", "RUNNING")
-    says(run, RunState.RUNNING, step=30, world_size=2, attempt=5, warning="a save takes 40 s, and the notice is 30 s")
+    warning = "a save takes 40 s, and the notice is 30 s"
+    saves = {"save_s": 40.0, "notice_s": 30.0, "memory_every": 41}
+    says(run, RunState.RUNNING, step=30, world_size=2, attempt=5, warning=warning, **saves)
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["goodput"], sunspot.json["incidents"], sunspot.json["incidents_by_cause"]) == (None, 0, {})
 
@@ -322,14 +324,16 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
         "incidents": 3,
         "incidents_by_cause": {"reclaim": 2, "node lost": 1},
         "steps_replayed": 1 + 2 + 4,
-        "warning": "a save takes 40 s, and the notice is 30 s",
+        "warning": warning,
+        **saves,
     }
     assert {name: sunspot.json[name] for name in expected} == expected
     assert 0 <= sunspot.json["goodput"] <= 1
     assert sunspot("status", "run") == 0
     lines = [line.strip() for line in sunspot.out.splitlines()]
     assert "incidents:  3 (2 reclaim, 1 node lost), 7 steps replayed" in lines
-    assert "warning:    a save takes 40 s, and the notice is 30 s" in lines
+    assert f"warning:    {warning}" in lines
+    assert "saves:      40.0 s to commit, of a notice of 30 s; copied in memory every 41 steps" in lines
 
 
 @pytest.mark.parametrize("how", ["unreachable", "none", "gone"])
