@@ -25,11 +25,12 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
     return run
 
 
-def start(run: Run, owner: str, starts_from: str | None = None, **about: Any) -> Attempt:
-    """Begin the next attempt; without a `tier`, as versions did that wrote no receipts."""
+def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **about: Any) -> Attempt:
+    """Begin the next attempt, now or `at` a time; without a `tier`, as versions did that wrote no receipts."""
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
-    attempt = Attempt(number, owner, starts_from, step_of(starts_from) if starts_from else 0, about=about)
+    begun = {} if at is None else {"time": at}
+    attempt = Attempt(number, owner, starts_from, step_of(starts_from) if starts_from else 0, about=about, **begun)
     assert claim(run, attempts, attempt)
     return attempt
 

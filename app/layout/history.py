@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import json
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.errors import DamageError, shorten
 from app.layout import Run
 from app.layout.attempts import Span
-from app.layout.storage import in_parallel
+from app.layout.storage import READS_IN_FLIGHT, in_parallel
 
 if TYPE_CHECKING:
     import pyarrow
@@ -62,11 +63,18 @@ def read_journal(run: Run, kind: Kind, spans: list[Span] | None = None) -> list[
 
     With `spans`, only those whose steps count.
     """
+    return list(each_record(run, kind, spans))
+
+
+def each_record(run: Run, kind: Kind, spans: list[Span] | None = None) -> Iterator[dict[str, Any]]:
+    """Like `read_journal`, a few files at a time: the history of a long run need not fit into memory at once."""
     files = [entry.key for entry in run.storage.list(run.key(kind)) if entry.key.endswith(".jsonl")]
-    records = [json.loads(line) for text in in_parallel(run.storage.read, files) for line in text.splitlines()]
-    if spans is not None:
-        records = [r for r in records if any(span.reaches(r["attempt"], r["step"]) for span in spans)]
-    return records
+    for first in range(0, len(files), READS_IN_FLIGHT):
+        for text in in_parallel(run.storage.read, files[first : first + READS_IN_FLIGHT]):
+            for line in text.splitlines():
+                record = json.loads(line)
+                if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
+                    yield record
 
 
 def write_audit(run: Run, attempt: int, first: int, last: int, consumed: pyarrow.Table) -> None:

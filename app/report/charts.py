@@ -1,0 +1,260 @@
+"""Charts as inline SVG: lines, the spread around them, and marks. Colours and fonts come from the page's style."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple, TypeVar
+
+WIDTH, HEIGHT = 360, 214
+"""Of the drawing, in its own units: on a phone about one of them is a pixel, so that 11 can be read."""
+
+LEFT, RIGHT, TOP, BOTTOM = 42, 8, 18, 32
+"""Room for the numbers beside the plot."""
+
+BUCKETS = 240
+"""Stretches of the x axis, each a pixel or two wide. Of the points in one, the lowest and the highest are drawn."""
+
+NUMBER_ROOM = 14
+"""Marks closer than this to the one before have no number: it would lie over the other."""
+
+MOST_DOTS = 60
+"""Points of a line that are drawn as dots, too."""
+
+ALIKE = 1e-6
+"""Values that differ by less than this part of them are drawn as one: an axis between them would have no numbers."""
+
+LEAST, MOST = 1e-100, 1e100
+"""Nothing beyond can be drawn: differences and logarithms would leave the range of floats."""
+
+Item = TypeVar("Item", "Point", "Range")
+
+
+class Point(NamedTuple):
+    """One place of a line. No line is drawn from one `group` to another."""
+
+    x: float
+    y: float
+    group: int = 0
+
+
+class Range(NamedTuple):
+    """What lies between two values at one place."""
+
+    x: float
+    low: float
+    high: float
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named row of points."""
+
+    name: str
+    points: Sequence[Point]
+    style: str = "a"
+    "`a`: solid. `b`: dashed, with dots."
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to places."""
+
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies, 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def line_chart(
+    description: str,
+    x: Axis,
+    x_label: str,
+    y: Axis,
+    lines: Sequence[Line],
+    band: Sequence[Range] = (),
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """A chart. `description` is its text alternative; `marks` are places on the x axis with a short label."""
+    across, down = _scale(x, LEFT, WIDTH - RIGHT), _scale(y, HEIGHT - BOTTOM, TOP)
+    parts = [*_grid(x, x_label, y, across, down)]
+    parts += _marks([(across(place), label) for place, label in marks])
+    if band:
+        parts.append(f'<path class="band" d="{_area(thin_ranges(band), across, down)}"/>')
+    for line in lines:
+        points = thin(line.points)
+        parts.append(f'<path class="line {line.style}" d="{_path(points, across, down)}"/>')
+        dotted = points if line.style == "b" and len(points) <= MOST_DOTS else _alone(points)
+        parts += [
+            f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>' for p in dotted
+        ]
+    label = escape(description, quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def can_draw(value: float | None) -> bool:
+    """Whether a value has a place on an axis: NaN, infinities and what comes close to them have none."""
+    return value is not None and abs(value) < MOST
+
+
+def key(style: str) -> str:
+    """A sample of a line, a band or a mark for the legend beside a chart."""
+    shapes = {
+        "a": '<path class="line a" d="M1 6H23"/>',
+        "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
+        "band": '<rect class="band" x="1" y="1" width="22" height="10"/>',
+        "mark": '<path class="mark" d="M12 0V12"/>',
+    }
+    return f'<svg class="key" viewBox="0 0 24 12" aria-hidden="true">{shapes[style]}</svg>'
+
+
+# ----------------------------------------------------------------------------------------------------------------- axes
+
+
+def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = False) -> Axis:
+    """An axis that has room for all values, with a few round numbers on it; `tight`: it ends where they end."""
+    low, high = _bounds(values)
+    if from_zero:
+        low, high = min(0.0, low), max(0.0, high)
+    largest = max(abs(low), abs(high), LEAST) if low or high else 1.0
+    if high - low < largest * ALIKE:
+        low, high = (0.0, largest) if from_zero else (low - largest / 2, high + largest / 2)
+    step = _round_step((high - low) / 5)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    if tight:
+        first, last = math.ceil(low / step), math.floor(high / step)
+    ticks = tuple((number * step, short(number * step, step)) for number in range(first, last + 1))
+    return Axis(min(low, ticks[0][0]), max(high, ticks[-1][0]), ticks)
+
+
+def log_axis(values: Iterable[float]) -> Axis:
+    """A logarithmic axis, its ticks at powers of ten or, for a few of them, at 1, 2 and 5 times those."""
+    low, high = _bounds(values)
+    if high < low * (1 + ALIKE):
+        low, high = low / 2, high * 2
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, len(powers) // 5)
+    factors = (1, 2, 5) if len(powers) <= 3 else (1,)
+    ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
+    below = max([tick for tick in ticks if tick <= low], default=low)
+    above = min([tick for tick in ticks if tick >= high], default=high)
+    return Axis(below, above, tuple((tick, short(tick, tick)) for tick in ticks if below <= tick <= above), log=True)
+
+
+def short(value: float, step: float) -> str:
+    """A number on an axis whose numbers are `step` apart: 0.25, 1.5k, 20M."""
+    if step < 1e-4:
+        return f"{value:.4g}"
+    unit, size = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(value) >= s), ("", 1.0))
+    digits = max(0, -math.floor(math.log10(step / size) + 1e-9))
+    words = f"{value / size:.{digits}f}"
+    return (words.rstrip("0").rstrip(".") if "." in words else words) + unit
+
+
+def _bounds(values: Iterable[float]) -> tuple[float, float]:
+    known = list(values)
+    return (min(known), max(known)) if known else (0.0, 1.0)
+
+
+def _round_step(size: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
+
+
+def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
+    return lambda value: begin + (end - begin) * axis.place(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- drawing
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most two points for each of BUCKETS stretches of the x axis: the lowest and the highest, in their order."""
+    if len(points) <= 2 * BUCKETS:
+        return list(points)
+    chosen: list[Point] = []
+    for bucket in _buckets(points):
+        least, most = min(bucket, key=lambda p: p.y), max(bucket, key=lambda p: p.y)
+        chosen += sorted({least, most}, key=lambda p: p.x)
+    return chosen
+
+
+def thin_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """At most one range for each stretch of the x axis, from the lowest to the highest in it."""
+    if len(ranges) <= BUCKETS:
+        return list(ranges)
+    return [
+        Range(bucket[0].x, min(r.low for r in bucket), max(r.high for r in bucket), bucket[0].group)
+        for bucket in _buckets(ranges)
+    ]
+
+
+def _buckets(items: Sequence[Item]) -> list[list[Item]]:
+    low, high = _bounds(item.x for item in items)
+    width = (high - low) / BUCKETS or 1.0
+    found: dict[int, list[Item]] = {}
+    for item in items:
+        found.setdefault(min(BUCKETS - 1, int((item.x - low) / width)), []).append(item)
+    return [found[number] for number in sorted(found)]
+
+
+def _path(points: Sequence[Point], across: Callable[[float], float], down: Callable[[float], float]) -> str:
+    begun = [number == 0 or points[number - 1].group != point.group for number, point in enumerate(points)]
+    places = [f"{across(point.x):.1f} {down(point.y):.1f}" for point in points]
+    return "".join(f"{'M' if first else 'L'}{place}" for first, place in zip(begun, places, strict=True))
+
+
+def _alone(points: Sequence[Point]) -> list[Point]:
+    """Those that no line leads to or from."""
+    sizes = Counter(point.group for point in points)
+    return [point for point in points if sizes[point.group] == 1]
+
+
+def _area(ranges: Sequence[Range], across: Callable[[float], float], down: Callable[[float], float]) -> str:
+    groups: dict[int, list[Range]] = {}
+    for item in ranges:
+        groups.setdefault(item.group, []).append(item)
+    outlines = []
+    for members in groups.values():
+        there = [f"{across(r.x):.1f} {down(r.high):.1f}" for r in members]
+        back = [f"{across(r.x):.1f} {down(r.low):.1f}" for r in reversed(members)]
+        outlines.append(f"M{'L'.join(there + back)}Z")
+    return "".join(outlines)
+
+
+def _grid(
+    x: Axis, x_label: str, y: Axis, across: Callable[[float], float], down: Callable[[float], float]
+) -> Iterable[str]:
+    floor = HEIGHT - BOTTOM
+    for value, text in y.ticks:
+        place = down(value)
+        yield f'<path class="grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>'
+        yield f'<text x="{LEFT - 5}" y="{place + 3.5:.1f}" class="end">{escape(text)}</text>'
+    for value, text in x.ticks:
+        place = across(value)
+        anchor = "end" if place > WIDTH - RIGHT - 8 else "mid"
+        yield f'<path class="grid" d="M{place:.1f} {floor}v4"/>'
+        yield f'<text x="{place:.1f}" y="{floor + 15}" class="{anchor}">{escape(text)}</text>'
+    yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" class="mid name">{escape(x_label)}</text>'
+
+
+def _marks(marks: Sequence[tuple[float, str]]) -> Iterable[str]:
+    places = {round(place, 1): label for place, label in reversed(marks)}
+    if places:
+        yield f'<path class="mark" d="{"".join(f"M{place} {TOP}V{HEIGHT - BOTTOM}" for place in sorted(places))}"/>'
+    free = 0.0
+    for place, label in sorted(places.items()):
+        if place >= free:
+            yield f'<text x="{place}" y="{TOP - 5}" class="mid number">{escape(label)}</text>'
+            free = place + NUMBER_ROOM

@@ -1,0 +1,362 @@
+"""All that a report shows of a run, read from storage; what cannot be read is a trouble to tell, and hides no other."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from app.errors import DamageError, NotFoundError, shorten
+from app.layout import Run
+from app.layout.attempts import Attempt, Span, lineage, read_attempts
+from app.layout.checkpoints import (
+    Checkpoint,
+    best_first,
+    check_listed,
+    list_directories,
+    policy,
+    sort_out,
+)
+from app.layout.failures import Failure, read_failures
+from app.layout.history import each_record, read_journal
+from app.layout.incidents import Receipt, find_gaps, goodput, read_receipts
+from app.layout.predictions import Predictions, read_predictions
+from app.layout.status import RunState, Status, read_status
+
+MOST_CHECKPOINTS = 50
+"""The newest so many are verified and shown: each costs a request."""
+
+HELD_OUT = "test_"
+"""What the name of a metric of held-out rows begins with."""
+
+Part = TypeVar("Part")
+
+
+class Spread(NamedTuple):
+    """What several ranks differ in: the lowest, the mean, and the highest."""
+
+    low: float
+    mean: float
+    high: float
+
+
+@dataclass
+class RankTotal:
+    """One rank's part in the whole run, over all attempts; seconds, rows and MiB."""
+
+    rows: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+    step_seconds: float = 0.0
+    "Sum over its windows of steps x the median step."
+    fastest: float = math.inf
+    "The lowest median of a window."
+    slowest: float = -math.inf
+    "The highest median of a window."
+    p95: float = -math.inf
+    "The highest 95th percentile of a window."
+    data_wait: float = 0.0
+    forward: float = 0.0
+    "Seconds in forward passes: in all else that a step does, ranks wait for each other."
+    memory_mib: float = 0.0
+
+    @property
+    def rows_per_s(self) -> float | None:
+        return self.rows / self.seconds if self.seconds else None
+
+    @property
+    def step_time(self) -> float | None:
+        """Median step time, the mean over all windows by their steps."""
+        return self.step_seconds / self.steps if self.steps else None
+
+    @property
+    def forward_time(self) -> float | None:
+        """Seconds of a step in the forward pass; None when that was not measured."""
+        return self.forward / self.steps if self.steps and self.forward else None
+
+
+@dataclass
+class History:
+    """The metric history along the steps that count, a list for each column; None is what a record does not have."""
+
+    attempt: list[int] = field(default_factory=list)
+    step: list[int] = field(default_factory=list)
+    epoch: list[int | None] = field(default_factory=list)
+    time: list[float | None] = field(default_factory=list)
+    "Seconds since the epoch."
+    results: dict[str, list[float | None]] = field(default_factory=dict)
+    "What says how good the model is, by name: losses, accuracies, and whatever there is of held-out rows."
+    rows_per_s: list[float | None] = field(default_factory=list)
+    "Of all ranks together."
+    rank_rows_per_s: list[Spread | None] = field(default_factory=list)
+    rank_step_time: list[Spread | None] = field(default_factory=list)
+    "Of the ranks' median steps in seconds."
+    ranks: dict[int, RankTotal] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def latest(self, name: str) -> tuple[float, int] | None:
+        """The newest value of a result, and its step."""
+        column = self.results.get(name, [])
+        return next(
+            ((v, step) for v, step in zip(reversed(column), reversed(self.step), strict=False) if v is not None), None
+        )
+
+    def add(self, record: dict[str, Any], best_by: str) -> None:
+        """Add a record; one that is no record leaves all columns as long as they were. Raises `ValueError` and such."""
+        attempt, step = int(record["attempt"]), int(record["step"])
+        ranks = [rank for rank in record.get("ranks") or () if isinstance(rank, dict)]
+        for name in record:
+            if name not in self.results and is_result(name, record, best_by) and _number(record, name) is not None:
+                self.results[name] = [None] * len(self)
+        for name, column in self.results.items():
+            column.append(_number(record, name))
+        self.attempt.append(attempt)
+        self.step.append(step)
+        self.epoch.append(record.get("epoch"))
+        self.time.append(_number(record, "time"))
+        # An evaluation that was made up for took no step.
+        self.rows_per_s.append(_number(record, "rows_per_s") if record.get("steps") != 0 else None)
+        self.rank_rows_per_s.append(_spread([_ratio(_number(r, "rows"), _number(r, "seconds")) for r in ranks]))
+        self.rank_step_time.append(_spread([_number(rank, "step_time_median_s") for rank in ranks]))
+        for number, rank in enumerate(ranks):
+            _add(self.ranks.setdefault(number, RankTotal()), rank, int(_number(record, "steps") or 1))
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint and its state."""
+
+    name: str
+    checkpoint: Checkpoint | None
+    "None: it has no manifest, and is incomplete."
+    faults: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """`verified`, `damaged` or `incomplete`."""
+        return "incomplete" if self.checkpoint is None else "damaged" if self.faults else "verified"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to show. Times are in seconds since the epoch."""
+
+    name: str
+    location: str
+    state: RunState
+    reason: str
+    time: float
+    "When it was read."
+    status: Status | None
+    identity: dict[str, Any]
+    "Content of `run.json`; empty before there is one."
+    attempts: list[Attempt]
+    failures: list[Failure]
+    "The errors that ended processes, oldest first."
+    history: History
+    events: list[dict[str, Any]]
+    "All but the receipts, by time."
+    receipts: list[Receipt]
+    gaps: list[str]
+    "Receipts that are missing."
+    checkpoints: list[KeptCheckpoint]
+    "By step: those that lead to the newest attempt, and incomplete ones."
+    checkpoints_left_out: dict[str, int]
+    "How many are not among them, by the reason."
+    predictions: Predictions | None
+    troubles: list[str]
+    "What of the run could not be read."
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, as far as anything tells."""
+        newest = self.newest
+        return max(
+            self.status.step if self.status else 0,
+            self.history.step[-1] if self.history.step else 0,
+            newest.step if newest else 0,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """0: not known yet."""
+        newest = self.newest
+        return (self.status.total_steps if self.status else 0) or (newest.total_steps if newest else 0)
+
+    @property
+    def begun(self) -> float | None:
+        """When the first workers began."""
+        return self.attempts[0].time if self.attempts else None
+
+    @property
+    def ended(self) -> float:
+        """When the run's own processes were last heard of; while it goes on, now."""
+        if not self.state.terminal:
+            return self.time
+        times = [self.status.time] if self.status else [t for t in self.history.time if t is not None]
+        return max([*times, *(attempt.time for attempt in self.attempts[-1:])], default=self.time)
+
+    @property
+    def seconds(self) -> float | None:
+        """From the beginning to the end, pauses included."""
+        return max(0.0, self.ended - self.begun) if self.begun is not None else None
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds in which nothing was there to train."""
+        return sum(receipt.paused_s for receipt in self.receipts)
+
+    @property
+    def goodput(self) -> float | None:
+        """Useful worker-seconds over all worker-seconds; None while no receipt tells of any."""
+        return goodput(self.attempts, self.receipts, self.ended)
+
+    @property
+    def incidents(self) -> list[Receipt]:
+        """The receipts of what happened to the run."""
+        return [receipt for receipt in self.receipts if receipt.cause.incident]
+
+    @property
+    def policy(self) -> tuple[int, str, str]:
+        """How many checkpoints are kept, by which metric, and whether `min` or `max` of it is best."""
+        return policy(self.attempts)
+
+    @property
+    def whole(self) -> list[Checkpoint]:
+        """The verified checkpoints, by step."""
+        return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.state == "verified"]
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The newest verified checkpoint."""
+        return self.whole[-1] if self.whole else None
+
+    @property
+    def best(self) -> Checkpoint | None:
+        """The best verified checkpoint by the run's own metric; None when none has it."""
+        _, metric, order = self.policy
+        having = [checkpoint for checkpoint in self.whole if metric in checkpoint.metrics]
+        return best_first(having, metric, order)[0] if having else None
+
+    def result(self, name: str) -> tuple[float, int] | None:
+        """The newest value of a result and its step, by the history or else by the newest checkpoint."""
+        if (found := self.history.latest(name)) is not None:
+            return found
+        value = self.newest.metrics.get(name) if self.newest else None
+        return (float(value), self.newest.step) if self.newest and isinstance(value, (int, float)) else None
+
+
+def gather(run: Run, state: RunState, reason: str) -> Report:
+    """Read all that there is of a run that stands in `state`. Raises `StorageError` when storage cannot be reached."""
+    troubles: list[str] = []
+
+    def tried(read: Callable[[], Part], otherwise: Part, what: str) -> Part:
+        """A part that cannot be used is told, and hides no other."""
+        try:
+            return read()
+        except NotFoundError:
+            return otherwise
+        except (DamageError, ValueError, TypeError, KeyError, AttributeError) as error:
+            troubles.append(f"{what} cannot be read: {shorten(error)}")
+            return otherwise
+
+    none: list[Any] = []
+    attempts = tried(lambda: read_attempts(run), none, "the list of its attempts")
+    spans = lineage(attempts)
+    events = tried(lambda: read_journal(run, "events"), none, "the events")
+    receipts = read_receipts(events)
+    told = {(receipt.attempt, receipt.first_step) for receipt in receipts}
+    others = [e for e in events if (e.get("attempt"), e.get("first_step")) not in told]
+    history = History()
+    tried(lambda: _read_history(run, spans, attempts, history), None, "the metric history, or a part of it,")
+    no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
+    checkpoints, left_out = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
+    return Report(
+        name=run.name,
+        location=run.location,
+        state=state,
+        reason=reason,
+        time=time.time(),
+        status=tried(lambda: read_status(run), None, "its status"),
+        identity=tried(lambda: dict(run.read_json("run.json")), {}, "run.json"),
+        attempts=attempts,
+        failures=tried(lambda: read_failures(run), [], "the errors that ended processes"),
+        history=history,
+        events=sorted(others, key=lambda event: float(event.get("time") or 0)),
+        receipts=receipts,
+        gaps=find_gaps(attempts, receipts, set(history.attempt)),
+        checkpoints=checkpoints,
+        checkpoints_left_out=left_out,
+        predictions=tried(lambda: _read_predictions(run), None, "the predictions"),
+        troubles=troubles,
+    )
+
+
+def _read_predictions(run: Run) -> Predictions | None:
+    found = read_predictions(run)
+    if found and [len(row) for row in found.confusion] != [found.classes] * found.classes:
+        raise ValueError(f"the confusion matrix is none of {found.classes} classes")
+    return found
+
+
+def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint], dict[str, int]]:
+    directories = list_directories(run)
+    counted, superseded, incomplete = sort_out(directories, spans)
+    shown = counted[-MOST_CHECKPOINTS:]
+    found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in check_listed(run, shown, directories)]
+    found += [KeptCheckpoint(name, None) for name in incomplete[-MOST_CHECKPOINTS:]]
+    left_out = {
+        "older": len(counted) - len(shown) + max(0, len(incomplete) - MOST_CHECKPOINTS),
+        "of superseded attempts": len(superseded),
+    }
+    return sorted(found, key=lambda kept: kept.name), {why: number for why, number in left_out.items() if number}
+
+
+# -------------------------------------------------------------------------------------------------------------- history
+
+
+def _read_history(run: Run, spans: list[Span], attempts: list[Attempt], history: History) -> None:
+    """Fill `history` record by record: with many ranks, all of them as they were written would not fit into memory."""
+    _, best_by, _ = policy(attempts)
+    for record in each_record(run, "metrics", spans):
+        history.add(record, best_by)
+
+
+def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
+    """Whether a value of a record says how good the model is, and not how fast it was trained."""
+    return (
+        name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
+    )
+
+
+def _add(total: RankTotal, rank: dict[str, Any], steps: int) -> None:
+    total.rows += _number(rank, "rows") or 0.0
+    total.seconds += _number(rank, "seconds") or 0.0
+    total.data_wait += _number(rank, "data_wait_s") or 0.0
+    total.forward += _number(rank, "forward_s") or 0.0
+    total.memory_mib = max(total.memory_mib, _number(rank, "memory_mib") or 0.0)
+    median = _number(rank, "step_time_median_s")
+    if median is not None:
+        total.steps += steps
+        total.step_seconds += steps * median
+        total.fastest, total.slowest = min(total.fastest, median), max(total.slowest, median)
+        total.p95 = max(total.p95, _number(rank, "step_time_p95_s") or median)
+
+
+def _number(record: dict[str, Any], name: str) -> float | None:
+    """NaN and infinities are numbers, too: a loss that became one is news."""
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over is not None and under else None
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return Spread(min(known), sum(known) / len(known), max(known)) if known else None

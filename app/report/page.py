@@ -1,0 +1,139 @@
+"""The report as one HTML file: nothing is fetched, nothing is run, and it reads the same offline in ten years."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.layout.incidents import count
+from app.layout.status import RunState
+from app.report import checkpoints, incidents, learning, predictions, settings, speed
+from app.report.gather import Report
+from app.report.markup import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+"""What a browser may do with the page: show its style and its images. Nothing that a run contains can change that."""
+
+SECTIONS: dict[str, tuple[str, Callable[[Report], Html]]] = {
+    "learning": ("Learning", learning.show),
+    "predictions": ("Predictions", predictions.show),
+    "speed": ("Speed", speed.show),
+    "incidents": ("Incidents", incidents.show),
+    "checkpoints": ("Checkpoints", checkpoints.show),
+    "settings": ("Settings and versions", settings.show),
+}
+"""By their anchor: heading and content, in the order of the page."""
+
+STATES = {
+    RunState.SUCCEEDED: ("✓", "good"),
+    RunState.FAILED: ("✗", "bad"),
+    RunState.LOST: ("✗", "bad"),
+}
+"""A sign and a colour beside the word."""
+
+
+def render(report: Report) -> bytes:
+    """The page, in UTF-8: at most 2 MB."""
+    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+    contents = element(
+        "ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, (name, _) in SECTIONS.items())
+    )
+    sections = [
+        element("section", join([element("h2", name), make(report)]), id=anchor)
+        for anchor, (name, make) in SECTIONS.items()
+    ]
+    title = f"{report.name}: {report.state}"
+    body = join(
+        [
+            _header(report),
+            element("nav", contents, aria_label="Contents"),
+            element("main", join(sections)),
+            _footer(report),
+        ]
+    )
+    page = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n'
+        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+    return page.encode()
+
+
+def _header(report: Report) -> Html:
+    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.name), _summary(report)]
+    if report.reason and report.state is not RunState.SUCCEEDED:
+        parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
+    parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
+    figures = [_figure(*figure) for figure in _figures(report)]
+    parts.append(element("dl", join(figures), class_="figures"))
+    return element("header", join(parts))
+
+
+def _summary(report: Report) -> Html:
+    """One line: state, accuracy, steps, time, goodput, incidents."""
+    sign, colour = STATES.get(report.state, ("", ""))
+    word = str(report.state).capitalize()
+    state = element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
+    facts: list[Any] = []
+    name = _headline(report)
+    if name and (found := report.result(name)):
+        facts.append(join([f"{_in_words(name)} ", result(name, found[0])]))
+    of = join([" of ", whole(report.total_steps)]) if report.total_steps else ""
+    time = join([" in ", duration(report.seconds)]) if report.seconds is not None else ""
+    facts.append(join([whole(report.step), of, " steps", time]))
+    facts.append(join(["goodput ", percent(report.goodput, 0)]) if report.goodput is not None else "goodput not known")
+    facts.append(count(len(report.incidents), "incident") if report.incidents else "no incidents")
+    return paragraph(state, ": ", join(facts, ", "), ".", kind="lead")
+
+
+def _headline(report: Report) -> str | None:
+    """The result that says most: how good it is on rows that it has not seen."""
+    _, metric, _ = report.policy
+    names = ["test_accuracy", "accuracy", f"test_{metric}", metric, "test_loss", "loss"]
+    return next((name for name in names if report.result(name)), None)
+
+
+def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
+    """Name, anchor, value and remark of each figure."""
+    found: list[tuple[str, str, Any, Any]] = []
+    for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", _headline(report) or "loss")):
+        if newest := report.result(name):
+            value, step = newest
+            at = f"at step {step}" if step != report.step else None
+            found.append((_in_words(name).capitalize(), name, result(name, value), at))
+    of = f"of {report.total_steps:,}" if report.total_steps else "of a number not known yet"
+    found.append(("Steps", "steps", whole(report.step), of))
+    if report.seconds is None:
+        found.append(("Time", "time", "none", "no worker has begun"))
+    else:
+        paused = f"stood still for {duration(report.paused_s).text} of it" if report.paused_s else None
+        found.append(("Time", "time", duration(report.seconds), paused))
+    rates = [known for known in report.history.rows_per_s if known is not None]
+    newest_rate = rate(rates[-1], " rows/s") if rates else "not known"
+    found.append(("Throughput", "throughput", newest_rate, "in the newest record" if rates else None))
+    goodput = percent(report.goodput, 0) if report.goodput is not None else "not known"
+    found.append(("Goodput", "goodput", goodput, None if report.goodput is not None else "no receipt yet"))
+    restarts = max(0, len(report.attempts) - 1)
+    found.append(("Incidents", "incidents", whole(len(report.incidents)), count(restarts, "restart")))
+    return found
+
+
+def _figure(name: str, anchor: str, value: Any, remark: Any) -> Html:
+    shown = join([value, element("small", remark) if remark else ""])
+    return element("div", join([element("dt", name), element("dd", shown, id=f"figure-{anchor}")]))
+
+
+def _in_words(name: str) -> str:
+    """`test_accuracy` as held-out accuracy."""
+    held_out = name.startswith("test_")
+    words = name.removeprefix("test_").replace("_", " ")
+    return f"held-out {words}" if held_out else f"training {words}"
+
+
+def _footer(report: Report) -> Html:
+    return element(
+        "footer", join(["Read from ", element("code", report.location), " at ", moment(report.time), " UTC."])
+    )

@@ -1,0 +1,84 @@
+"""A page in headless Chromium, over the WebDriver protocol; skips where no browser is installed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BINARIES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+
+
+class Browser:
+    """One browser window."""
+
+    def __init__(self, server: str, binary: str) -> None:
+        options = {"binary": binary, "args": ARGUMENTS}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self._url = server
+        session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self._url = f"{server}/session/{session}"
+
+    def show(self, page: Path, width: int, scheme: str) -> None:
+        """Open a file as it looks in a window so wide, in the colour scheme `light` or `dark`."""
+        metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
+        self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._call("POST", "/url", {"url": page.as_uri()})
+
+    def run(self, script: str) -> Any:
+        """What the body of a JavaScript function returns."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def messages(self) -> list[str]:
+        """What the console has said since the last call: errors, and what the page's policy refused."""
+        return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
+
+    def picture(self) -> bytes:
+        """The whole page as a PNG."""
+        shot = self._devtools("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])
+
+    def close(self) -> None:
+        """End the browser."""
+        self._call("DELETE", "")
+
+    def _devtools(self, command: str, **parameters: Any) -> Any:
+        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser for the tests of one module."""
+    binary = next(filter(None, map(shutil.which, BINARIES)), None)
+    driver = shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("chromium and chromedriver are not installed: apt-get install chromium chromium-driver")
+    server = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        ports = (re.search(r"started successfully on port (\d+)", line) for line in server.stdout)
+        port = next(found[1] for found in ports if found)
+        window = Browser(f"http://127.0.0.1:{port}", binary)
+        try:
+            yield window
+        finally:
+            window.close()
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
