@@ -13,6 +13,7 @@ Transparency is dropped, 16 bits are cut to the upper 8, and grey images among c
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -85,6 +86,8 @@ class ParquetSource:
 
     classes: int
 
+    labelled: bool = True
+
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
         return tuple(group.rows for group in self.groups)
@@ -111,17 +114,22 @@ class ParquetSource:
             groups = file.metadata.num_row_groups
             if place.number >= groups or file.metadata.row_group(place.number).num_rows != place.rows:
                 raise DataError(f"{path}: has changed since it was opened; start the run again")
-            table = file.read_row_group(place.number, columns=COLUMNS, use_threads=False)
-        labels = table["label"].to_numpy().astype(np.int64, copy=False)
+            columns = COLUMNS if self.labelled else COLUMNS[:1]
+            table = file.read_row_group(place.number, columns=columns, use_threads=False)
         images = _decode(table["image"], self.dims, rows, path, place.first)
+        if not self.labelled:
+            return {"image": images}
+        labels = table["label"].to_numpy().astype(np.int64, copy=False)
         return {"image": images, "label": labels if rows is None else labels[rows]}
 
     def _path(self, group: Group) -> str:
         return _join(self.location, self.files[group.file])
 
 
-def open_parquet(location: str) -> ParquetSource:
+def open_parquet(location: str, labelled: bool = True) -> ParquetSource:
     """Open a file or a folder (all `*.parquet` below it), local or `s3://`, and check everything but the pixels.
+
+    With `labelled` false the column `label` may be missing, in all files or in none.
 
     Names that begin with '_' or '.' are passed over. The labels of all files are read. Raises `DataError` naming
     the file, and the row where there is one, or `StorageError` naming the URL.
@@ -131,7 +139,11 @@ def open_parquet(location: str) -> ParquetSource:
     names = _list_files(location)
     paths = [_join(location, name) for name in names]
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        checked = list(pool.map(_check_file, paths))
+        checked = list(pool.map(functools.partial(_check_file, labelled=labelled), paths))
+    with_labels = [path for path, file in zip(paths, checked, strict=True) if file.classes]
+    if with_labels and len(with_labels) < len(paths):
+        without = next(path for path in paths if path not in with_labels)
+        raise DataError(f"{without}: no column 'label', but {with_labels[0]} has one; all files need it, or none")
     dims = _first_dims(paths[0])
     groups: list[Group] = []
     for index, (path, file) in enumerate(zip(paths, checked, strict=True)):
@@ -142,10 +154,13 @@ def open_parquet(location: str) -> ParquetSource:
         firsts = itertools.accumulate(file.groups, initial=0)
         places = enumerate(zip(firsts, file.groups, strict=False))
         groups += [Group(index, number, first, rows) for number, (first, rows) in places if rows]
-    return ParquetSource(location, tuple(names), tuple(groups), dims, max(file.most_label for file in checked) + 1)
+    classes = max(file.classes for file in checked)
+    return ParquetSource(location, tuple(names), tuple(groups), dims, classes, bool(with_labels))
 
 
-def open_dataset(location: str, test_location: str = "") -> tuple[ParquetSource, ParquetSource | None]:
+def open_dataset(
+    location: str, test_location: str = "", labelled: bool = True
+) -> tuple[ParquetSource, ParquetSource | None]:
     """Training and held-out rows of a dataset; `train` and `test` folders, where there are both, are told apart.
 
     Held-out rows come from `test_location`, or when it is empty from the `test` folder, or there are none.
@@ -155,7 +170,7 @@ def open_dataset(location: str, test_location: str = "") -> tuple[ParquetSource,
         test_folder = _split_of(test_location, "test")
     else:
         test_folder = _split_of(location, "test") if folder != location else ""
-    return open_parquet(folder), open_parquet(test_folder) if test_folder else None
+    return open_parquet(folder, labelled), open_parquet(test_folder, labelled) if test_folder else None
 
 
 def open_sample() -> tuple[ParquetSource, ParquetSource]:
@@ -276,27 +291,30 @@ def _open_file(path: str) -> pq.ParquetFile:
 
 
 class _Checked(NamedTuple):
-    """What is known of a file when it is opened; `dims` of its images only where their type tells."""
+    """What is known of a file when it is opened; `dims` of its images only where their type tells, and no `classes`
+    where it has no labels."""
 
     groups: list[int]
     dims: tuple[int, ...]
-    most_label: int
+    classes: int
 
 
-def _check_file(path: str) -> _Checked:
+def _check_file(path: str, labelled: bool) -> _Checked:
     with _parquet_errors(path):
         file = _open_file(path)
         schema, metadata = file.schema_arrow, file.metadata
-        for name in COLUMNS:
+        for name in COLUMNS if labelled else COLUMNS[:1]:
             if name not in schema.names:
                 found = ", ".join(schema.names) or "none"
                 raise DataError(f"{path}: no column {name!r} among its columns ({found}); rename the one that holds it")
         if not metadata.num_rows:
             raise DataError(f"{path}: has no rows; remove the file")
         dims = _dims_of_type(schema.field("image").type, path)
-        most_label = _check_labels(file.read(columns=["label"], use_threads=False)["label"], path)
+        classes = 0
+        if "label" in schema.names:
+            classes = _check_labels(file.read(columns=["label"], use_threads=False)["label"], path) + 1
     groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    return _Checked(groups, dims, most_label)
+    return _Checked(groups, dims, classes)
 
 
 def _check_labels(column: pa.ChunkedArray, path: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +34,8 @@ class Source(Protocol):
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """`image` (uint8 [n, C, H, W]) and `label` (int64 [n]) of one row group; safe to call from many threads.
 
+        Without `label` where the rows have none (`find_sources`).
+
         `rows` are positions in the group, in any order: only they are decoded, and they come back in that order.
         The arrays may be read-only views. Raises `DataError` naming file and row, `StorageError` naming the file.
         """
@@ -40,15 +44,43 @@ class Source(Protocol):
         """The file of a row and its position in that file, for messages."""
 
 
+@dataclass(frozen=True)
+class EmptySource:
+    """A `Source` without rows: all that a model is built for, where there is no dataset."""
+
+    shape: tuple[int, int, int]
+    classes: int
+    row_groups: tuple[int, ...] = ()
+    fingerprint: str = ""
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        raise DataError("a model is being built from its checkpoint alone: there are no rows to read")
+
+    def where(self, group: int, row: int) -> str:
+        return "no dataset"
+
+
 def rows_in(source: Source) -> int:
     """Rows of all groups."""
     return sum(source.row_groups)
 
 
-def find_sources(settings: Settings) -> tuple[Source, Source | None]:
+def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
+    """The rows `first` .. `last` - 1 by their ids, with `row` (int64 [n]); raises like `Source.read`."""
+    starts = np.cumsum([0, *source.row_groups])
+    parts = [
+        source.read(group, np.arange(max(first, start), min(last, end)) - start)
+        for group, (start, end) in enumerate(itertools.pairwise(starts))
+        if start < last and first < end
+    ]
+    return {"row": np.arange(first, last), **{name: np.concatenate([p[name] for p in parts]) for name in parts[0]}}
+
+
+def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Source | None]:
     """The rows to train on and, where there are any, the held-out rows, as DATASET and TEST_DATASET say.
 
-    Everything that can be known before training is checked here. Raises `DataError` or `StorageError`.
+    Everything that can be known before training is checked here. Raises `DataError` or `StorageError`. Only with
+    `labelled` false may Parquet come without a column `label`; the two need not match then.
     """
     train: Source
     test: Source | None
@@ -63,8 +95,8 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
     else:
         from app.data.parquet import open_dataset
 
-        train, test = open_dataset(settings.dataset, settings.test_dataset)
-    if test:
+        train, test = open_dataset(settings.dataset, settings.test_dataset, labelled)
+    if test and labelled:
         check_labels_match(train, test)
     return train, test
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -35,8 +36,27 @@ class Task(Protocol):
         """
         ...
 
-    # Optional: find_sources(settings) -> (training rows, held-out rows or None), where the rows are not those of
-    # DATASET; see app.data.source.
+    # Optional:
+    # find_sources(settings) -> (training rows, held-out rows or None), where the rows are not those of DATASET; see
+    # app.data.source.
+    # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], where the
+    # model is; without it nothing predicts (app.predict), and the report shows no predictions.
+
+
+Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+"""What a task may define as `predict`: the scores of images."""
+
+
+def load_predict(settings: Settings) -> Predict:
+    """The task's `predict`; raises `SettingsError` when it defines none."""
+    task = load_task(settings)
+    predict: Predict | None = getattr(task, "predict", None)
+    if predict is None:
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: defines no predict(model, images) -> scores, so nothing can be predicted "
+            "with its models; app/tasks/images.py has one to copy"
+        )
+    return predict
 
 
 def load_task(settings: Settings) -> Task:

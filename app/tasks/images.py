@@ -1,4 +1,4 @@
-"""What tasks on images have in common: pixels to numbers, the loss of a classifier, and a schedule."""
+"""What tasks on images have in common: pixels to scores, the loss of a classifier, and a schedule."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ def schedule(step: int, total_steps: int) -> float:
     return done / WARMUP if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 
 
+def predict(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    scores: torch.Tensor = model(normalize(images))
+    return scores
+
+
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    scores = model(normalize(batch["image"]))
+    scores = predict(model, batch["image"])
     correct = scores.argmax(dim=1) == batch["label"]
     return functional.cross_entropy(scores, batch["label"], reduction="none"), {"accuracy": correct}
 

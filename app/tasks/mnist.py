@@ -8,9 +8,9 @@ from torchvision.models import resnet18
 
 from app.data.source import Source
 from app.settings import Settings
-from app.tasks.images import loss, schedule
+from app.tasks.images import loss, predict, schedule
 
-__all__ = ["build_model", "build_optimizer", "loss", "schedule"]
+__all__ = ["build_model", "build_optimizer", "loss", "predict", "schedule"]
 
 
 def build_model(settings: Settings, source: Source) -> nn.Module:

@@ -1,0 +1,91 @@
+"""`python -m scripts.serve RUN`: a run's newest model over HTTP, with Ray Serve. An example to start from.
+
+    curl --data-binary @digit.png http://127.0.0.1:8000/
+    {"prediction": 7, "probabilities": [...]}
+
+The body is a PNG, a JPEG, or an .npy array: one image or a batch. Needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from app.classifier import Classifier, open_checkpoint
+from app.data.files import decode_images
+from app.errors import SunspotError, run_and_exit
+from app.model_worker import absolute, use_a_gpu
+from app.settings import load_settings
+from app.trainer import ray_session
+
+
+@serve.deployment
+class Model:
+    """One replica: a verified checkpoint, asked by HTTP."""
+
+    def __init__(self, run: str, checkpoint: str, storage: str) -> None:
+        self._classifier = Classifier(run, checkpoint, storage)
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        """The class and the probabilities of the image in the body; 400 and one sentence for what is none."""
+        content = await request.body()
+        try:
+            answer = await asyncio.to_thread(self._answer, content)
+        except SunspotError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return JSONResponse(answer)
+
+    def _answer(self, content: bytes) -> Any:
+        images = decode_images(content, self._classifier.shape, "the body")
+        predictions, probabilities = self._classifier.predict(images)
+        answers = [
+            {"prediction": int(prediction), "probabilities": row.tolist()}
+            for prediction, row in zip(predictions, probabilities, strict=True)
+        ]
+        return answers if len(answers) > 1 else answers[0]
+
+
+@contextmanager
+def serving(run: str, checkpoint: str = "newest", storage: str = "runs", port: int = 8000) -> Iterator[None]:
+    """The model answers on this machine's own address while the context lasts.
+
+    Raises what `open_checkpoint` raises: of a replica that cannot start, Serve itself says no reason.
+    """
+    run, checkpoint, storage = absolute(run), absolute(checkpoint), absolute(storage, always=True)
+    open_checkpoint(run, checkpoint, storage)
+    with ray_session():
+        gpus = float(use_a_gpu(load_settings().use_gpu))
+        model = Model.options(ray_actor_options={"num_gpus": gpus})  # type: ignore[attr-defined]
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        try:
+            serve.run(model.bind(run, checkpoint, storage))
+            yield
+        finally:
+            serve.shutdown()
+
+
+def main() -> int:
+    """Serve until Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.serve", description="A run's model over HTTP.")
+    parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
+    parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
+    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--port", type=int, default=8000)
+    arguments = parser.parse_args()
+    storage = arguments.storage or load_settings().storage_path
+    with serving(arguments.run, arguments.checkpoint, storage, arguments.port):
+        print(f"http://127.0.0.1:{arguments.port}/ answers; Ctrl-C ends it", flush=True)
+        threading.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
