@@ -28,6 +28,7 @@ from typing import Any
 from app.errors import SunspotError
 from app.layout import Run
 from app.layout.attempts import Attempt
+from app.layout.failures import INSTALLED
 from app.layout.hangs import HUNG
 from app.layout.history import Journal
 
@@ -52,9 +53,6 @@ COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/gr
 BENEATH = re.compile(r"/ray/_private/|/threading\.py$")
 """Where Python stands that waits at all."""
 
-INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
-"""Code that a user looks at last."""
-
 
 class Watchdog:
     """Ends this process when the thread that made it has taken no step for `timeout_s` seconds (0: never).
@@ -71,6 +69,11 @@ class Watchdog:
         self._started = self._paused = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._step
 
     def beat(self, step: int | None = None) -> None:
         """Progress was made: `step` optimizer steps are taken, or (None) some rows were evaluated."""
@@ -90,6 +93,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         carry_dumps(self._run, self._attempt, self._on_hang)
+        self._last_beat = time.monotonic()
         if self._timeout_s:
             path = _folder() / f"{_prefix(self._run)}{self._attempt:04d}-{self._rank:04d}"
             self._file = path.open("wb+", buffering=0)

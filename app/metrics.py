@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from app.cgroup import memory_left, read_throttling, resident_memory
 from app.data.batch import Batch
 
 
@@ -37,14 +38,48 @@ def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
     return _means(_gather(sums.totals(), group))
 
 
+class Stopwatch:
+    """Sums up how long this worker is at something, by the clock of the device that does it.
+
+    A GPU is handed its work ahead of time: two events in its stream take the times, and nothing waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._began = self._now()
+
+    def __exit__(self, *error: object) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def seconds(self) -> float:
+        """All that was measured so far; waits until the last of it is done."""
+        if self._device.type != "cuda" or not self._spans:
+            return float(sum(end - begin for begin, end in self._spans))
+        self._spans[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 class Window:
     """What this worker did since the window opened; `close` reduces all workers' windows to one record."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
         self._open()
 
     def _open(self) -> None:
+        self.forward = Stopwatch(self._device)
+        "For the forward passes: in all else that a step does, workers wait for each other."
+        self._throttling = read_throttling()
         self._sums = Sums()
         self._step_times: list[float] = []
         self._data_waits: list[float] = []
@@ -68,7 +103,16 @@ class Window:
         self._data_waits.append(data_wait)
 
     def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
-        """Reduce the windows of all workers, which call this together, to a record, and open a new one."""
+        """Reduce the windows of all workers, which call this together, to a record, and open a new one.
+
+        The record itself has the greatest of the numbers in seconds and MiB; its `ranks` have each worker's, and more:
+        `steps_s`, `forward_s`: seconds of its steps, and of them in forward passes (`data_wait_s`: waiting for rows);
+        `resident_mib`: its own memory now (`memory_mib`: the most there ever was);
+        `memory_left_mib`: until its container's limit, or its machine's, is met;
+        `throttled_s`, `throttled_share`: seconds (summed over its processors) and part of the periods in which the
+        container's processor quota held it back. What cannot be known here is None.
+        """
+        throttling = read_throttling().since(self._throttling)
         numbers = {
             "seconds": time.perf_counter() - self._opened,
             "time": time.time(),
@@ -78,10 +122,18 @@ class Window:
             "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "gpu_memory_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,
         }
-        everyone = _gather((self._sums.totals(), numbers), self._group)
-        totals = [sums for sums, _ in everyone]
-        ranks = [{"rows": sums["rows"], **numbers} for sums, numbers in everyone]
-        slowest = {name: max(numbers[name] for _, numbers in everyone) for name in numbers}
+        own = {
+            "steps_s": float(np.sum(self._step_times)),
+            "forward_s": self.forward.seconds(),
+            "resident_mib": _mib(resident_memory()),
+            "memory_left_mib": _mib(memory_left()),
+            "throttled_s": throttling.seconds,
+            "throttled_share": throttling.share,
+        }
+        everyone = _gather((self._sums.totals(), numbers, own), self._group)
+        totals = [sums for sums, *_ in everyone]
+        ranks = [{"rows": sums["rows"], **numbers, **own} for sums, numbers, own in everyone]
+        slowest = {name: max(rank[name] for rank in ranks) for name in numbers}
         rows = int(sum(sums["rows"] for sums in totals))
         record = {
             "step": step,
@@ -102,6 +154,10 @@ class Window:
 def scalars(record: dict[str, Any]) -> dict[str, Any]:
     """Those values of a record that are not made of others."""
     return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**20, 3)
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -18,7 +18,7 @@ from app.agreement import Agreement
 from app.data.batch import Batch
 from app.data.order import micro_batches
 from app.evaluate import evaluate
-from app.metrics import Window
+from app.metrics import Stopwatch, Window
 from app.worker import Worker, join_run
 
 
@@ -39,7 +39,7 @@ def train(worker: Worker) -> None:
     model = ray.train.torch.prepare_model(worker.model)
     optimizer, loader = worker.optimizer, worker.loader
     agreement = Agreement(worker.control_group)
-    window = Window(worker.control_group)
+    window = Window(worker.control_group, worker.device)
     step = worker.start
 
     if not worker.evaluated:  # an epoch ends here, and the workers before left before they could
@@ -52,7 +52,7 @@ def train(worker: Worker) -> None:
         for batch, data_wait, began in timed(loader.train(epoch + 1, first, last)):
             seed_generators(settings.seed, step, worker.rank)
             begin, end = steps.bounds(step % steps.per_epoch)
-            values = accumulate_gradients(worker, model, batch, rows_in_step=end - begin)
+            values = accumulate_gradients(worker, model, batch, end - begin, window.forward)
             worker.wait_for_copy()  # of the state: from here on parameters change
             learning_rate = set_learning_rate(optimizer, task.schedule(step, worker.total_steps))
             optimizer.step()
@@ -83,12 +83,15 @@ def train(worker: Worker) -> None:
     worker.finish()
 
 
-def accumulate_gradients(worker: Worker, model: torch.nn.Module, batch: Batch, rows_in_step: int) -> list[Batch]:
+def accumulate_gradients(
+    worker: Worker, model: torch.nn.Module, batch: Batch, rows_in_step: int, forward: Stopwatch
+) -> list[Batch]:
     """Forward and backward over this worker's share of a step; returns each row's values, [B], without the graph.
 
     DDP averages gradients over the workers, so a row's loss is weighted by world size / rows in the step: the result
     is the mean over all rows of the step, whatever each worker's share. More than `micro_batch_size` rows are
-    accumulated, and gradients travel once, with the last part. A worker without rows joins with weight 0.
+    accumulated, and gradients travel once, with the last part. A worker without rows joins with weight 0. `forward`
+    measures the forward passes.
     """
     settings, task = worker.settings, worker.task
     rows = len(batch["row"]) if batch else 0
@@ -99,7 +102,7 @@ def accumulate_gradients(worker: Worker, model: torch.nn.Module, batch: Batch, r
     for part in parts:
         travels = part is parts[-1] or not isinstance(model, DistributedDataParallel)
         with nullcontext() if travels else model.no_sync():  # type: ignore[operator]
-            with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            with forward, torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
                 losses, metrics = task.loss(model, {name: column[part] for name, column in batch.items()})
             (losses.sum() * weight).backward()
         values.append({"loss": losses.detach(), **metrics})

@@ -1,0 +1,108 @@
+"""What Linux tells of this process and of the container around it: memory, and processor time that was withheld.
+
+A container is a control group, a folder of small files below /sys/fs/cgroup, in one of two versions. Within a container
+that folder itself is its group; elsewhere /proc/self/cgroup names the one below it, and a limit of any group above
+holds too. Where nothing of this is there (macOS), nothing is known, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+GROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
+
+
+class Throttling(NamedTuple):
+    """Counters of a processor quota since its group was made; all 0 where there is no quota."""
+
+    periods: int = 0
+    "Periods of the quota, of 100 ms as a rule, in which something of the group wanted to run."
+    throttled: int = 0
+    "Those of them in which the quota was used up before they ended."
+    seconds: float = 0.0
+    "For how long it was then held back, summed over its processors."
+
+    def since(self, before: Throttling) -> Throttling:
+        """What was counted after `before`."""
+        return Throttling(
+            self.periods - before.periods, self.throttled - before.throttled, self.seconds - before.seconds
+        )
+
+    @property
+    def share(self) -> float:
+        """Part of the periods in which it was held back."""
+        return self.throttled / self.periods if self.periods > 0 else 0.0
+
+
+def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttling:
+    """What the nearest quota has withheld so far."""
+    for folder in _folders("cpu", groups, process):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            counters = _read_table(folder / "cpu.stat")
+            if counters["nr_periods"]:
+                seconds = counters["throttled_usec"] / 1e6 if "throttled_usec" in counters else 0.0
+                seconds += counters.get("throttled_time", 0) / 1e9  # version 1
+                return Throttling(counters["nr_periods"], counters["nr_throttled"], seconds)
+    return Throttling()
+
+
+def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
+    """Bytes until a limit on memory is met: of a group, or of the machine; None where nobody says.
+
+    What the kernel keeps of files it drops when memory gets short, so it is as good as free.
+    """
+    left = []
+    for folder in _folders("memory", groups, process):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if (folder / "memory.max").exists():
+                limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+                files = _read_table(folder / "memory.stat")["inactive_file"]
+            else:
+                limit = (folder / "memory.limit_in_bytes").read_text()
+                used = (folder / "memory.usage_in_bytes").read_text()
+                files = _read_table(folder / "memory.stat")["total_inactive_file"]
+            left.append(int(limit) - int(used) + files)  # "max" is no number: no limit here
+    with contextlib.suppress(OSError, KeyError):
+        left.append(_read_kilobytes(process.parent / "meminfo")["MemAvailable"])
+    return max(0, min(left)) if left else None
+
+
+def resident_memory(process: Path = PROCESS) -> int | None:
+    """Bytes of memory that this process has for itself now: neither files nor what it shares; None where unknown."""
+    try:
+        return _read_kilobytes(process / "status")["RssAnon"]
+    except (OSError, KeyError):
+        return None
+
+
+def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
+    """The group of this process, and those around it."""
+    try:
+        lines = (process / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root = groups / "unified" if (groups / "unified").is_dir() else groups
+        elif controller in controllers.split(","):
+            root = groups / controllers if (groups / controllers).is_dir() else groups / controller
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        yield from (above for above in (folder, *folder.parents) if above.is_relative_to(root) and above.is_dir())
+
+
+def _read_table(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines())}
+
+
+def _read_kilobytes(file: Path) -> dict[str, int]:
+    """Lines such as `RssAnon:    1234 kB`, in bytes."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE)
+    return {name: int(number) * 1024 for name, number in found}
