@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench image smoke recovery soak submit render lock sample clean
+.PHONY: help train test test-all lint format bench image smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -26,7 +26,10 @@ help:  ## this list
 train: .venv/train  ## train ResNet-18 on real digits with two workers; any setting: make train SUNSPOT_EPOCHS=3
 	@$(SETTINGS) $(BIN)/python -m app
 
-test: .venv/dev  ## the test suite that needs no cluster
+test: .venv/dev  ## the test suite that needs no cluster, but for what is slow
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-all: .venv/dev  ## the whole test suite that needs no cluster
 	$(BIN)/python -m pytest -q
 
 lint: .venv/dev  ## format, lint, types, import layers

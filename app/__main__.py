@@ -6,6 +6,7 @@ from app.errors import ConflictError, run_and_exit
 from app.layout import Run, open_run, to_json
 from app.layout.attempts import read_attempts, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.deletion import refuse_if_deleted
 from app.layout.status import RunState, Status, stop_requested
 from app.settings import IDENTITY, PREFIX, Settings, differences, load_settings
 
@@ -18,12 +19,14 @@ def main() -> int:
     from app.outcome import recorded_outcome
     from app.output import shipped_driver_output
     from app.plan import with_absolute_paths
+    from app.result import told_result
     from app.trainer import new_owner
 
     settings = with_absolute_paths(settings)
     run = open_run(settings.storage_path, settings.run_name)
     run.storage.prove(run.name)
-    with shipped_driver_output(run):
+    refuse_if_deleted(run)
+    with shipped_driver_output(run), told_result(run):
         attempts = read_attempts(run)
         owner = new_owner(run, settings.job_id)
         refuse_if_superseded(attempts, owner)
@@ -39,8 +42,9 @@ def main() -> int:
 def train(settings: Settings, run: Run, owner: str, checkpoint: Checkpoint | None, before: Status | None) -> RunState:
     """Plan, train from where the run stands, and say what came of it; `before` is the status that was found."""
     from app.plan import make_plan
+    from app.predictions import keep_predictions
     from app.tasks import load_task
-    from app.trainer import find_verdict, fit
+    from app.trainer import find_verdict, fit, ray_session
 
     if verdict := find_verdict(run, owner):
         raise verdict  # this job has failed for good: a retry of it does not train either
@@ -51,15 +55,17 @@ def train(settings: Settings, run: Run, owner: str, checkpoint: Checkpoint | Non
     keep_identity(run, settings, plan.source.fingerprint, plan.steps.rows, plan.steps.per_epoch)
     if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
         print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+        keep_predictions(plan, run, checkpoint)
     else:
         for reason in plan.reasons:
             print(f"  {reason}")
         print(f"  from: {checkpoint.name if checkpoint else settings.init_from or 'the beginning'}", flush=True)
-        checkpoint = fit(plan, run, owner, before)
+        with ray_session():  # one for both
+            checkpoint = fit(plan, run, owner, before)
+            keep_predictions(plan, run, checkpoint)
     if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
         print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
         return RunState.STOPPED
-    print_result(run, checkpoint, settings)
     return RunState.SUCCEEDED
 
 
@@ -82,17 +88,6 @@ def keep_identity(run: Run, settings: Settings, data: str, rows: int, steps_per_
             f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
             f"set them back, or choose another {PREFIX}RUN_NAME"
         )
-
-
-def print_result(run: Run, checkpoint: Checkpoint, settings: Settings) -> None:
-    """The newest checkpoint's numbers, and where everything lies."""
-    names = [name for name in checkpoint.metrics if name.endswith(("loss", "accuracy"))]
-    for name in names:
-        print(f"  {name}: {checkpoint.metrics[name]:.4f}")
-    if settings.checkpoint_metric not in checkpoint.metrics:
-        known = ", ".join(sorted(checkpoint.metrics))
-        print(f"warning: CHECKPOINT_METRIC={settings.checkpoint_metric} is not among {known}; the newest were kept")
-    print(f"  weights: {run.storage.locate(run.key('checkpoints', checkpoint.name, 'model.pt'))}")
 
 
 if __name__ == "__main__":

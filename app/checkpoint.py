@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -198,12 +199,17 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
 
     The bytes that were checked are the bytes that are loaded.
     """
-    content = run.storage.read(run.key("checkpoints", checkpoint.name, file))
+    key = run.key("checkpoints", checkpoint.name, file)
+    content = run.storage.read(key)
     if hashlib.sha256(content).hexdigest() != checkpoint.files[file]["sha256"]:
+        raise DamageError(f"{run.storage.locate(key)}: does not match its manifest")
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        # torch's own text advises to load whatever it is.
         raise DamageError(
-            f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))}: does not match its manifest"
-        )
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            f"{run.storage.locate(key)}: not loaded: it holds more than tensors and plain values"
+        ) from error
 
 
 def describe(

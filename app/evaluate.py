@@ -25,7 +25,7 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.settings.precision == "bf16"):
             losses, metrics = worker.task.loss(model, batch)
         sums.add({"loss": losses, **metrics})
-        worker.watchdog.beat()
+        worker.beat()
         if broken_off := worker.wishes.look().leave:
             break
     model.train()

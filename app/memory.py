@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import json
 import math
@@ -27,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from app.layout.checkpoints import Checkpoint
-
-SHARED_MEMORY = Path("/dev/shm")
+from app.layout.shared_memory import SHARED_MEMORY, copies_of
 
 MOST_SLOTS = 4
 """The newest whole copy, the one being made, and on rank 0 the one being uploaded and the one that waits for it."""
@@ -266,8 +264,7 @@ def as_bytes(data: torch.Tensor) -> memoryview:
 
 def _root(location: str) -> Path:
     """Where the processes of a run on this machine keep their copies."""
-    name = hashlib.sha256(location.encode()).hexdigest()[:16]
-    return SHARED_MEMORY / f"sunspot-{os.getuid()}" / name
+    return copies_of(location, SHARED_MEMORY)
 
 
 def _marker(file: Path) -> Path:

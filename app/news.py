@@ -54,6 +54,7 @@ class News:
         self.hurry: Callable[[], None] = lambda: None
         "Makes `publish` come at once."
         self._shown = 0.0
+        self._beat: float | None = None
         self._restarted = self._paced = self._warned = False
         self._status = about
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
@@ -65,8 +66,13 @@ class News:
         wanted = self._settings.checkpoint_every_s
         return min(wanted, self._saver.commit_s or wanted) if self._warning() else wanted
 
+    def beat(self) -> None:
+        """Progress was made: a step, or some rows evaluated."""
+        self._beat = time.time()
+
     def took_step(self, step: int, window: Window, epoch_ends: bool) -> None:
         """The first step closes the incident; about once a second, the terminal hears how far the run is."""
+        self.beat()
         if not self._restarted:
             self._close_incident()
         if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
@@ -113,7 +119,7 @@ class News:
         committed = self._saver.last_committed
         if committed:
             self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
-        write_status(self._run, self._status)
+        write_status(self._run, replace(self._status, beat=self._beat))
 
     def _close_incident(self) -> None:
         self._restarted = True
@@ -166,6 +172,7 @@ def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status
         attempt=start.attempt.number,
         world_size=len(start.nodes),
         step=start.attempt.step,
+        beat=None,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,

@@ -11,6 +11,7 @@ from app.background import Background
 from app.errors import ConflictError, StorageError, SunspotError, SupersededError, shorten
 from app.layout import Run
 from app.layout.checkpoints import Checkpoint
+from app.layout.failures import describe_failure, record_failure
 from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status, restore_status, write_status
 
 
@@ -71,6 +72,8 @@ def recorded_outcome(run: Run, owner: str, newest: Checkpoint | None, most_start
         raise
     except Exception as error:
         _write_end(run, owner, RunState.FAILED, shorten(error))
+        with suppress(StorageError):
+            record_failure(run, describe_failure(error, 0, None, begun.step))
         raise
     _write_end(run, owner, outcome.state, reason="")
 
@@ -79,7 +82,8 @@ def _refresh(run: Run, owner: str) -> None:
     """Show that the driver is there while no worker does: reading data and waiting for machines may take long."""
     status = read_status(run)
     if status and status.owner == owner and time.time() - status.time > 2 * STATUS_EVERY_S:
-        write_status(run, replace(status, state=RunState.STARTING, reason="the driver waits until workers train"))
+        reason = "no worker trains: the driver waits for them, or sums up what they did"
+        write_status(run, replace(status, state=RunState.STARTING, reason=reason))
 
 
 def _write_end(run: Run, owner: str, state: RunState, reason: str) -> None:

@@ -30,6 +30,7 @@ from app.layout.attempts import (
     step_of,
 )
 from app.layout.checkpoints import MANIFEST, Checkpoint, find_newest_good, leads_to_newest, list_directories
+from app.layout.deletion import refuse_if_deleted
 from app.layout.history import read_journal
 from app.layout.status import Status, read_status
 from app.layout.storage import open_storage
@@ -137,6 +138,7 @@ def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machi
         attempts = read_attempts(run)
         try:
             refuse_if_superseded(attempts, owner)
+            refuse_if_deleted(run)
         except ConflictError:
             return None
         if attempts and attempts[-1].owner == owner and read_error(run, attempts[-1].number):

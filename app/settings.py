@@ -172,6 +172,9 @@ class Settings(BaseSettings):
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "How often the workers' numbers are gathered into the metric history, besides at each checkpoint."
 
+    predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
+    "Held-out rows that the newest checkpoint predicts when training has ended, for the report."
+
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."
 
@@ -214,6 +217,12 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SettingsError(f"{count} in the settings:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
     return settings
+
+
+def recorded_settings(environment: Mapping[str, str]) -> Settings:
+    """The settings that a run recorded (`Settings.environment`); those that this version does not know are left out."""
+    values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
+    return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

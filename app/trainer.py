@@ -18,6 +18,7 @@ from app.errors import ConflictError, StorageError, SunspotError, shorten
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts, read_error, refuse_if_superseded
 from app.layout.checkpoints import Checkpoint, find_newest_good
+from app.layout.deletion import refuse_if_deleted
 from app.layout.incidents import Cause
 from app.layout.status import Status
 from app.layout.submissions import owner_of
@@ -85,11 +86,9 @@ def fit(plan: Plan, run: Run, owner: str, before: Status | None = None) -> Check
 
     wish = StopWish()
     incident = first_incident(read_attempts(run), before)
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     from ray.train import ControllerError, TrainingFailedError
 
-    with _ray_session():
+    with ray_session():
         for attempt in range(1, DRIVER_TRIES + 1):
             try:
                 failure: Exception | None = None
@@ -127,7 +126,7 @@ def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
     """Run `function(settings)` as one Ray task, on a GPU if the cluster has one and the settings allow it."""
     import ray
 
-    with _ray_session():
+    with ray_session():
         gpus = 1 if ray.cluster_resources().get("GPU") and settings.use_gpu != "false" else 0
         return ray.get(
             ray.remote(num_cpus=1, num_gpus=gpus, max_retries=settings.max_failures)(function).remote(settings)
@@ -139,14 +138,17 @@ def find_verdict(run: Run, owner: str) -> Exception | None:
     attempts = read_attempts(run)
     try:
         refuse_if_superseded(attempts, owner)
+        refuse_if_deleted(run)
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None
 
 
 @contextmanager
-def _ray_session() -> Iterator[None]:
+def ray_session() -> Iterator[None]:
     """Ray, for as long as the context lasts: the caller's, the cluster's of RAY_ADDRESS, or one on this machine."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():

@@ -36,6 +36,7 @@ from app.hang import Watchdog
 from app.layout import Run, open_run
 from app.layout.attempts import Attempt, record_error
 from app.layout.checkpoints import Checkpoint
+from app.layout.failures import Failure, describe_failure, record_failure
 from app.layout.history import Journal
 from app.layout.incidents import Cause
 from app.layout.status import STATUS_EVERY_S
@@ -60,6 +61,9 @@ GONE_AFTER_S = 5.0
 """Then workers that have left end. Ray keeps their processes until it has room for a new group, and with them a node
 that is to go: Kubernetes replaces a pod only when it is gone."""
 
+FAILURE_S = 5.0
+"""The most that a worker which has failed waits for storage to take its traceback."""
+
 DEADLINE_MARGIN_S = 1.0
 """Left of a notice when the workers leave, committed or not: the survivors have the state in memory."""
 
@@ -70,6 +74,8 @@ class Worker:
 
     settings: Settings
     task: Task
+    source: Source
+    "The training rows."
     steps: Steps
     total_steps: int
     attempt: Attempt
@@ -122,6 +128,12 @@ class Worker:
         if self.news:
             self.news.took_step(step, window, epoch_ends)
 
+    def beat(self) -> None:
+        """Note that some rows have been evaluated."""
+        self.watchdog.beat()
+        if self.news:
+            self.news.beat()
+
     def wait_for_copy(self) -> None:
         """Return when parameters may change again; raises what ended the commits for good, if anything did."""
         if self.snapshots:
@@ -162,6 +174,8 @@ class Worker:
             "loader": {"name": self.settings.loader, **dataclasses.asdict(self.steps)},
             "rng": {"seed": self.settings.seed, "step": about.step},
             "settings": self.settings.environment(),
+            # What the task builds its model for (EmptySource): with it a checkpoint is all that a prediction needs.
+            "data": {"shape": list(self.source.shape), "classes": self.source.classes},
             "versions": versions(),
         }
 
@@ -246,9 +260,9 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
     with ExitStack() as stack:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
+        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(_hung, board))
         try:
             state = load_start(run, settings, start, found, control_group, warn)
-            watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(_hung, board))
             stack.enter_context(watchdog)
             worker = _make_worker(config, run, start, state, control_group, memory, watchdog, warn)
             place = f"{worker.device} of {socket.gethostname()}"
@@ -262,11 +276,18 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             yield worker
         except Exception as error:
             final = find_in(error)
-            if final and not isinstance(final, SupersededError):  # which writes nothing more
+            if isinstance(final, SupersededError):
+                with suppress(RayError):  # of a deleted run nothing else would keep the next group from beginning anew
+                    ray.get(board.fail.remote(final), timeout=BOARD_TIMEOUT_S)
+                raise  # it writes nothing more
+            if LEFT in str(error):
+                raise  # it goes on with the next group
+            if final:
                 with suppress(RayError):  # the driver is gone, and with it the board
                     ray.get(board.fail.remote(final), timeout=BOARD_TIMEOUT_S)
                 with suppress(StorageError):
                     record_error(run, attempt.number, final)
+            _keep_failure(run, describe_failure(error, attempt.number, rank, watchdog.step))
             raise
 
 
@@ -288,6 +309,18 @@ def quiet_ray_train() -> None:
     for name in list(logging.root.manager.loggerDict):
         if "/ray/train/" in name:
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _keep_failure(run: Run, failure: Failure) -> None:
+    """Leave the error in storage, which may be what has failed; the others wait for this one's end."""
+    thread = threading.Thread(target=_record_quietly, args=(run, failure), daemon=True)
+    thread.start()
+    thread.join(FAILURE_S)
+
+
+def _record_quietly(run: Run, failure: Failure) -> None:
+    with suppress(StorageError):
+        record_failure(run, failure)
 
 
 def _hung(board: Any, detail: str) -> None:
@@ -344,6 +377,7 @@ def _make_worker(
     worker = Worker(
         settings=settings,
         task=task,
+        source=source,
         steps=steps,
         total_steps=config["total_steps"],
         attempt=attempt,

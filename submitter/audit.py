@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from app.errors import DamageError, NotFoundError
 from app.layout import Run
 from app.layout.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
-from app.layout.checkpoints import MANIFEST, list_directories
+from app.layout.checkpoints import MANIFEST, list_directories, read_back, sort_out
 from app.layout.history import read_audit, read_journal
 from app.layout.incidents import count, find_gaps, read_receipts, without_receipts
-from submitter.checkpoints import read_back, sort_out
 from submitter.output import print_json, print_table, warn
 
 if TYPE_CHECKING:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from app.errors import DamageError, NotFoundError
+from app.errors import DamageError
 from app.layout import Run
-from app.layout.attempts import Attempt, Span, lineage, read_attempts
 from app.layout.checkpoints import (
     MANIFEST,
     Checkpoint,
-    by_step,
-    find_faults,
-    leads_to_newest,
+    check_listed,
     list_directories,
-    read_manifest,
+    read_back,
+    sort_out,
 )
-from app.layout.storage import Entry, in_parallel
-from app.settings import PREFIX, Settings
+from app.layout.choice import read_spans, refuse_if_absent
 from submitter.output import in_words, print_json, print_table, warn
-
-Directories = Mapping[str, Mapping[str, Entry]]
 
 
 def list_all(run: Run, limit: int | None, as_json: bool) -> None:
@@ -78,66 +72,6 @@ def verify(run: Run, name: str | None, as_json: bool) -> None:
         raise DamageError(f"{damaged} of {len(verified)} checkpoints in {run.location} damaged")
 
 
-def read_spans(run: Run) -> list[Span]:
-    """The steps that count. The first attempt begins at the beginning: while it is the only one, nothing is read."""
-    numbers = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.storage.list(run.key("attempts"))]
-    if [int(number) for number in numbers if number.isdigit()] == [1]:
-        return [Span(1, 0, None)]
-    return lineage(read_attempts(run))
-
-
-def sort_out(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Names, by step, of the checkpoints that count, of those of superseded attempts, and of incomplete ones."""
-    committed = by_step(name for name, files in directories.items() if MANIFEST in files)
-    counted = [name for name in committed if leads_to_newest(name, spans)]
-    superseded = [name for name in committed if not leads_to_newest(name, spans)]
-    return counted, superseded, by_step(directories.keys() - set(committed))
-
-
-def read_back(run: Run, names: list[str]) -> list[tuple[Checkpoint, list[str]]]:
-    """Like `check_listed`, with every byte read."""
-    listed = [checkpoint for name in names if (checkpoint := read_manifest(run, name))]
-    checked = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
-    return [(checkpoint, faults) for checkpoint, faults in checked if not faults or _is_there(run, checkpoint)]
-
-
-def check_listed(run: Run, names: list[str], directories: Directories) -> list[tuple[Checkpoint, list[str]]]:
-    """Each checkpoint with its faults; without those that a live run deletes meanwhile, which only seem damaged."""
-
-    def check(name: str) -> tuple[Checkpoint, list[str]] | None:
-        checkpoint = read_manifest(run, name)
-        if checkpoint is None:
-            return None
-        faults = find_faults(run, checkpoint, directories[name])
-        return (checkpoint, faults) if not faults or _is_there(run, checkpoint) else None
-
-    return [checked for checked in in_parallel(check, names) if checked]
-
-
-def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
-    """Raise `NotFoundError`, with the reason, when `name` is not a checkpoint that counts."""
-    counted, superseded, incomplete = sort_out(directories, read_spans(run))
-    location = run.storage.locate(run.key("checkpoints", name))
-    if name in superseded:
-        raise NotFoundError(
-            f"{location}: written by a superseded attempt; it does not lead to the newest one, and is never used"
-        )
-    if name in incomplete:
-        raise NotFoundError(f"{location}: incomplete, it has no {MANIFEST}, and counts as not there")
-    if name not in counted:
-        raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
-
-
-def policy(attempts: list[Attempt]) -> tuple[int, str, str]:
-    """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER as the newest attempt has them."""
-    recorded = attempts[-1].about.get("settings", {}) if attempts else {}
-
-    def setting(name: str) -> str:
-        return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
-
-    return int(setting("checkpoints_to_keep")), setting("checkpoint_metric"), setting("checkpoint_order")
-
-
 def _as_record(checkpoint: Checkpoint, faults: list[str], now: float) -> dict[str, Any]:
     return {
         "name": checkpoint.name,
@@ -149,10 +83,6 @@ def _as_record(checkpoint: Checkpoint, faults: list[str], now: float) -> dict[st
         "verified": not faults,
         "faults": faults,
     }
-
-
-def _is_there(run: Run, checkpoint: Checkpoint) -> bool:
-    return run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST))
 
 
 def _is_result(name: str) -> bool:

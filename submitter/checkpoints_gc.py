@@ -12,14 +12,15 @@ from app.layout.attempts import attempt_of, ensure_owner, lineage, read_attempts
 from app.layout.checkpoints import (
     MANIFEST,
     by_step,
+    check_listed,
     delete_checkpoint,
     find_newest_good,
     leads_to_newest,
     list_directories,
+    policy,
     surplus,
 )
 from app.layout.status import RunState
-from submitter.checkpoints import check_listed, policy
 from submitter.output import as_bytes, in_words, print_json, print_table, warn
 from submitter.runs import read_state
 

@@ -13,17 +13,9 @@ from typing import Any
 
 from app.errors import DamageError, NotFoundError, SettingsError, StorageError
 from app.layout import Run
-from app.layout.attempts import lineage, read_attempts
-from app.layout.checkpoints import (
-    MANIFEST,
-    Checkpoint,
-    best_first,
-    find_newest_good,
-    list_directories,
-    read_manifest,
-)
+from app.layout.checkpoints import MANIFEST, Checkpoint
+from app.layout.choice import choose
 from app.layout.storage import CHUNK
-from submitter.checkpoints import check_listed, policy, refuse_if_absent, sort_out
 from submitter.output import as_bytes, print_json, warn
 
 FILES_AT_ONCE = 4
@@ -40,7 +32,7 @@ def get(run: Run, which: str, output: str | None, as_json: bool) -> None:
     Files that are there already and whole are kept, and those begun are gone on with; `manifest.json` comes last.
     Raises `NotFoundError` when there is none, `DamageError`, and `SettingsError` for a directory of something else.
     """
-    checkpoint = choose(run, which)
+    checkpoint = choose(run, which, warn)
     if checkpoint.damage:
         raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
     _refuse_if_cut(run, checkpoint)
@@ -65,36 +57,6 @@ def get(run: Run, which: str, output: str | None, as_json: bool) -> None:
         count = len(checkpoint.files)
         files = f"{count} file{'' if count == 1 else 's'}{were_there}"
         print(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
-
-
-def choose(run: Run, which: str) -> Checkpoint:
-    """The checkpoint that the word means. Raises `NotFoundError`, or `DamageError` when none is whole."""
-    if which not in ("newest", "best"):
-        refuse_if_absent(run, which, list_directories(run))
-        named = read_manifest(run, which)
-        if named is None:
-            raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: deleted meanwhile")
-        return named
-    attempts = read_attempts(run)
-    if which == "newest":
-        chosen, passed_over = find_newest_good(run, attempts, trust_listing=True)
-    else:
-        directories = list_directories(run)
-        names, _, _ = sort_out(directories, lineage(attempts))
-        _, metric, order = policy(attempts)
-        checked = check_listed(run, names, directories)
-        whole = best_first([checkpoint for checkpoint, faults in checked if not faults], metric, order)
-        chosen = whole[0] if whole else None
-        passed_over = tuple(f"{c.name}: damaged, {'; '.join(faults)}" for c, faults in checked if faults)
-        if chosen and metric not in chosen.metrics:
-            warn(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
-    for text in passed_over:
-        warn(f"passed over {text}")
-    if chosen:
-        return chosen
-    if any(": damaged, " in text for text in passed_over):
-        raise DamageError(f"{run.location}: no checkpoint is whole")
-    raise NotFoundError(f"{run.location}: no checkpoint yet")
 
 
 def _refuse_if_cut(run: Run, checkpoint: Checkpoint) -> None:

@@ -89,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     events = _add_verb(verbs, "events", _events, "what happened to the run besides training, and what it cost")
     events.add_argument("--stacks", action="store_true", help="below, where each rank stood that hung")
     metrics = _add_verb(verbs, "metrics", _metrics, "the run's metric history")
-    metrics.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
+    form = metrics.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
+    form.add_argument("--parquet", metavar="FILE", help="write a Parquet file, with the numbers of each rank")
+    report = _add_verb(verbs, "report", _report, "write all there is to see of the run into one HTML file")
+    report.add_argument("--output", metavar="FILE", help="default: RUN-report.html")
 
     _add_verb(
         verbs,
@@ -113,6 +117,28 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--seed", metavar="S", type=int, help="of all that is random; default: a new one, printed")
     chaos.add_argument("--yes", action="store_true", help="do it; without, only what would be done is said")
     _add_cluster_options(chaos)
+
+    doctor = _add_parser(verbs, "doctor", _doctor, "why a run is pending, slow, stuck or failed, and what to do")
+    doctor.add_argument(
+        "run", metavar="RUN", nargs="?", help="name of the run; without, cluster and storage are tried: fit for a run?"
+    )
+    doctor.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
+    doctor.add_argument("--profile", metavar="NAME", help="without RUN: what a run would be made by; default: kind")
+    doctor.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's")
+    doctor.add_argument(
+        "--from-pods",
+        action="store_true",
+        help="without RUN: try the storage from two pods too, made like a run's head and workers; may bring nodes",
+    )
+    doctor.set_defaults(settings=[], cluster=None, queue=None, generation=1)
+    _add_storage_options(doctor)
+    _add_cluster_options(doctor)
+    dashboard = _add_verb(verbs, "dashboard", _dashboard, "the run's Ray dashboard on a port of this machine")
+    dashboard.add_argument("--port", metavar="N", type=_count, default=8265, help="of this machine; default: 8265")
+    _add_cluster_options(dashboard)
+    delete = _add_verb(verbs, "delete", _delete, "show all there is of a run, ask, and remove it")
+    delete.add_argument("--yes", action="store_true", help="remove it without asking")
+    _add_cluster_options(delete)
     return parser
 
 
@@ -344,11 +370,20 @@ def _events(arguments: argparse.Namespace) -> None:
 
 
 def _metrics(arguments: argparse.Namespace) -> None:
-    from submitter.metrics import show
+    from submitter.metrics import show, write_parquet
 
     if arguments.json and arguments.csv:
         raise SettingsError("--json and --csv: choose one")
-    show(_find_run(arguments), "json" if arguments.json else "csv" if arguments.csv else "table")
+    if arguments.parquet is not None:
+        write_parquet(_find_run(arguments), arguments.parquet, arguments.json)
+    else:
+        show(_find_run(arguments), "json" if arguments.json else "csv" if arguments.csv else "table")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from submitter.report import write
+
+    write(_find_run(arguments), arguments.output, arguments.json)
 
 
 def _audit(arguments: argparse.Namespace) -> None:
@@ -366,6 +401,45 @@ def _chaos(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
     cluster, run, without = _reach(arguments)
     chaos(cluster, run, plan, arguments.json, without)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    if arguments.run is None:
+        _examine(arguments)
+        return
+    if arguments.profile or arguments.image or arguments.from_pods:
+        raise SettingsError("--profile, --image, --from-pods: leave out RUN, or these: they are for no run yet")
+    from submitter.doctor import show
+
+    cluster, run, without = _reach(arguments)
+    show(cluster, run, arguments.stacks, arguments.json, without)
+
+
+def _examine(arguments: argparse.Namespace) -> None:
+    from submitter.cluster import connect
+    from submitter.fitness import examine
+
+    arguments.profile = arguments.profile or "kind"
+    rendered, cluster, without = _render(arguments), None, ""
+    try:
+        cluster = connect(arguments.context, rendered.namespace)
+    except ClusterError as error:
+        without = str(error)
+    examine(cluster, rendered, arguments.from_pods, arguments.json, without)
+
+
+def _dashboard(arguments: argparse.Namespace) -> None:
+    from submitter.dashboard import show
+
+    cluster, run, without = _reach(arguments)
+    show(cluster, run, arguments.port, arguments.json, without)
+
+
+def _delete(arguments: argparse.Namespace) -> None:
+    from submitter.delete import delete
+
+    cluster, run, without = _reach(arguments)
+    delete(cluster, run, arguments.yes, arguments.json, without)
 
 
 def _find_run(arguments: argparse.Namespace) -> Run:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ClusterError, shorten
+from submitter.portforward import PROTOCOL, PodConnection
 from submitter.render import RUN_LABEL
 from submitter.views import JobView, PodView, WarningEvent, pod_view, warning_event
 
@@ -42,14 +43,37 @@ PATHS = {
     "job": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs/{name}",
     "pods": "/api/v1/namespaces/{namespace}/pods",
     "pod": "/api/v1/namespaces/{namespace}/pods/{name}",
+    "port": "/api/v1/namespaces/{namespace}/pods/{name}/portforward",
     "events": "/api/v1/namespaces/{namespace}/events",
+    "version": "/version",
+    "nodes": "/api/v1/nodes",
+    "all pods": "/api/v1/pods",
+    "quotas": "/api/v1/namespaces/{namespace}/resourcequotas",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies/{name}",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}",
+    "LocalQueue": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues/{name}",
+    "older LocalQueue": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/localqueues/{name}",
     "review": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
     "ray": "/apis/ray.io/v1",
 }
 
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
-"""The Roles of k8s/base that grant what is asked here; the second one, to change pods."""
+"""The Roles of k8s/base that grant what is asked here; the second one, to end pods."""
+
+ROLES = {
+    ("DELETE", "pod"): POD_ROLE,
+    ("GET", "port"): "sunspot-dashboard",
+    ("GET", "Secret"): "sunspot-dashboard",
+    ("POST", "pods"): "sunspot-doctor",
+    ("GET", "quotas"): "sunspot-doctor",
+    ("GET", "NetworkPolicy"): "sunspot-doctor",
+    ("GET", "PodDisruptionBudget"): "sunspot-doctor",
+}
+"""What other Roles grant, by method and path."""
+
+OF_THE_CLUSTER = ("namespace", "nodes", "all pods", "PriorityClass")
+"""What no Role of a namespace grants."""
 
 
 class UnreachableError(ClusterError):
@@ -147,6 +171,16 @@ class Cluster:
             options["gracePeriodSeconds"] = grace_s
         self._delete("pod", pod.name, options)
 
+    def create_pod(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Create a pod whose name nobody else gives; returns it as the API server has it."""
+        try:
+            return self._ask("POST", "pods", body=manifest)
+        except RefusedError as error:
+            made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
+            if made is None:
+                raise
+            return made  # the answer to an earlier try was lost
+
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
         """The warnings about RayJobs, their RayClusters and their pods, newest first."""
         answer = self._ask("GET", "events", query=[("fieldSelector", "type=Warning"), ("limit", "500")])
@@ -154,6 +188,34 @@ class Cluster:
         events = [warning_event(item) for item in answer.get("items", ())]
         mine = [event for event in events if prefixes and event.object.startswith(prefixes)]
         return sorted(mine, key=lambda event: -event.time)
+
+    # ------------------------------------------------------------------------------------------------------- dashboard
+
+    def dial(self, pod: str, port: int) -> PodConnection:
+        """A connection to a port of a pod. Raises `ClusterError`."""
+        from kubernetes.stream.ws_client import create_websocket, get_websocket_url
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        _, url, headers, *_ = self._api.param_serialize(
+            "GET",
+            PATHS["port"].format(namespace=self.namespace, name=pod),
+            query_params=[("ports", str(port))],
+            header_params={"sec-websocket-protocol": PROTOCOL},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            return PodConnection(create_websocket(self._api.configuration, get_websocket_url(url), headers))
+        except WebSocketBadStatusException as error:
+            answer: dict[str, Any] = {}
+            with contextlib.suppress(ValueError):
+                answer = dict(json.loads(error.resp_body or b""))
+            if error.status_code == 429 or error.status_code >= 500:
+                raise UnreachableError(
+                    f"{self.server}: {error.status_code} {_said(answer)}; try again later"
+                ) from error
+            raise self._refusal("GET", error.status_code, answer, ROLES["GET", "port"]) from error
+        except (WebSocketException, OSError) as error:
+            raise self._unreachable(error) from error
 
     # ------------------------------------------------------------------------------------------------------- preflight
 
@@ -167,14 +229,20 @@ class Cluster:
             raise
         return any(resource["name"] == "rayjobs" for resource in answer.get("resources", ()))
 
+    def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
+        """What the API server has at a path of PATHS; None when it is not there. Raises `RefusedError`, 403 too."""
+        try:
+            return self._ask("GET", kind, name=name, query=query)
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
     def exists(self, kind: str, name: str) -> bool | None:
         """Whether an object that a manifest names is there (`kind` as in PATHS); None: this user may not know."""
         try:
-            self._ask("GET", kind, name=name)
-            return True
+            return self.find(kind, name) is not None
         except RefusedError as error:
-            if error.status == 404:
-                return False
             if error.status == 403:
                 return None
             raise
@@ -256,7 +324,8 @@ class Cluster:
                     after = response.headers.get("Retry-After", "")
                     failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S) if after.isdigit() else 0.0
                     raise failure
-                raise self._refusal(method, response.status, answer, POD_ROLE if path == "pod" else ROLE)
+                role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
+                raise self._refusal(method, response.status, answer, role)
             yield response
         finally:
             response.close()
@@ -287,8 +356,10 @@ class Cluster:
         said = _said(answer)
         if status == 401:
             text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
-        elif status == 403:
+        elif status == 403 and " cannot " in said and role:
             text = f"{said}; have the Role {role} of k8s/base bound to you, which grants it"
+        elif status == 403 and " cannot " in said:
+            text = f"{said}; ask whoever owns the cluster"
         elif status == 404 and "could not find the requested resource" in said:
             text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
         else:

@@ -58,11 +58,11 @@ def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView
 def _describe(
     storage: Storage, run: RunSummary, status: Status | None, job: JobView | None, now: float
 ) -> dict[str, Any]:
-    if job:
+    if job and not run.deleting:
         owner = owner_of(Run(storage, run.name), job.name)
         state, reason = judge(job, status=status, owner=owner, stop_wanted=run.stop_wanted, now=now)
     else:
-        state, reason = state_from_storage(status, run.stop_wanted, now, run.heard, run.submitted)
+        state, reason = state_from_storage(status, run.stop_wanted, now, run.heard, run.submitted, run.deleting)
     return {
         "run": run.name,
         "state": state,

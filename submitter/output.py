@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from app.errors import StorageError
 
 WIDEST_LINE = 10_000
 """Width of a table that does not go to a terminal: no cell is ever broken or cut there."""
@@ -40,6 +44,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         console.print(table)
     # Not by the console: it would end the process with 1 when the reader of our output went away.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def write_file(path: Path, content: bytes) -> Path:
+    """Write a file of this machine whole, or not at all; returns its absolute path. Raises `StorageError`."""
+    path = path.expanduser().absolute()
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path
 
 
 def warn(text: str) -> None:

@@ -77,25 +77,31 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings:
         ]
     if cluster.exists("namespace", namespace) is False:
         return [f"there is no namespace {namespace}; `kubectl apply -k k8s/base` makes sunspot, or choose --namespace"]
-    problems = []
+    problems = find_missing_rights(cluster)
+    for kind, name in sorted(set(find_references(manifest))):
+        there = cluster.exists(kind, name)
+        if there is False:
+            problems.append(f"{kind} {name} is not in namespace {namespace}; {how_to_make(kind, name, namespace)}")
+        elif there is None:
+            warnings.append(f"whether {kind} {name} is there cannot be seen from here; pods cannot start without it")
+    return problems
+
+
+def find_missing_rights(cluster: Cluster) -> list[str]:
+    """What this user may not do that the verbs do, a line for each resource, with the fix."""
     asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
     with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
         allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
+    problems = []
     for group, resource in NEEDED:
         missing = [
             verb for (verb, g, r), good in zip(asked, allowed, strict=True) if (g, r) == (group, resource) and not good
         ]
         if missing:
             problems.append(
-                f"no permission to {', '.join(missing)} {resource} in namespace {namespace}; have the Role "
+                f"no permission to {', '.join(missing)} {resource} in namespace {cluster.namespace}; have the Role "
                 "sunspot-submitter of k8s/base bound to you, which grants it"
             )
-    for kind, name in sorted(set(find_references(manifest))):
-        there = cluster.exists(kind, name)
-        if there is False:
-            problems.append(f"{kind} {name} is not in namespace {namespace}; {_how_to_make(kind, name, namespace)}")
-        elif there is None:
-            warnings.append(f"whether {kind} {name} is there cannot be seen from here; pods cannot start without it")
     return problems
 
 
@@ -148,7 +154,8 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
             yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
 
 
-def _how_to_make(kind: str, name: str, namespace: str) -> str:
+def how_to_make(kind: str, name: str, namespace: str) -> str:
+    """How an object comes to be that pods cannot start without."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-literal=AWS_ACCESS_KEY_ID=... "

@@ -213,10 +213,18 @@ def manifests() -> Path:
 
 def read_yaml(path: Path) -> Any:
     """Parse one YAML document; raises `SettingsError` when it cannot be read or parsed."""
+    documents = read_documents(path)
+    if len(documents) > 1:
+        raise SettingsError(f"{path}: {len(documents)} YAML documents; keep one")
+    return documents[0] if documents else None
+
+
+def read_documents(path: Path) -> list[Any]:
+    """Parse every YAML document of a file; raises `SettingsError` when it cannot be read or parsed."""
     import yaml
 
     try:
-        return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return list(yaml.load_all(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror or shorten(error)}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from app.errors import NotFoundError, SettingsError, StorageError
 from app.layout import Run
 from app.layout.attempts import Attempt, attempt_of, lineage, read_attempts, read_error, step_of
 from app.layout.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good
+from app.layout.deletion import MARK, deletion_begun
 from app.layout.history import read_journal
 from app.layout.incidents import Receipt, goodput, read_receipts
 from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status
@@ -25,6 +26,8 @@ from submitter.output import as_time, in_words
 
 MOST_NAMED = 5
 """Runs that are named when the one asked for is not there, the nearest names first."""
+
+HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 
 SILENCE_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """Two writes of the status may fail, and a request to slow storage takes this long before it is given up."""
@@ -50,6 +53,7 @@ class RunSummary:
     checkpoint_time: float
     stop_wanted: bool
     bytes: int
+    deleting: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ class RunView:
     "The newest verified one, the reading spared of what the listing shows to be whole."
     passed_over: tuple[str, ...]
     "Newer checkpoints that are not whole, each with the reason."
-    last: dict[str, Any]
-    "The newest record of the metric history; empty before there is one."
+    records: list[dict[str, Any]]
+    "The metric history, as far as it counts, oldest first."
+    events: list[dict[str, Any]]
+    "Those of all attempts."
     receipts: list[Receipt]
     "What each start of its workers cost, oldest first."
     state: RunState
@@ -77,6 +83,11 @@ class RunView:
     reason: str
     time: float
     "When all this was read."
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest record of the metric history; empty before there is one."""
+        return self.records[-1] if self.records else {}
 
     @property
     def step(self) -> int:
@@ -167,11 +178,12 @@ def find_storage(storage_path: str | None = None) -> Storage:
 
 
 def is_there(run: Run) -> bool:
-    """Whether the run was begun or submitted."""
+    """Whether the run was begun or submitted, or something is left of it that was to be deleted."""
     return (
         run.storage.exists(run.key("run.json"))
         or run.storage.exists(run.key("status.json"))
         or bool(run.storage.list(run.key("submissions")))
+        or deletion_begun(run)
     )
 
 
@@ -223,7 +235,7 @@ def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
         size += entry.size
         if folder == "submissions":
             submitted, job = entry.modified, file.partition("-")[2].removesuffix(".yaml")
-        elif path != "stop.json":
+        elif path not in ("stop.json", MARK):
             heard = max(heard, entry.modified)
         if folder == "attempts" and file.removesuffix(".json").isdigit():
             attempts += 1
@@ -231,7 +243,7 @@ def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
             checkpoint = file.partition("/")[0]
             if NAME.fullmatch(checkpoint):
                 commits[checkpoint] = entry.modified
-    if not ("run.json" in times or "status.json" in times or job):
+    if not ("run.json" in times or "status.json" in times or job or MARK in times):
         return None
     # The newest attempt has the run: of an older one, a higher step may be one that was lost.
     newest = max(commits, key=lambda checkpoint: (attempt_of(checkpoint), step_of(checkpoint)), default=None)
@@ -246,6 +258,7 @@ def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
         checkpoint_time=commits[newest] if newest else 0.0,
         stop_wanted="stop.json" in times,
         bytes=size,
+        deleting=MARK in times,
     )
 
 
@@ -272,12 +285,19 @@ def _status_of(run: Run) -> Status | None:
 
 
 def state_from_storage(
-    status: Status | None, stop_wanted: bool, now: float, heard: float = 0.0, submitted: float = 0.0
+    status: Status | None,
+    stop_wanted: bool,
+    now: float,
+    heard: float = 0.0,
+    submitted: float = 0.0,
+    deleting: bool = False,
 ) -> tuple[RunState, str]:
     """Where a run stands that no cluster knows, and a sentence that says why.
 
     `heard` and `submitted` are those of its summary, where somebody has made one; `now` is in seconds since the epoch.
     """
+    if deleting:
+        return RunState.DELETING, HALF_DELETED
     if submitted > heard or (status is None and not heard):
         since = f" at {as_time(submitted)}" if submitted else ""
         if stop_wanted:
@@ -307,7 +327,7 @@ def read_state(run: Run) -> tuple[RunState, str]:
     summary = summarize(run.name, run.storage.list(run.name))
     if summary is None:
         return state_from_storage(status, False, now)
-    return state_from_storage(status, summary.stop_wanted, now, summary.heard, summary.submitted)
+    return state_from_storage(status, summary.stop_wanted, now, summary.heard, summary.submitted, summary.deleting)
 
 
 # ----------------------------------------------------------------------------------------------------------------- view
@@ -337,7 +357,9 @@ def read_view(run: Run) -> RunView:
     spans = lineage(found)
     counted = [r for r in records if any(span.holds(r["attempt"], r["step"]) for span in spans)]
     now = time.time()
-    state, reason = state_from_storage(status, summary.stop_wanted, now, summary.heard, summary.submitted)
+    state, reason = state_from_storage(
+        status, summary.stop_wanted, now, summary.heard, summary.submitted, summary.deleting
+    )
     return RunView(
         run=run,
         summary=summary,
@@ -347,7 +369,8 @@ def read_view(run: Run) -> RunView:
         identity=identity,
         checkpoint=checkpoint,
         passed_over=passed_over,
-        last=counted[-1] if counted else {},
+        records=counted,
+        events=events,
         receipts=read_receipts(events),
         state=state,
         reason=reason,

@@ -13,12 +13,13 @@ from typing import Any
 
 from app.errors import ClusterError, StorageError
 from app.layout import Run
+from app.layout.deletion import deletion_begun
 from app.layout.status import RunState, Status, stop_requested
 from app.layout.submissions import owner_of
 from app.settings import PREFIX
 from submitter.cluster import Cluster, RefusedError, UnreachableError, newest_first
 from submitter.render import settings_of
-from submitter.runs import is_there, named_run, read_state, read_statuses
+from submitter.runs import HALF_DELETED, is_there, named_run, read_state, read_statuses
 from submitter.state import is_of, judge
 from submitter.views import JobView, PodView, WarningEvent
 
@@ -51,6 +52,8 @@ class Seen:
     owner: str = ""
     "Who a process of the newest job would be in storage."
     stop_wanted: bool = False
+    deleting: bool = False
+    "Whether somebody has begun to delete the run."
     by_storage: tuple[RunState, str] | None = None
     "The run's state and why, by storage alone; None: there is no run, or a RayJob to ask."
     storage_trouble: str = ""
@@ -66,7 +69,7 @@ class Seen:
     @property
     def known(self) -> bool:
         """Whether there is such a run at all."""
-        return bool(self.jobs or self.status or self.by_storage)
+        return bool(self.jobs or self.status or self.by_storage or self.deleting)
 
     @property
     def driver_began(self) -> bool:
@@ -75,6 +78,8 @@ class Seen:
 
     def verdict(self) -> tuple[RunState, str]:
         """The run's state, and a sentence that says why."""
+        if self.deleting:
+            return RunState.DELETING, HALF_DELETED
         if self.job:
             return judge(self.job, self.pods, self.warnings, self.status, self.owner, self.stop_wanted, self.time)
         state, reason = self.by_storage or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
@@ -100,13 +105,18 @@ def address(cluster: Cluster | None, run: Run) -> str:
     return words + (cluster.options if cluster else "")
 
 
-def look(cluster: Cluster | None, run: Run, without: str = "") -> Seen:
-    """What is known now; `without` says why there is no cluster to ask. Trouble is noted, not raised."""
+def look(
+    cluster: Cluster | None, run: Run, without: str = "", counts: Callable[[JobView], bool] = lambda job: True
+) -> Seen:
+    """What is known now; `without` says why there is no cluster to ask. Trouble is noted, not raised.
+
+    Of the RayJobs with the run's name, those are looked at that `counts` holds for.
+    """
     seen = Seen(cluster_trouble=without)
     if cluster:
         try:
             jobs, _ = cluster.list_jobs(run.name)
-            seen = replace(seen, **_about(cluster, jobs))
+            seen = replace(seen, **_about(cluster, [job for job in jobs if counts(job)]))
         except ClusterError as error:
             seen = replace(seen, cluster_trouble=str(error))
     try:
@@ -232,6 +242,7 @@ def _stored(run: Run, job: str) -> dict[str, Any]:
     return {
         "status": status,
         "stop_wanted": stop_requested(run),
+        "deleting": deletion_begun(run),
         "owner": owner_of(run, job) if job else "",
         "by_storage": read_state(run) if not job and (status or is_there(run)) else None,
     }

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from app.layout.status import RunState, Status
+from submitter.findings import Diagnosis
 from submitter.output import in_words
 from submitter.runs import SILENCE_S
-from submitter.views import NOISE, JobView, PodView, WarningEvent
+from submitter.views import NOISE, JobView, PodView, Trouble, WarningEvent
 
 OPERATOR_OVERDUE_S = 30
 """An operator looks at a new RayJob within seconds; after this long without, one says so."""
@@ -227,21 +228,37 @@ def pods_in_trouble(job: JobView, pods: Sequence[PodView], warnings: Sequence[Wa
     mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
     fresh = [event for event in warnings if now - event.time < WARNING_FRESH_S]
     head = next((pod for pod in mine if pod.head), None)
-    if head and (why := _why_not_ready(head, fresh)):
+    if head and (why := trouble_of(head, fresh)):
         return f"the head pod cannot start: {why}"
-    refused = next(
-        (e for e in fresh if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
-    )
+    refused = refused_pod(job, fresh)
     if head is None:
         return f"the head pod cannot be made: {refused.message}" if refused else ""
     wanted, ready = _count_workers(job, mine)
-    whys = Counter(why for pod in mine if not pod.head and (why := _why_not_ready(pod, fresh)))
+    whys = Counter(str(why) for pod in mine if not pod.head and (why := trouble_of(pod, fresh)))
     if not whys and refused and len(mine) - 1 < wanted:
         whys[f"a pod cannot be made: {refused.message}"] += 1
     if not whys:
         return ""
-    why, _ = whys.most_common(1)[0]
-    return f"{_pods(wanted)} wanted, {ready} running: {why}"
+    commonest, _ = whys.most_common(1)[0]
+    return f"{_pods(wanted)} wanted, {ready} running: {commonest}"
+
+
+def refused_pod(job: JobView, warnings: Sequence[WarningEvent]) -> WarningEvent | None:
+    """The newest warning that says why a pod of the RayJob was not even made: a quota, or a policy."""
+    return next(
+        (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
+    )
+
+
+def trouble_of(pod: PodView, warnings: Sequence[WarningEvent]) -> Trouble | None:
+    """What keeps a pod from running, by its own status or by warnings about it; None when nothing seems to."""
+    if pod.ready or pod.trouble:
+        return pod.trouble
+    for event in warnings:
+        if event.object == pod.name and event.reason not in NOISE:
+            kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
+            return Trouble(kind, f"{event.reason}: {event.message}")
+    return None
 
 
 def count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
@@ -252,13 +269,6 @@ def count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
 def _count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
     workers = [pod for pod in pods if not pod.head and pod.group == job.training_group]
     return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
-
-
-def _why_not_ready(pod: PodView, fresh: Sequence[WarningEvent]) -> str:
-    if pod.ready or pod.trouble:
-        return pod.trouble
-    events = [event for event in fresh if event.object == pod.name and event.reason not in NOISE]
-    return f"{events[0].reason}: {events[0].message}" if events else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences

@@ -24,16 +24,7 @@ def show(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") ->
 
     Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
     """
-    seen = look(cluster, run, without)
-    view = None
-    if not seen.storage_trouble:
-        try:
-            with contextlib.suppress(NotFoundError):  # nothing of it there yet
-                view = read_view(run)
-        except StorageError as error:
-            seen = replace(seen, storage_trouble=str(error))
-    if not seen.known and not view:
-        _refuse(cluster, run, seen)
+    seen, view = gather(cluster, run, without)
     if seen.cluster_trouble:
         warn(f"from storage alone, without the cluster: {seen.cluster_trouble}")
     if seen.storage_trouble:
@@ -46,6 +37,24 @@ def show(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") ->
         print_json(record)
     else:
         _print(record, view)
+
+
+def gather(cluster: Cluster | None, run: Run, without: str = "") -> tuple[Seen, RunView | None]:
+    """All that cluster and storage know of a run; what one does not say, the first result explains.
+
+    Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
+    """
+    seen = look(cluster, run, without)
+    view = None
+    if not seen.storage_trouble:
+        try:
+            with contextlib.suppress(NotFoundError):  # nothing of it there yet
+                view = read_view(run)
+        except StorageError as error:
+            seen = replace(seen, storage_trouble=str(error))
+    if not seen.known and not view:
+        _refuse(cluster, run, seen)
+    return seen, view
 
 
 def summarize(cluster: Cluster | None, run: Run, seen: Seen, view: RunView | None) -> dict[str, Any]:

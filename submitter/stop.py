@@ -6,7 +6,7 @@ import getpass
 import socket
 import time
 
-from app.errors import ClusterError, GaveUpError, NotFoundError, StorageError
+from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError
 from app.layout import Run
 from app.layout.status import RunState, clear_stop, request_stop
 from app.layout.submissions import newest_submission
@@ -75,12 +75,14 @@ def resume(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") 
 
 
 def _look(cluster: Cluster | None, run: Run, without: str) -> Seen:
-    """What is known; raises when storage is out of reach, or nothing is known."""
+    """What is known; raises when storage is out of reach, nothing is known, or the run is being deleted."""
     seen = look(cluster, run, without)
     if seen.storage_trouble:
         raise StorageError(seen.storage_trouble)
     if not seen.known:
         raise NotFoundError(absence(cluster, run, seen))
+    if seen.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {seen.verdict()[1]}")
     if seen.cluster_trouble:
         warn(f"only the storage was asked: {seen.cluster_trouble}")
     return seen

@@ -64,6 +64,8 @@ def bring_up(
     """
     name = manifest["metadata"]["name"]
     seen, job = _look_at(cluster, run, name)
+    if seen.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {seen.verdict()[1]}; then submit again")
     others = [other for other in seen.jobs if other.live and other.name != name]
     if others:
         raise ConflictError(_explain_conflict(others[0], expected or JobView(manifest), address(cluster, run)))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from submitter.findings import Diagnosis
+
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """The values of `jobDeploymentStatus` after which the operator does no more than clean up."""
 
@@ -23,6 +25,13 @@ FIXES = {
 
 LONGEST_MESSAGE = 600
 """Characters of the operator's message: of a failed driver it quotes up to 20,000, and the end says why."""
+
+KINDS = {
+    "InvalidImageName": Diagnosis.IMAGE,
+    "ErrImageNeverPull": Diagnosis.IMAGE,
+    "CreateContainerConfigError": Diagnosis.MISSING,
+}
+"""What that means, where it is not the container itself that fails."""
 
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 
@@ -133,6 +142,17 @@ class JobView:
         return str(groups[0].get("groupName", ""))
 
 
+class Trouble(NamedTuple):
+    """What keeps a pod from running."""
+
+    kind: Diagnosis
+    said: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.said}; {self.fix}" if self.fix else self.said
+
+
 @dataclass(frozen=True)
 class PodView:
     """One pod of a run."""
@@ -147,8 +167,10 @@ class PodView:
     ready: bool
     deleting: bool
     restarts: int
-    trouble: str
-    "Why it cannot run, and the fix; empty when it runs, or may start by itself."
+    trouble: Trouble | None
+    "Why it cannot run; None when it runs, or may start by itself."
+    out_of_memory: bool
+    "Whether a container of it was ended for that the last time; it may run again."
 
 
 class WarningEvent(NamedTuple):
@@ -177,39 +199,50 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         ready=ready and status.get("phase") == "Running",
         deleting="deletionTimestamp" in metadata,
         restarts=sum(container.get("restartCount", 0) for container in status.get("containerStatuses") or ()),
-        trouble="" if ready else next(_troubles(raw), ""),
+        trouble=None if ready else next(_troubles(raw), None),
+        out_of_memory=any(
+            container.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled"
+            for container in status.get("containerStatuses") or ()
+        ),
     )
 
 
-def _troubles(raw: dict[str, Any]) -> Iterator[str]:
+def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
     status = raw.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             said = _line(condition.get("message", ""))
             if condition.get("reason") == "SchedulingGated":
-                yield f"held back by its queue ({said})"
+                yield Trouble(Diagnosis.QUEUE, f"held back by its queue ({said})")
             else:
                 said = said.partition(". ")[0]  # what follows is about preemption
-                yield (
-                    f"no node takes it ({said}); unless an autoscaler brings one, add such a node, or correct the "
-                    "profile's selectors, tolerations and resources"
+                yield Trouble(
+                    Diagnosis.NO_NODE,
+                    f"no node takes it ({said})",
+                    "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations "
+                    "and resources",
                 )
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
+        name = container["name"]
         waiting = container.get("state", {}).get("waiting") or {}
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
         reason = waiting.get("reason", "")
         if ended.get("reason") == "OOMKilled":
-            yield f"container {container['name']} ran out of memory (OOMKilled); give it more in the profile"
+            said = f"container {name} ran out of memory (OOMKilled)"
+            yield Trouble(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
         elif reason in PULLING:
             # The kubelet says in turn that it failed and that it waits: one sentence for both.
             said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
-            yield f"image {container.get('image', '')} cannot be pulled: {said}; {FIXES['ErrImagePull']}"
+            said = f"image {container.get('image', '')} cannot be pulled: {said}"
+            yield Trouble(Diagnosis.IMAGE, said, FIXES["ErrImagePull"])
         elif reason in FIXES:
-            yield f"{reason}: {_line(waiting.get('message', ''))}; {FIXES[reason]}"
+            said = f"{reason}: {_line(waiting.get('message', ''))}"
+            yield Trouble(KINDS.get(reason, Diagnosis.CONTAINER), said, FIXES[reason])
         elif container.get("state", {}).get("terminated", {}).get("exitCode"):
-            yield f"container {container['name']} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
+            said = f"container {name} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
+            yield Trouble(Diagnosis.CONTAINER, said)
     if status.get("phase") == "Failed":
-        yield f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}"
+        yield Trouble(Diagnosis.POD, f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}")
 
 
 def warning_event(raw: dict[str, Any]) -> WarningEvent:

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from app.errors import ClusterError, GaveUpError, NotFoundError, StorageError, SunspotError
+from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError, SunspotError
 from app.layout import Run
 from app.layout.status import RunState
 from submitter.cluster import Cluster
@@ -24,8 +24,9 @@ OUTAGE_EVERY_S = 30.0
 def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, without: str = "") -> None:
     """Follow the run to its end; the job goes on whatever happens here.
 
-    Returns when the run succeeded or was stopped. Raises `SunspotError` when it failed or is lost, `NotFoundError` when
-    there is no such run, `GaveUpError` after `timeout` seconds, `ClusterError` when the API server stays away.
+    Returns when the run succeeded or was stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when
+    it is being deleted, `NotFoundError` when there is no such run, `GaveUpError` after `timeout` seconds, and
+    `ClusterError` when the API server stays away.
     """
     _refuse_if_unknown(cluster, run, without)
     deadline = time.monotonic() + timeout if timeout is not None else None
@@ -41,6 +42,8 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
         show.close()
     if state in (RunState.FAILED, RunState.LOST):
         raise SunspotError(f"{run.name} {state}: {reason}")
+    if state is RunState.DELETING:
+        raise ConflictError(f"{run.name} is {state}: {reason}")
 
 
 def _follow(

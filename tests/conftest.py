@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parent.parent
 SHELL = dict(os.environ)
 """The environment that the tests were started in, for those of a real cluster."""
 
-pytest_plugins = ["tests.s3", "tests.kubernetes", "tests.commands"]
+pytest_plugins = ["tests.s3", "tests.kubernetes", "tests.commands", "tests.browser", "tests.model_runs"]
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +92,7 @@ def program(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "LEARNING_RATE": "0.05",
         "CHECKPOINT_EVERY_S": "0",
         "AUDIT": "true",
+        "PREDICT_ROWS": "0",
     }
     return Program(settings, ray_address, monkeypatch)
 

@@ -56,6 +56,10 @@ class FakeCluster:
         self.events: list[dict[str, Any]] = []
         self.objects = {f"{CORE}/secrets/sunspot-storage", f"{CORE}/serviceaccounts/sunspot-train", CORE}
         "Paths of the other objects that are there."
+        self.documents: dict[str, dict[str, Any]] = {}
+        "The same with content; lists, too."
+        self.on_create: Callable[[dict[str, Any]], Any] = lambda pod: None
+        "What becomes of a pod that was created."
         self.forbidden: set[str] = set()
         "`verb resource` that access reviews deny; a path that may not be read."
         self.has_operator = True
@@ -219,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(403, f'{path} is forbidden: User "me" cannot get it')
         elif path == "/apis/ray.io/v1":
             if cluster.has_operator:
-                self.reply(200, {"resources": [{"name": "rayjobs"}]})
+                self.reply(200, {"resources": [{"name": "rayjobs"}, {"name": "rayclusters"}]})
             else:
                 self.refuse(404, "the server could not find the requested resource")
         elif path.endswith("selfsubjectaccessreviews"):
@@ -232,6 +236,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, cluster.list_jobs(query["labelSelector"]))
         elif path.startswith(f"{JOBS}/"):
             self.one_job(path.rpartition("/")[2])
+        elif path == f"{CORE}/pods" and self.command == "POST":
+            pod = json.loads(self.body)
+            pod["metadata"]["uid"] = f"uid-of-{pod['metadata']['name']}"
+            cluster.pods.append(pod)
+            cluster.on_create(pod)
+            self.reply(201, pod)
         elif path == f"{CORE}/pods":
             names = query["labelSelector"].partition("(")[2].rstrip(")").split(",")
             self.reply(200, {"items": [p for p in cluster.pods if p["metadata"]["labels"]["ray.io/cluster"] in names]})
@@ -239,6 +249,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.one_pod(path.rpartition("/")[2])
         elif path == f"{CORE}/events":
             self.reply(200, {"items": cluster.events})
+        elif path in cluster.documents:
+            self.reply(200, cluster.documents[path])
         elif path in cluster.objects:
             self.reply(200, {"metadata": {"name": path.rpartition("/")[2]}})
         else:
@@ -268,12 +280,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, cluster.jobs[name])
 
     def one_pod(self, name: str) -> None:
-        assert self.command == "DELETE"
-        options = json.loads(self.body)
-        uid = next((p["metadata"]["uid"] for p in self.server.cluster.pods if p["metadata"]["name"] == name), None)
-        if uid is None:
+        found = next((p for p in self.server.cluster.pods if p["metadata"]["name"] == name), None)
+        if found is None:
             self.refuse(404, f'pods "{name}" not found')
-        elif uid != options["preconditions"]["uid"]:
+            return
+        if self.command == "GET":
+            self.reply(200, found)
+            return
+        options, uid = json.loads(self.body), found["metadata"]["uid"]
+        if uid != options["preconditions"]["uid"]:
             self.refuse(409, "the UID in the precondition does not match")
         else:
             self.server.cluster.delete_pod(name, options.get("gracePeriodSeconds"))

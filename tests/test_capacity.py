@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -199,7 +201,13 @@ class FakeBoard:
 
 @pytest.fixture
 def no_coordinator(ray_address: str) -> None:
-    """As if nobody had asked Ray for its nodes before, nor been warned."""
+    """As if nobody had trained before, asked Ray for its nodes, or been warned."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's keeps the last controller of this process alive
+    until = time.monotonic() + 30
+    while ray_internals._someone_trains():
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.2)
     remove_coordinator()
     ray_internals._warn_once.cache_clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from app.errors import StorageError
@@ -281,7 +283,7 @@ def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
         delete_checkpoint(run, old.name)
         return find_faults(run, checkpoint)
 
-    monkeypatch.setattr("submitter.checkpoints.find_faults", delete_first)
+    monkeypatch.setattr("app.layout.checkpoints.find_faults", delete_first)
     verified = sunspot("checkpoints", "verify", "run", "--json")
     assert (verified.code, [line["name"] for line in verified.json]) == (0, [new.name])
 
@@ -318,6 +320,45 @@ def test_metrics_as_csv(sunspot: Command, history: list[dict[str, Any]]) -> None
     assert [float(line["loss"]) for line in lines[:-1]] == [record["loss"] for record in history[:-1]]
     assert [line["test_accuracy"] for line in lines] == ["", "", "", "", "0.5"]
     assert sunspot("metrics", "run", "--csv", "--json").code == 2
+
+
+def test_metrics_as_parquet(sunspot: Command, history: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "history.parquet"
+    shown = sunspot.process("metrics", "run", "--parquet", str(file))
+    assert (shown.code, shown.out) == (0, f"{file}: 5 records, 8 columns\n")
+    table = pq.read_table(file)
+    assert table.column_names == ["attempt", "step", "epoch", "time", "loss", "rows", "ranks", "test_accuracy"]
+    rows = table.to_pylist()
+    assert [row.pop("test_accuracy") for row in rows] == [None, None, None, None, 0.5]
+    assert math.isnan(rows[-1].pop("loss"))
+    assert rows[:-1] == history[:-1]
+    assert rows[-1]["ranks"] == [{"rows": 3}, {"rows": 2}]
+
+
+def test_parquet_and_json_tell_what_was_written(
+    run: Run, sunspot: Command, history: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "history.parquet"
+    shown = sunspot("metrics", "run", "--parquet", str(file), "--json")
+    assert shown.json == {"run": "run", "path": str(file), "records": 5, "bytes": file.stat().st_size}
+    assert sunspot("metrics", "run", "--parquet", str(file), "--csv").code == 2
+    refused = sunspot("metrics", "run", "--parquet", str(tmp_path / "no" / "folder.parquet"))
+    assert (refused.code, "cannot be written" in refused.err) == (4, True)
+    assert sunspot("metrics", "other", "--parquet", str(tmp_path / "other.parquet")).code == 3
+    empty = begin(Run(run.storage, "empty"))
+    assert sunspot("metrics", empty.name, "--parquet", str(file)).out == f"{file}: 0 records, 0 columns\n"
+
+
+def test_numbers_of_ranks_that_came_with_a_later_version_are_null_before(
+    run: Run, sunspot: Command, tmp_path: Path
+) -> None:
+    old, new = {"rows": 3}, {"rows": 2, "forward_s": 0.5, "throttled_s": None}
+    records = [{"step": 1, "loss": 1, "ranks": [old]}, {"step": 2, "loss": 0.5, "ranks": [new, old]}]
+    report(run, start(run, "job"), *records)
+    assert sunspot("metrics", "run", "--parquet", str(tmp_path / "m.parquet")).code == 0
+    rows = pq.read_table(tmp_path / "m.parquet").to_pylist()
+    assert [row["loss"] for row in rows] == [1.0, 0.5]
+    assert [[rank["forward_s"] for rank in row["ranks"]] for row in rows] == [[None], [0.5, None]]
 
 
 def test_the_table_of_metrics(sunspot: Command, history: list[dict[str, Any]]) -> None:

@@ -42,6 +42,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(20):
             pixels = random.integers(0, 255, (70, 80, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "pictures" / label / f"{number}.png")
+    Image.fromarray(random.integers(0, 255, (28, 28), dtype=np.uint8)).save(folder / "digit.png")
     return folder
 
 
@@ -58,8 +59,11 @@ def test_the_command_works(command: str, checkout: Path, ray_address: str) -> No
         "SUNSPOT_MAX_STEPS": "2",
         "SUNSPOT_GLOBAL_BATCH_SIZE": "16",
         "SUNSPOT_RESOURCES_PER_WORKER": '{"CPU": 1}',
+        "SUNSPOT_PREDICT_ROWS": "32",
     }
-    if not command.startswith("make train"):
+    if " -m app.predict " in command:
+        short = {"RAY_ADDRESS": ray_address}
+    elif not command.startswith("make train"):
         short = {}
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     answer = subprocess.run(
@@ -68,6 +72,7 @@ def test_the_command_works(command: str, checkout: Path, ray_address: str) -> No
     assert answer.returncode == 0, answer.stdout + answer.stderr
     if command.startswith("make train"):
         assert "weights: " in answer.stdout
+        assert "report: " in answer.stdout
 
 
 @pytest.mark.timeout(1500)

@@ -20,7 +20,7 @@ import yaml
 
 from app.errors import SettingsError
 from submitter.cli import main
-from submitter.cluster import POD_ROLE
+from submitter.cluster import POD_ROLE, ROLE, ROLES
 from submitter.profile import load_profile
 from submitter.render import Rendered, image_problem, render, settings_of, to_yaml
 from tests.conftest import SHELL
@@ -149,11 +149,16 @@ def test_the_base_holds_the_namespace_to_the_restricted_standard() -> None:
 def test_nobody_but_the_submitter_gets_rights() -> None:
     bindings = [item for item in base_objects() if item["kind"].endswith("Binding")]
     assert [subject["name"] for item in bindings for subject in item["subjects"]] == ["sunspot-submitter"]
-    submitter, chaos = [item for item in base_objects() if item["kind"].endswith("Role")]
-    assert [item["roleRef"]["name"] for item in bindings] == [submitter["metadata"]["name"]] == ["sunspot-submitter"]
-    assert chaos["metadata"]["name"] == POD_ROLE, "who may submit a run may not kill the pods of others"
-    assert chaos["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
-    assert submitter["rules"] == [
+    roles = {item["metadata"]["name"]: item["rules"] for item in base_objects() if item["kind"].endswith("Role")}
+    assert set(roles) == {ROLE, *ROLES.values()}
+    assert [item["roleRef"]["name"] for item in bindings] == [ROLE]
+    assert POD_ROLE != ROLE, "who may submit a run may not kill the pods of others"
+    assert roles[POD_ROLE] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
+    assert roles["sunspot-dashboard"] == [
+        {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]},
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]},
+    ]
+    assert roles[ROLE] == [
         {
             "apiGroups": ["ray.io"],
             "resources": ["rayjobs"],

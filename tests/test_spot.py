@@ -17,10 +17,13 @@ from app.board import open_board
 from app.layout import Run
 from app.layout.attempts import read_attempts
 from app.layout.checkpoints import write_manifest
+from app.layout.failures import read_failures
 from app.layout.history import read_journal
 from app.layout.incidents import Cause, Receipt, find_gaps, goodput, read_receipts
 from app.ray_internals import answering
 from app.trainer import prove_on_all_nodes
+from submitter.doctor import examine
+from submitter.findings import Diagnosis
 from tests.conftest import Program
 from tests.nodes import start_node
 from tests.test_train import assert_audit_clean, kill_all, newest, the_run, wait_for_step, worker_processes
@@ -81,6 +84,7 @@ def test_a_node_that_goes_or_comes_costs_no_step(program: Program, make_data: Ma
     assert process.returncode == 0, output
     assert newest(run).step == 3000
     assert "test_accuracy" in newest(run).metrics
+    assert read_failures(run) == [], "workers that make way have not failed"
     assert_complete(run, read_receipts(read_journal(run, "events")))
     assert_audit_clean(program)
 
@@ -163,6 +167,10 @@ def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_dat
     [_, restart] = read_receipts(events)
     assert restart.cause is Cause.HUNG
     assert "wait_for_ever" in restart.detail or "rank" in restart.detail
+    [diagnosed] = [finding for finding in examine(None, run).findings if finding.finding is Diagnosis.HUNG]
+    assert diagnosed.about["ranks"] == [1]
+    assert "stands in wait_for_ever at" in diagnosed.evidence
+    assert any("in wait_for_ever" in trace for trace in diagnosed.traces)
     assert_audit_clean(program)
 
 

@@ -9,6 +9,7 @@ import pytest
 from app.errors import ConflictError, SunspotError, SupersededError
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts, refuse_if_superseded
+from app.layout.failures import read_failures
 from app.layout.logs import LEFT_OUT, MOST_WAITING, SEGMENT_BYTES, LogWriter, driver_stream, list_streams, read_stream
 from app.layout.status import (
     RunState,
@@ -47,6 +48,9 @@ def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     with pytest.raises(ZeroDivisionError), recorded_outcome(run, "job", None, 10):
         raise ZeroDivisionError("a defect")
     assert state(run) == (RunState.FAILED, "a defect")
+    [failure] = read_failures(run)
+    assert (failure.rank, failure.type, failure.message) == (None, "ZeroDivisionError", "a defect")
+    assert (failure.file, failure.function) == (__file__, "test_a_driver_leaves_how_it_ended")
     with pytest.raises(KeyboardInterrupt), recorded_outcome(run, "job", None, 10):
         raise KeyboardInterrupt
     assert state(run)[0] is RunState.LOST

@@ -11,6 +11,8 @@ import pytest
 from app.layout.attempts import read_attempts
 from app.layout.logs import list_streams, rank_stream, read_stream
 from app.layout.status import RunState, clear_stop, read_status, request_stop
+from submitter.doctor import examine
+from submitter.findings import Diagnosis
 from tests.conftest import Program
 from tests.test_train import assert_audit_clean, newest, the_run, wait_for_step
 
@@ -82,6 +84,12 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
     assert status
     assert status.state is RunState.FAILED
     assert "the task is broken" in status.reason
+
+    [failed] = examine(None, run).findings
+    assert failed.finding is Diagnosis.FAILED
+    assert failed.about["ranks"] == [0, 1], "one error, that both met"
+    assert str(failed.about["file"]).endswith("tests/talking_task.py")
+    assert (failed.about["function"], failed.about["message"]) == ("loss", "the task is broken")
 
 
 def test_output_is_shipped_while_it_goes_on(program: Program, make_data: Callable[..., str]) -> None:

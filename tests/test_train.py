@@ -176,7 +176,19 @@ def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: Make
 def test_a_finished_run_says_so(program: Program, make_data: MakeData, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"DATASET": make_data(100, test_rows=50), "GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1}
     program.run(**settings)
-    assert "test_accuracy" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    run = the_run(program)
+    assert "succeeded at step 5 of 5" in out
+    assert "test_accuracy" in out
+    assert (
+        f"  weights: {run.location}/checkpoints/{newest(run).name}/model.pt\n  report: {run.location}/report.html"
+        in out
+    )
+    page = run.storage.read(run.key("report.html")).decode()
+    assert "Succeeded" in page
+    assert "Each rank over the whole run" in page
+    [log] = [entry.key for entry in run.storage.list(run.key("logs")) if "/driver-" in entry.key]
+    assert "report: " in run.storage.read(log).decode(), "what was shipped of the output has it, too"
     program.run(**settings)
     assert "already finished at step 5" in capfd.readouterr().out
     assert len(read_attempts(the_run(program))) == 1

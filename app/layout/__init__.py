@@ -4,6 +4,7 @@
         run.json                          what the run may never change: its identity settings and its data
         status.json                       the newest news, in one small object
         stop.json                         there while the run is to stand still
+        delete.json                       there while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.yaml
                                           each manifest as it was applied to a cluster
         attempts/0001.json                one for each start of a worker group: who, when, from which checkpoint
@@ -13,11 +14,15 @@
             manifest.json                 written last: without it there is no checkpoint
         metrics/attempt-0001-00000.jsonl  the metric history, a line for each report
         events/attempt-0001-00000.jsonl   what happened to the run besides training
+        failures/attempt-0001-rank-0000.json
+                                          the error that ended a process, with its traceback
         logs/driver-20261121T141013679Z/000000.log
         logs/attempt-0001-rank-0000/000000.log
                                           what each process printed, in segments
         audit/attempt-0001/00000001-00000460.parquet
                                           the ids of the rows that these optimizer steps consumed
+        predictions.json                  what the last checkpoint makes of held-out rows, for the report
+        report.html                       all of this to look at, as the last driver left it
 
 A step is the number of optimizer steps the run has taken; with the data, the seed and the global batch size it is
 the whole position. Attempts form a chain: each names the checkpoint it starts from. What an attempt wrote counts up

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from app.errors import NotFoundError, SupersededError, by_name
 from app.layout import Run, to_json
+from app.layout.deletion import refuse_if_deleted
 from app.layout.storage import in_parallel
 
 CLAIM_TRIES = 20
@@ -99,15 +100,27 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str) -> None:
 
 
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
-    """Take the run over as `attempt`; False when another process took this number first."""
+    """Take the run over as `attempt`; False when another process took this number first.
+
+    Raises `SupersededError` when `refuse_if_superseded` does, or the run is being deleted.
+    """
     refuse_if_superseded(attempts, attempt.owner)
+    refuse_if_deleted(run)
     return run.storage.create(_key(run, attempt.number), to_json(asdict(attempt)))
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:
-    """Raise `SupersededError` when a newer attempt has begun. Asked before each commit and each deletion."""
-    if run.storage.exists(_key(run, attempt.number + 1)):
+    """Raise `SupersededError` when a newer attempt has begun, or the run was deleted.
+
+    Asked before each commit and each deletion.
+    """
+    listed = {entry.key for entry in run.storage.list(run.key("attempts"))}
+    if _key(run, attempt.number + 1) in listed:
         raise _superseded(read_attempts(run)[-1])
+    if _key(run, attempt.number) not in listed and not run.storage.exists(_key(run, attempt.number)):
+        raise SupersededError(
+            f"{run.location} was deleted while attempt {attempt.number} trained; this process has ended"
+        )
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:

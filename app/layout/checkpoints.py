@@ -18,9 +18,13 @@ from app.errors import NotFoundError
 from app.layout import Run, to_json
 from app.layout.attempts import Attempt, Span, attempt_of, lineage, step_of
 from app.layout.storage import Entry, in_parallel
+from app.settings import PREFIX, Settings
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-\d{8,}-attempt-\d{4,}")
+
+Directories = Mapping[str, Mapping[str, Entry]]
+"""The files of checkpoint directories, as `list_directories` has them."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ def leads_to_newest(name: str, spans: list[Span]) -> bool:
     return any(span.reaches(attempt_of(name), step_of(name)) for span in spans)
 
 
+def sort_out(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
+    """Names, by step, of the checkpoints that count, of those of superseded attempts, and of incomplete ones."""
+    committed = by_step(name for name, files in directories.items() if MANIFEST in files)
+    counted = [name for name in committed if leads_to_newest(name, spans)]
+    superseded = [name for name in committed if not leads_to_newest(name, spans)]
+    return counted, superseded, by_step(directories.keys() - set(committed))
+
+
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
     """Those that lead to the newest attempt."""
     return [checkpoint for checkpoint in checkpoints if leads_to_newest(checkpoint.name, spans)]
@@ -153,6 +165,30 @@ def _compare_bytes(run: Run, checkpoint: Checkpoint, file: str) -> list[str]:
     return []
 
 
+def read_back(run: Run, names: list[str]) -> list[tuple[Checkpoint, list[str]]]:
+    """Like `check_listed`, with every byte read."""
+    listed = [checkpoint for name in names if (checkpoint := read_manifest(run, name))]
+    checked = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
+    return [(checkpoint, faults) for checkpoint, faults in checked if not faults or _is_there(run, checkpoint)]
+
+
+def check_listed(run: Run, names: list[str], directories: Directories) -> list[tuple[Checkpoint, list[str]]]:
+    """Each checkpoint with its faults; without those that a live run deletes meanwhile, which only seem damaged."""
+
+    def check(name: str) -> tuple[Checkpoint, list[str]] | None:
+        checkpoint = read_manifest(run, name)
+        if checkpoint is None:
+            return None
+        faults = find_faults(run, checkpoint, directories[name])
+        return (checkpoint, faults) if not faults or _is_there(run, checkpoint) else None
+
+    return [checked for checked in in_parallel(check, names) if checked]
+
+
+def _is_there(run: Run, checkpoint: Checkpoint) -> bool:
+    return run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST))
+
+
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
@@ -172,6 +208,16 @@ def find_newest_good(
                 return checkpoint, tuple(passed)
             passed.append(f"{name}: damaged, {'; '.join(faults)}")
     return None, tuple(passed)
+
+
+def policy(attempts: list[Attempt]) -> tuple[int, str, str]:
+    """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER as the newest attempt has them."""
+    recorded = attempts[-1].about.get("settings", {}) if attempts else {}
+
+    def setting(name: str) -> str:
+        return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
+
+    return int(setting("checkpoints_to_keep")), setting("checkpoint_metric"), setting("checkpoint_order")
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:

@@ -35,11 +35,14 @@ class RunState(enum.StrEnum):
     FAILED = "failed"
     LOST = "lost"
     "It is not finished, and nothing trains it: its processes ended without a word."
+    DELETING = "deleting"
+    "It is being deleted, or that was interrupted: what is left of it is no run any more."
 
     @property
     def terminal(self) -> bool:
         """Whether the run stays in this state until somebody does something."""
-        return self in (RunState.STOPPED, RunState.SUCCEEDED, RunState.FAILED, RunState.LOST)
+        ended = (RunState.STOPPED, RunState.SUCCEEDED, RunState.FAILED, RunState.LOST, RunState.DELETING)
+        return self in ended
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Status:
     world_size: int = 0
     step: int = 0
     "Optimizer steps taken."
+    beat: float | None = None
+    "When it last took a step (`step` may be behind) or evaluated rows, in seconds since the epoch; None: not yet."
     epoch: int = 0
     "The epoch, from 1, that `step` belongs to."
     total_steps: int = 0

@@ -37,6 +37,9 @@ PARTS_IN_FLIGHT = 4
 READS_IN_FLIGHT = 16
 """Small objects read at once by whoever needs many of them: each waits for an answer, not for bytes."""
 
+DELETED_AT_ONCE = 1000
+"""Objects that S3 takes in one request to delete them."""
+
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
 """One request is given up after about 4 x 20 s of silence and the backoff between (botocore's standard mode)."""
 
@@ -138,6 +141,15 @@ class Storage(ABC):
     def delete(self, key: str) -> None:
         """Remove one object; not being there is no error."""
 
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove objects; not being there is no error. After an error, some may be left."""
+        for key in keys:
+            self.delete(key)
+
+    @abstractmethod
+    def delete_folders(self, prefix: str) -> None:
+        """Remove the folders in and at `prefix` that hold no object: what no listing shows. Others stay."""
+
     @abstractmethod
     def exists(self, key: str) -> bool:
         """Whether the object is there."""
@@ -149,6 +161,14 @@ class Storage(ABC):
     @abstractmethod
     def discard(self, unfinished: Unfinished) -> None:
         """Give back the space of what a killed writer left; being gone already is no error."""
+
+    def keeps_versions(self) -> bool | None:
+        """Whether deleted and replaced objects go on taking space; None: this user may not know."""
+        return False
+
+    def drops_unfinished(self) -> bool | None:
+        """Whether the place itself removes what killed writers left, some day; None: this user may not know."""
+        return False
 
     def read(self, key: str) -> bytes:
         """All bytes of an object."""
@@ -363,6 +383,13 @@ class LocalStorage(Storage):
                 with contextlib.suppress(OSError):  # not empty yet, or another deletion was first
                     path.parent.rmdir()
 
+    def delete_folders(self, prefix: str) -> None:
+        top = self.root / prefix
+        for folder in sorted((Path(folder) for folder, _, _ in os.walk(top)), reverse=True):
+            if folder != self.root:
+                with contextlib.suppress(OSError):  # not empty: it is another's
+                    folder.rmdir()
+
     def exists(self, key: str) -> bool:
         with _os_errors(self.locate(key)):
             return (self.root / key).is_file()
@@ -504,6 +531,11 @@ class S3Storage(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
+        # A key that ends in '/' is a folder that somebody's browser of the bucket made.
+        return sorted(entry for entry in self._keys(prefix) if not entry.key.endswith("/"))
+
+    def _keys(self, prefix: str) -> Sequence[Entry]:
+        """Like `list`, with the folders."""
         skip = len(self.prefix) + 1 if self.prefix else 0
         with self._s3_errors("list", prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -514,8 +546,7 @@ class S3Storage(Storage):
                 for page in pages
                 for item in page.get("Contents", ())
             ]
-        # A key that ends in '/' is a folder that somebody's browser of the bucket made.
-        return sorted(e for e in found if _is_below(e.key, prefix) and not e.key.endswith("/"))
+        return [entry for entry in found if _is_below(entry.key, prefix)]
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         skip = len(self.prefix) + 1 if self.prefix else 0
@@ -552,6 +583,55 @@ class S3Storage(Storage):
         with contextlib.suppress(NotFoundError), self._s3_errors("delete", key):
             self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
 
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for first in range(0, len(keys), DELETED_AT_ONCE):
+            batch = keys[first : first + DELETED_AT_ONCE]
+            in_parallel(self.delete, self._delete_batch(batch))
+
+    def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
+        """One request for up to DELETED_AT_ONCE objects; returns those that are to be removed one by one."""
+        from botocore.exceptions import ClientError
+
+        full = {self._full(key): key for key in keys}
+        with self._s3_errors("delete", keys[0]):
+            try:
+                objects = [{"Key": key} for key in full]
+                answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
+            except ClientError:  # some servers know no such request, or want another checksum of it
+                return keys
+        return [full[refused["Key"]] for refused in answer.get("Errors", ())]
+
+    def delete_folders(self, prefix: str) -> None:
+        everything = self._keys(prefix)
+        holding = [entry.key for entry in everything if not entry.key.endswith("/")]
+        folders = [entry.key for entry in everything if entry.key.endswith("/")]
+        self.delete_many([key for key in folders if not any(held.startswith(key) for held in holding)])
+
+    def keeps_versions(self) -> bool | None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            # Also when suspended: it keeps those that it has.
+            return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
+        except (ClientError, BotoCoreError):
+            return None
+
+    def drops_unfinished(self) -> bool | None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            rules = self._client.get_bucket_lifecycle_configuration(Bucket=self.bucket)["Rules"]
+        except ClientError as error:
+            return False if error.response["Error"]["Code"] == "NoSuchLifecycleConfiguration" else None
+        except BotoCoreError:
+            return None
+        return any(
+            rule["Status"] == "Enabled"
+            and "AbortIncompleteMultipartUpload" in rule
+            and self._full("").startswith(_prefix_of(rule))
+            for rule in rules
+        )
+
     def exists(self, key: str) -> bool:
         # Not by HEAD: its 404 has no body, so a bucket that is gone would pass for an object that is not there.
         return any(entry.key == key for entry in self.list(key))
@@ -577,6 +657,11 @@ class S3Storage(Storage):
 def _is_below(key: str, prefix: str) -> bool:
     """Whether `key` is the object `prefix` or lies in the folder `prefix`; S3 itself knows no folders."""
     return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
+
+
+def _prefix_of(rule: dict[str, Any]) -> str:
+    """The beginning of the keys that a lifecycle rule is about; the form without a filter is the older one."""
+    return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
 def _etag_and_time(item: dict[str, Any]) -> str:
