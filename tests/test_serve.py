@@ -28,6 +28,7 @@ def post(port: int, body: bytes) -> tuple[int, object]:
         return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_a_png_gets_its_class_and_everything_ends(model_run: ModelRun, ray_address: str) -> None:
     from ray import serve
 
