@@ -276,15 +276,14 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             yield worker
         except Exception as error:
             final = find_in(error)
-            if isinstance(final, SupersededError):
-                with suppress(RayError):  # of a deleted run nothing else would keep the next group from beginning anew
-                    ray.get(board.fail.remote(final), timeout=BOARD_TIMEOUT_S)
-                raise  # it writes nothing more
             if LEFT in str(error):
                 raise  # it goes on with the next group
             if final:
                 with suppress(RayError):  # the driver is gone, and with it the board
                     ray.get(board.fail.remote(final), timeout=BOARD_TIMEOUT_S)
+            if isinstance(final, SupersededError):
+                raise  # it writes nothing more
+            if final:
                 with suppress(StorageError):
                     record_error(run, attempt.number, final)
             _keep_failure(run, describe_failure(error, attempt.number, rank, watchdog.step))
