@@ -312,6 +312,13 @@ class Process:
         assert self.process.stdout
         self.first = self.process.stdout.readline()
 
+    def answer(self, port: int) -> tuple[int, str]:
+        """What it answers to one request, after which it is interrupted."""
+        try:
+            return ask(port)
+        finally:
+            self.process.send_signal(signal.SIGINT)
+
     def end(self) -> tuple[int, str]:
         """Exit code and what was said on stderr."""
         _, said = self.process.communicate(timeout=20)
@@ -371,10 +378,7 @@ def test_a_port_that_the_pod_does_not_serve_is_said(cluster: FakeCluster, run: R
     cluster.on("GET", "/portforward", Kubelet(0, error="connection refused in the pod"))
     port = free_port()
     process = Process(run, "--port", str(port))
-    try:
-        assert ask(port) == (502, "connection refused in the pod\n")
-    finally:
-        process.process.send_signal(signal.SIGINT)
+    assert process.answer(port) == (502, "connection refused in the pod\n")
     assert process.end()[0] == 0
 
 
@@ -386,10 +390,7 @@ def test_without_the_right_to_read_the_token_the_browser_is_asked(
     cluster._faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
     port = free_port()
     process = Process(run, "--port", str(port))
-    try:
-        assert ask(port) == (401, "no token")
-    finally:
-        process.process.send_signal(signal.SIGINT)
+    assert process.answer(port) == (401, "no token")
     code, said = process.end()
     assert code == 0
     assert f"the dashboard will ask for its token, auth_token of Secret {CLUSTER}, unreadable here: " in said
