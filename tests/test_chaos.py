@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from app.layout import Run
 from app.layout.attempts import Attempt, read_attempts
 from app.layout.incidents import Cause
 from app.layout.status import RunState
-from submitter.chaos import AT_ONCE_S, Kind, make_plan
+from submitter.chaos import AT_ONCE_S, Kind, Storm, make_plan
 from tests.commands import Command
 from tests.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
 from tests.runs import begin, commit, consumed, record_audit, start, write_receipt
@@ -34,6 +33,7 @@ class Training:
         self.cluster, self.run = cluster, run
         self.recovers, self.commits = True, True
         self.replaced = True
+        self._lost = False
         self.then: Callable[[], Any] = lambda: None
         "What it does after a restart."
         begin(run)
@@ -48,15 +48,16 @@ class Training:
         if self.replaced:
             self.cluster.pods.append(pod(f"{name}-new", CLUSTER, head=name.startswith(HEAD)))
         if self.recovers:
-            before = self.attempt
-            about = {"tier": "memory", "world_size": 3}
-            # Storage shows it a moment later: what the blow is compared with is the attempt before.
-            threading.Timer(0.1, lambda: self._go_on(before, about)).start()
+            self._lost = True
 
-    def _go_on(self, before: Attempt, about: dict[str, Any]) -> None:
-        name = f"step-{before.number:08d}-attempt-{before.number:04d}"
-        self.attempt = self._train(start(self.run, JOB, name, **about), before.number, Cause.NODE_LOST)
-        self.then()
+    def go_on(self) -> None:
+        """Recover from what was lost; storage shows it when the blow has been compared with the attempt before."""
+        if self._lost:
+            self._lost, before = False, self.attempt
+            name = f"step-{before.number:08d}-attempt-{before.number:04d}"
+            attempt = start(self.run, JOB, name, tier="memory", world_size=3)
+            self.attempt = self._train(attempt, before.number, Cause.NODE_LOST)
+            self.then()
 
     def _train(self, attempt: Attempt, since: int, cause: Cause) -> Attempt:
         """Take one step, and commit it."""
@@ -77,7 +78,15 @@ class Training:
 @pytest.fixture
 def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> Training:
     monkeypatch.setattr("submitter.chaos.LOOK_EVERY_S", 0.02)
-    return Training(cluster, run)
+    training, say = Training(cluster, run), Storm.say
+
+    def go_on_when_told(storm: Storm, record: dict[str, Any], text: str) -> None:
+        say(storm, record, text)
+        if record["event"] == "blow":
+            training.go_on()
+
+    monkeypatch.setattr(Storm, "say", go_on_when_told)
+    return training
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
