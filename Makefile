@@ -46,8 +46,8 @@ format: .venv/dev  ## put the code into its one form
 bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
 	@$(SETTINGS) $(BIN)/python -m scripts.bench
 
-image:  ## the container image: make image IMAGE=registry/sunspot:0.1.0
-	docker build --build-arg BASE=$(BASE) -f docker/Dockerfile -t $(IMAGE) .
+image:  ## the container image: make image IMAGE=registry/sunspot:0.1.0, with Lightning and tracking: EXTRAS=1
+	docker build --build-arg BASE=$(BASE) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) -f docker/Dockerfile -t $(IMAGE) .
 
 smoke: .venv/dev  ## the CPU smoke test, on kind or: make smoke KUBE_CONTEXT=NAME LOAD_IMAGE='COMMAND'
 	@KUBE_CONTEXT='$(KUBE_CONTEXT)' LOAD_IMAGE='$(LOAD_IMAGE)' IMAGE='$(IMAGE)' $(BIN)/python -m scripts.smoke
@@ -73,6 +73,7 @@ lock: .venv/dev  ## lock the newest dependencies, with hashes
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train -o requirements/train.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml -c requirements/train.txt -o requirements/submitter.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
 LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
