@@ -23,6 +23,8 @@ class Due(NamedTuple):
     "Save and return: the run is to end here."
     leave: bool = False
     "Save and make way for a new worker group."
+    busy: bool = False
+    "A checkpoint is still being committed, and one that can wait is not begun: under FSDP none replaces another."
 
 
 class Agreement:

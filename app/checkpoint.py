@@ -1,7 +1,8 @@
 """Committing: what makes a copy of the state a checkpoint, and cannot be half done.
 
 Serializing, hashing, uploading and reading back happen in one thread of rank 0, one checkpoint at a time; when storage
-is slower than the interval, a newer copy takes the place of one that still waits.
+is slower than the interval, a newer copy takes the place of one that still waits. Under PARALLEL=fsdp every rank has
+such a thread for its own part, and that of rank 0 commits what all have written (app/sharded.py).
 """
 
 from __future__ import annotations
@@ -16,14 +17,28 @@ from typing import Any
 
 import torch
 
-from app.errors import DamageError, NotFoundError, StorageError
+from app.errors import ConflictError, DamageError, NotFoundError, StorageError, shorten
 from app.layout import Run
 from app.layout.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts
 from app.layout.checkpoints import Checkpoint, delete_checkpoint, in_lineage, list_checkpoints, surplus, write_manifest
 from app.layout.history import Journal
+from app.layout.storage import Writer
 from app.patience import pause_after
 from app.settings import Settings
 from app.snapshot import Snapshot
+
+Files = dict[str, dict[str, Any]]
+"""What a manifest says of files (`Checkpoint.files`)."""
+
+
+def write_whole(run: Run, snapshot: Snapshot) -> Files:
+    """Write the files of a snapshot that holds the whole state."""
+    name, state = snapshot.about.name, snapshot.state
+    return {
+        "model.pt": upload_state(run, name, "model.pt", state["model"]),
+        "optimizer.pt": upload_state(run, name, "optimizer.pt", state["optimizer"]),
+        "extra_state.pt": upload_state(run, name, "extra_state.pt", snapshot.extra_state),
+    }
 
 
 class Saver:
@@ -37,10 +52,13 @@ class Saver:
         journals: Mapping[str, Journal],
         warn: Callable[[str], Any],
         before_commit: Callable[[Run], None] = lambda run: None,
+        write: Callable[[Run, Snapshot], Files | None] = write_whole,
     ) -> None:
         self._run, self._attempt, self._settings, self._journals, self._warn = run, attempt, settings, journals, warn
         self._before_commit = before_commit
         "Makes durable what has to be there before the checkpoint that covers it: the rows that were consumed."
+        self._write = write
+        "Writes a snapshot's files; None: another rank commits them, with its own."
         self._pending: Snapshot | None = None
         self._busy = False
         self._closing = False
@@ -57,6 +75,11 @@ class Saver:
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------- in the training thread
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is not committed yet."""
+        return self._busy or self._pending is not None
 
     def commit(self, snapshot: Snapshot) -> None:
         """Have a snapshot committed; the caller goes on."""
@@ -151,31 +174,15 @@ class Saver:
         for journal in self._journals.values():
             journal.flush()
         self._before_commit(self._run)
-        files = {
-            "model.pt": self._upload(about.name, "model.pt", snapshot.state["model"]),
-            "optimizer.pt": self._upload(about.name, "optimizer.pt", snapshot.state["optimizer"]),
-            "extra_state.pt": self._upload(about.name, "extra_state.pt", snapshot.extra_state),
-        }
+        files = self._write(self._run, snapshot)
+        if files is None:
+            return
         ensure_owner(self._run, self._attempt)
         committed = Checkpoint(**{**vars(about), "files": files, "time": time.time()})
         write_manifest(self._run, committed)
         ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
         self.last_committed, self.commit_s = committed, time.monotonic() - began
         self._delete_surplus()
-
-    def _upload(self, name: str, file: str, state: Any) -> dict[str, Any]:
-        """Stream one file to storage, then read it back: an upload that was acknowledged may still have been lost."""
-        key = self._run.key("checkpoints", name, file)
-        with self._run.storage.writer(key) as writer:
-            torch.save(state, writer)  # type: ignore[arg-type]  # of a file it needs only write()
-        written = (writer.size, writer.sha256)
-        arrived = self._run.storage.digest(key)
-        if arrived != written:
-            raise DamageError(
-                f"{self._run.storage.locate(key)}: {arrived[0]} bytes came back of {written[0]}, or other bytes"
-            )
-        version = next(entry.version for entry in self._run.storage.list(key) if entry.key == key)
-        return {"size": writer.size, "sha256": writer.sha256, "version": version}
 
     def _delete_surplus(self) -> None:
         """Keep the best and the newest. Comes after the new manifest: nothing goes before what replaces it is safe."""
@@ -191,7 +198,37 @@ class Saver:
     def _note(self, what: str, about: Checkpoint | None, detail: str) -> None:
         step = about.step if about else 0
         self._warn(f"{what} at step {step}: {detail}")
-        self._journals["events"].append({"step": step, "time": time.time(), "event": what, "detail": detail})
+        if "events" in self._journals:
+            self._journals["events"].append({"step": step, "time": time.time(), "event": what, "detail": detail})
+
+
+def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
+    """Stream one file of a checkpoint to storage, then read it back: an upload that was acknowledged may still have
+    been lost. Returns what the manifest says of it.
+    """
+    key = run.key("checkpoints", name, file)
+    with run.storage.writer(key) as writer:
+        write(writer)
+    written = (writer.size, writer.sha256)
+    arrived = run.storage.digest(key)
+    if arrived != written:
+        raise DamageError(f"{run.storage.locate(key)}: {arrived[0]} bytes came back of {written[0]}, or other bytes")
+    version = next(entry.version for entry in run.storage.list(key) if entry.key == key)
+    return {"size": writer.size, "sha256": writer.sha256, "version": version}
+
+
+def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
+    """`upload` what `torch.save` makes of a state."""
+    return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # write() is all
+
+
+def read_file(run: Run, checkpoint: Checkpoint, file: str) -> bytes:
+    """All bytes of a checkpoint's file; raises `DamageError` when they are not those of the manifest."""
+    key = run.key("checkpoints", checkpoint.name, file)
+    content = run.storage.read(key)
+    if hashlib.sha256(content).hexdigest() != checkpoint.files[file]["sha256"]:
+        raise DamageError(f"{run.storage.locate(key)}: does not match its manifest")
+    return content
 
 
 def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
@@ -199,16 +236,22 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
 
     The bytes that were checked are the bytes that are loaded.
     """
-    key = run.key("checkpoints", checkpoint.name, file)
-    content = run.storage.read(key)
-    if hashlib.sha256(content).hexdigest() != checkpoint.files[file]["sha256"]:
-        raise DamageError(f"{run.storage.locate(key)}: does not match its manifest")
+    content = read_file(run, checkpoint, file)
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         # torch's own text advises to load whatever it is.
-        raise DamageError(
-            f"{run.storage.locate(key)}: not loaded: it holds more than tensors and plain values"
+        location = run.storage.locate(run.key("checkpoints", checkpoint.name, file))
+        raise DamageError(f"{location}: not loaded: it holds more than tensors and plain values") from error
+
+
+def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
+    """Put a state_dict into the model; raises `ConflictError` naming its `origin` when it does not fit."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ConflictError(
+            f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
         ) from error
 
 

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from app.checkpoint import load_state
+from app.checkpoint import load_state, load_weights
 from app.data.files import read_images
 from app.data.source import EmptySource
 from app.errors import DamageError, NotFoundError, SettingsError
 from app.layout import Run, open_run
 from app.layout.checkpoints import Checkpoint, find_faults
 from app.layout.choice import CheckpointDirectory, choose, open_directory
-from app.restore import load_weights
 from app.settings import Settings, recorded_settings
+from app.sharded import is_sharded, load_model, weights_digest
 from app.tasks import load_predict, load_task
 
 Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -40,8 +40,8 @@ class Recorded(NamedTuple):
 
     @property
     def weights(self) -> str:
-        """SHA-256 of the model's file."""
-        return str(self.checkpoint.files["model.pt"]["sha256"])
+        """SHA-256 of the model's file, or of what tells its parts."""
+        return weights_digest(self.checkpoint)
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Classifier:
         self._predict = load_predict(self._settings)
         self._device = choose_device(use_gpu)
         model = load_task(self._settings).build_model(self._settings, EmptySource(self.shape, self.classes))
-        load_weights(model, load_state(found.run, found.checkpoint, "model.pt"), self.name)
+        load_weights(model, load_model(found.run, found.checkpoint), self.name)
         self._model = model.to(self._device).eval()
 
     def about(self) -> dict[str, Any]:
@@ -134,7 +134,8 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> Recorded:
         chosen = choose(place, checkpoint, warnings.append)
     where = place.storage.locate(place.key("checkpoints", chosen.name)).rstrip("/")
     faults = find_faults(place, chosen)
-    faults += [f"its manifest lists no {file}" for file in ("model.pt", "extra_state.pt") if file not in chosen.files]
+    needed = ["extra_state.pt"] if is_sharded(chosen) else ["model.pt", "extra_state.pt"]
+    faults += [f"its manifest lists no {file}" for file in needed if file not in chosen.files]
     if faults:
         raise DamageError(f"{where}: damaged, {'; '.join(faults)}")
     about = load_state(place, chosen, "extra_state.pt")

@@ -20,6 +20,7 @@ class Sums:
     def __init__(self) -> None:
         self.rows = 0
         self._sums: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, int] = {}
 
     def add(self, values: Batch) -> None:
         """Add the values of some rows, by name, each [B]."""
@@ -27,10 +28,11 @@ class Sums:
         for name, rows in values.items():
             total = rows.detach().double().sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._rows[name] = self._rows.get(name, 0) + len(rows)
 
-    def totals(self) -> dict[str, float]:
-        """The sums so far, and the number of `rows`; waits for the device."""
-        return {"rows": self.rows, **{name: float(total) for name, total in self._sums.items()}}
+    def totals(self) -> dict[str, tuple[float, int]]:
+        """For each name the sum so far, and the rows it is over: not all have to have it. Waits for the device."""
+        return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
 def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
@@ -90,10 +92,15 @@ class Window:
         return len(self._step_times)
 
     @property
+    def last_step_s(self) -> float:
+        """Seconds of the newest step."""
+        return self._step_times[-1]
+
+    @property
     def mean_loss(self) -> float:
         """Mean loss of this worker's rows so far; waits for the device."""
-        totals = self._sums.totals()
-        return totals.get("loss", float("nan")) / max(1, totals["rows"])
+        total, rows = self._sums.totals().get("loss", (float("nan"), 1))
+        return total / rows
 
     def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
         """Count one optimizer step: its per-row `values`, and seconds."""
@@ -130,11 +137,11 @@ class Window:
             "throttled_s": throttling.seconds,
             "throttled_share": throttling.share,
         }
-        everyone = _gather((self._sums.totals(), numbers, own), self._group)
+        everyone = _gather((self._sums.totals(), {"rows": self._sums.rows}, numbers, own), self._group)
         totals = [sums for sums, *_ in everyone]
-        ranks = [{"rows": sums["rows"], **numbers, **own} for sums, numbers, own in everyone]
+        ranks = [{**done, **numbers, **own} for _, done, numbers, own in everyone]
         slowest = {name: max(rank[name] for rank in ranks) for name in numbers}
-        rows = int(sum(sums["rows"] for sums in totals))
+        rows = sum(rank["rows"] for rank in ranks)
         record = {
             "step": step,
             "epoch": epoch,
@@ -166,7 +173,7 @@ def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return everyone
 
 
-def _means(totals: list[dict[str, float]]) -> dict[str, float]:
-    rows = sum(sums["rows"] for sums in totals)
-    names = sorted({name for sums in totals for name in sums} - {"rows"})
-    return {name: sum(sums.get(name, 0.0) for sums in totals) / rows for name in names}
+def _means(totals: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    names = sorted({name for sums in totals for name in sums})
+    of_all = {name: [sums[name] for sums in totals if name in sums] for name in names}
+    return {name: sum(total for total, _ in parts) / sum(rows for _, rows in parts) for name, parts in of_all.items()}

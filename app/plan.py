@@ -51,10 +51,10 @@ def make_plan(settings: Settings, task: Any) -> Plan:
         raise DataError(f"{settings.dataset}: {rows} training row; at least {LEAST_ROWS} are needed")
     steps = Steps(rows, settings.global_batch_size)
     by_epochs = settings.epochs * steps.per_epoch
-    total = min(by_epochs, settings.max_steps or by_epochs)
-    channels, height, width = source.shape
+    total = steps.total(settings.epochs, settings.max_steps)
+    shape = "x".join(map(str, source.shape))
     reasons = [
-        f"data: {rows} training rows of {channels}x{height}x{width}, {source.classes} classes; "
+        f"data: {rows} training rows of {shape}, {source.classes} classes; "
         + (f"{rows_in(test)} held-out rows" if test else "no held-out rows, so no evaluation"),
         f"steps: {total} = "
         + (
@@ -63,6 +63,18 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             else f"{settings.epochs} epochs of {steps.per_epoch} steps of {settings.global_batch_size} rows"
         ),
     ]
+    if settings.parallel == "fsdp":
+        if hasattr(task, "build_module"):
+            raise SettingsError(f"SUNSPOT_PARALLEL=fsdp: {settings.task} is a task for Lightning; set it to ddp")
+        every = [
+            f"{name.upper()}={value:g}"
+            for name in ("checkpoint_every_s", "checkpoint_every_steps")
+            if (value := getattr(settings, name))
+        ]
+        reasons.append(
+            "fsdp: a worker holds a part of the state, so no copies in memory outlive a node: a loss goes back to the "
+            f"newest checkpoint in storage ({', '.join(every) or 'one at the end of each epoch'})"
+        )
     if settings.num_workers.most * LEAST_ROWS > settings.global_batch_size:
         reasons.append(
             f"of {settings.num_workers.most} workers only {settings.global_batch_size // LEAST_ROWS} get rows: "

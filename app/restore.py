@@ -37,6 +37,7 @@ from app.layout.storage import open_storage
 from app.memory import Found, Held, as_bytes, find_held, find_pulses
 from app.patience import with_patience
 from app.settings import Settings
+from app.sharded import is_sharded, load_model, load_whole
 from app.snapshot import in_buffer
 
 
@@ -85,6 +86,8 @@ class State:
     tier: str = "beginning"
     ledger: tuple[Any, ...] = ()
     "Windows of consumed rows that are not in storage yet."
+    parts: Checkpoint | None = None
+    "Under fsdp, in place of `model` and `optimizer`: each worker reads what it holds of them, once they are spread."
 
 
 def agree_on_start(
@@ -127,7 +130,7 @@ def load_start(
         return State()
     checkpoint = start.checkpoint
     return with_patience(
-        lambda: _load_checkpoint(run, checkpoint), settings.storage_timeout_s, "reading a checkpoint", warn
+        lambda: _load_checkpoint(run, checkpoint, settings), settings.storage_timeout_s, "reading a checkpoint", warn
     )
 
 
@@ -233,10 +236,16 @@ def _load_held(start: Start, found: Found | None, group: dist.ProcessGroup) -> S
     )
 
 
-def _load_checkpoint(run: Run, checkpoint: Checkpoint) -> State:
+def _load_checkpoint(run: Run, checkpoint: Checkpoint, settings: Settings) -> State:
+    state: dict[str, Any]
+    if not is_sharded(checkpoint):
+        state = {kind: load_state(run, checkpoint, f"{kind}.pt") for kind in ("model", "optimizer")}
+    elif settings.parallel == "fsdp":
+        state = {"parts": checkpoint}
+    else:
+        state = load_whole(run, checkpoint)
     return State(
-        model=load_state(run, checkpoint, "model.pt"),
-        optimizer=load_state(run, checkpoint, "optimizer.pt"),
+        **state,
         evaluated=checkpoint.evaluated,
         metrics=checkpoint.metrics,
         taken=checkpoint.metrics.get("time", checkpoint.time),
@@ -252,7 +261,7 @@ def read_init(settings: Settings) -> Any:
         checkpoint, _ = find_newest_good(other, read_attempts(other))
         if not checkpoint:
             raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
-        return load_state(other, checkpoint, "model.pt")
+        return load_model(other, checkpoint)
     folder, _, file = wanted.rpartition("/")
     try:
         content = open_storage(folder or ".").read(file)
@@ -262,16 +271,6 @@ def read_init(settings: Settings) -> Any:
     except (RuntimeError, ValueError, OSError) as error:
         raise SettingsError(
             f"SUNSPOT_INIT_FROM={wanted}: not a state_dict saved by torch.save: {shorten(error)}"
-        ) from error
-
-
-def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    """Put a state_dict into the model; raises `ConflictError` naming its `origin` when it does not fit."""
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise ConflictError(
-            f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
         ) from error
 
 

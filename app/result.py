@@ -64,8 +64,10 @@ def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]
     if best is None or best.name == newest.name:
         rows = [row[:2] for row in rows]
         rows[0][1] += "" if best is None else f", and best: {by}"
-    yield from _columns(rows)
-    yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, 'model.pt'))}"
+    yield from columns(rows)
+    # In parts (PARALLEL=fsdp), unless the run is finished.
+    file = "model.pt" if "model.pt" in newest.files else "__*_0.distcp"
+    yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, file))}"
 
 
 def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]:
@@ -77,7 +79,8 @@ def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]
         yield [name, *("" if value is None else f"{value:.4f}" for value in values)]
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells as lines, the cells of a column below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

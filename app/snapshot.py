@@ -4,7 +4,8 @@ Parameters and optimizer state do not change during forward and backward, so the
 next optimizer step waits (`wait_for_copy`). The copy lies in the node's shared memory (app/memory.py). Under DDP every
 node has the whole state, so after a loss the newest whole copy of any surviving node is where the next worker group
 goes on (app/restore.py), and storage is for the day when all nodes go. The same copy is what the commit thread uploads
-(app/checkpoint.py).
+(app/checkpoint.py). Under FSDP every worker copies its part, for the upload alone: a node that goes takes its parts
+along, and what the others have is no state.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from app.layout.checkpoints import Checkpoint
 from app.memory import NodeMemory, Slot
+from app.parallel import Place, find_places, part_of
 
 ALIGNMENT = 64
 """Bytes; of a tensor's place in a slot, so that it can be seen as any dtype."""
@@ -39,6 +41,8 @@ class Snapshot:
     "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
     slot: Slot
     copied: Future[None]
+    places: list[Place | None]
+    "Of each tensor of the model, then of the optimizer (`tensors_in`): of which whole it is a part, under fsdp."
 
     def release(self) -> None:
         """The commit thread is done with it."""
@@ -53,11 +57,16 @@ class Snapshots:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[None] | None = None
         self._sealing: Future[None] | None = None
-        self._spent = 0.0
+        self._spent = self._charged = 0.0
         self.size = 0
         "Bytes of a snapshot."
         self.costs: deque[float] = deque(maxlen=5)
         "Seconds of training that each of the last snapshots cost."
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of training that all snapshots so far have cost."""
+        return self._charged + self._spent
 
     def take(
         self,
@@ -80,10 +89,11 @@ class Snapshots:
             self.wait_until_whole()  # after which a slot is free
         if self._spent:
             self.costs.append(self._spent)
+            self._charged += self._spent
             self._spent = 0.0
-        parameters = {id(parameter) for parameter in model.parameters()}
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
-        structure = map_tensors(source, lambda tensor: torch.empty_like(tensor, device="meta"))
+        parameters = {id(parameter) for parameter in model.parameters()}
+        structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
         self.size = size_of(structure)
         slot = self.memory.free_slot(self.size, needed)
         if slot is None:
@@ -92,10 +102,11 @@ class Snapshots:
         tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in ("model", "optimizer"):
             for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
+                mine = part_of(tensor.detach())
                 if name == "model" and id(tensor) not in parameters:
-                    target.copy_(tensor)  # buffers, such as batch norm's averages, change in the very next forward pass
+                    target.copy_(mine)  # buffers, such as batch norm's averages, change in the very next forward pass
                 else:
-                    tensors.append((target, tensor.detach()))
+                    tensors.append((target, mine))
         mark = _gpu_mark(tensors)
         if mark:
             slot.pin()
@@ -105,7 +116,7 @@ class Snapshots:
             rest = {"structure": structure, "about": plain(about), "ledger": ledger}
             self._sealing = self._thread.submit(self._seal, slot, about, rest, mark is None)
         self._spent += time.perf_counter() - began
-        return Snapshot(about, extra_state, state, slot, self._copying)
+        return Snapshot(about, extra_state, state, slot, self._copying, find_places(tensors_in(source)))
 
     def charge(self, seconds: float) -> None:
         """Count what a snapshot costs besides."""

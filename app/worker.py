@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError
 from app.agreement import Due
 from app.background import Background
 from app.board import BOARD_TIMEOUT_S, Wishes
-from app.checkpoint import Saver, describe
+from app.checkpoint import Files, Saver, describe, load_weights, write_whole
 from app.data.batch import Batch
 from app.data.order import LEAST_ROWS, Steps
 from app.data.ray_loader import RayLoader
@@ -45,11 +45,15 @@ from app.memory import NodeMemory
 from app.metrics import Window, scalars
 from app.news import News, first_status
 from app.output import shipped_worker_output
+from app.parallel import place_model, spread_like_parameters
+from app.patience import with_patience
 from app.recovery import LEFT
-from app.restore import Start, State, agree_on_start, load_start, load_weights, read_init, versions
+from app.restore import Start, State, agree_on_start, load_start, read_init, versions
 from app.settings import Settings
-from app.snapshot import Snapshots
+from app.sharded import PartWriter, load_parts, parameter_names
+from app.snapshot import Snapshot, Snapshots
 from app.tasks import Task, load_task
+from app.telemetry import EXPORT_EVERY_S, Telemetry
 
 REPORT_TO_RAY_EVERY_S = 2
 """Ray takes one report for each poll of its controller, and makes the workers wait for it."""
@@ -99,20 +103,29 @@ class Worker:
     wishes: Wishes
     watchdog: Watchdog
     ledger: Ledger
+    telemetry: Telemetry
     snapshots: Snapshots | None
-    "On one worker of each node: under DDP each has the whole state."
+    "On one worker of each node, as under DDP each has the whole state; under FSDP on all."
     saver: Saver | None = None
-    "On rank 0 only, like `news`."
+    "On rank 0; under FSDP on all."
     news: News | None = None
+    "On rank 0 only."
     _reported: float = 0.0
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each worker has, and saves, only its part of the state."""
+        return self.settings.parallel == "fsdp"
 
     def due(self, step: int, step_time: float) -> Due:
         """What rank 0 wants done after `step`, which took `step_time` seconds; nothing, on the others."""
         if not self.news or not self.snapshots:
             return Due()
         news, wish = self.news, self.wishes.look()
+        busy = self.in_parts and self.saver is not None and self.saver.busy
         return Due(
-            save=news.save_timer.due(news.save_every_s),
+            save=not busy and news.save_timer.due(news.save_every_s),
+            busy=busy,
             copy=self.snapshots.memory.shared and news.pace.due(step, step_time, self.snapshots.costs),
             report=news.report_timer.due(self.settings.report_every_s),
             stop=wish.stop,
@@ -123,6 +136,7 @@ class Worker:
         """Note that a step has been taken, and which rows it consumed."""
         self.watchdog.beat(step)
         self.ledger.add_step(step, rows)
+        self.telemetry.took_step(step, window.last_step_s)
         if self.snapshots:
             self.snapshots.memory.beat(self.attempt.number, step)
         if self.news:
@@ -131,6 +145,7 @@ class Worker:
     def beat(self) -> None:
         """Note that some rows have been evaluated."""
         self.watchdog.beat()
+        self.telemetry.evaluated()
         if self.news:
             self.news.beat()
 
@@ -150,6 +165,8 @@ class Worker:
         together = time.thread_time() - began
         if not self.snapshots or not (self.snapshots.memory.shared or (self.saver and for_storage)):
             return
+        if self.in_parts:
+            self._finish_commit()
         about = describe(self.attempt, step, self.steps.per_epoch, self.total_steps, scalars(metrics), evaluated)
         commits = for_storage and self.saver is not None
         snapshot = self.snapshots.take(
@@ -164,6 +181,15 @@ class Worker:
         self.snapshots.charge(together)
         if self.saver and snapshot and commits:
             self.saver.commit(snapshot)
+
+    def _finish_commit(self) -> None:
+        """Wait for the commit of the snapshot before, on all workers: one that was taken in parts is never dropped for
+        a newer one, as another worker might not. Only a checkpoint that cannot wait comes so early (`Due.busy`).
+        """
+        if self.saver:
+            with self.watchdog.paused():
+                self.saver.drain()
+                dist.barrier(group=self.control_group)
 
     def _extra_state(self, about: Checkpoint) -> dict[str, Any]:
         """What a checkpoint says of where it comes from, besides its manifest."""
@@ -181,6 +207,7 @@ class Worker:
 
     def report(self, record: dict[str, Any]) -> None:
         """Add a record to the metric history, and tell Ray; all workers call this with the same record."""
+        self.telemetry.report(record)
         if self.news:
             self.news.report(record)
         if record["time"] - self._reported >= REPORT_TO_RAY_EVERY_S:
@@ -273,6 +300,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             if worker.news:
                 every = min(settings.report_every_s, STATUS_EVERY_S)
                 worker.news.hurry = stack.enter_context(Background(every, worker.news.publish)).hurry
+            stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except Exception as error:
             final = find_in(error)
@@ -328,7 +356,9 @@ def _hung(board: Any, detail: str) -> None:
 
 
 def _node_memory(settings: Settings, run: Run, warn: Callable[[str], Any]) -> NodeMemory | None:
-    """Where this worker keeps its copies; None on all but one worker of each node."""
+    """Where this worker keeps its copies; None under DDP on all but one worker of each node."""
+    if settings.parallel == "fsdp":
+        return NodeMemory(run.location, False, warn)  # a node's parts are no state, and the others' are none without
     if ray.train.get_context().get_local_rank() != 0:
         return None
     return NodeMemory(run.location, bool(settings.snapshot_cost), warn)
@@ -358,14 +388,17 @@ def _make_worker(
     model = task.build_model(settings, source)
     if state.model:
         load_weights(model, state.model, str(attempt.starts_from))
-    elif settings.init_from:
+    elif settings.init_from and not state.parts:
         load_weights(model, read_init(settings), settings.init_from)
     refuse_small_micro_batches(model, settings)
-    model.to(device)  # before the optimizer: it keeps its state where it finds the parameters
+    model = place_model(model, settings, device)
     optimizer = task.build_optimizer(model, settings)
     peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
     if state.optimizer:
-        optimizer.load_state_dict(state.optimizer)
+        optimizer.load_state_dict(spread_like_parameters(optimizer, state.optimizer))
+    elif state.parts:
+        limit_s, parts = settings.storage_timeout_s, state.parts
+        with_patience(lambda: load_parts(run, parts, model, optimizer), limit_s, "reading a checkpoint's parts", warn)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["initial_lr"] = peak
 
@@ -373,6 +406,7 @@ def _make_worker(
         loader: TorchLoader | RayLoader = RayLoader(steps, world_size, rank, device, test is not None)
     else:
         loader = TorchLoader(source, test, steps, settings.seed, world_size, rank)
+    snapshots = Snapshots(memory) if memory else None
     worker = Worker(
         settings=settings,
         task=task,
@@ -395,8 +429,14 @@ def _make_worker(
         wishes=Wishes(config["board"]),
         watchdog=watchdog,
         ledger=Ledger(control_group, attempt.number, attempt.step, state.ledger, settings.audit),
-        snapshots=Snapshots(memory) if memory else None,
+        telemetry=Telemetry(settings.run_name, rank, device, snapshots),
+        snapshots=snapshots,
     )
+    write: Callable[[Run, Snapshot], Files | None] = write_whole
+    if worker.in_parts:
+        names = parameter_names(model, optimizer)
+        write = PartWriter(rank, world_size, names, settings.storage_timeout_s, warn)
+        worker.saver = Saver(run, attempt, settings, {}, warn, write=write) if rank else None
     if rank == 0 and worker.snapshots:
         journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
         for text in attempt.skipped:
@@ -404,11 +444,12 @@ def _make_worker(
                 {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
             )
             warn(f"skipped {text}")
-        worker.saver = Saver(run, attempt, settings, journals, warn, worker.ledger.write)
+        worker.saver = Saver(run, attempt, settings, journals, warn, worker.ledger.write, write)
         first = first_status(start, worker.total_steps, steps.per_epoch)
         worker.news = News(
             run, settings, start, state, config["board"], journals, worker.snapshots, worker.saver, first
         )
+        worker.telemetry.about_run = worker.news.gauges
     return worker
 
 

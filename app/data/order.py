@@ -32,6 +32,10 @@ class Steps:
         full, rest = divmod(self.rows, self.batch)
         return max(1, full + (rest >= LEAST_ROWS))
 
+    def total(self, epochs: int, most: int) -> int:
+        """Steps of so many epochs, and of them not more than `most` (0: no limit)."""
+        return min(epochs * self.per_epoch, most or epochs * self.per_epoch)
+
     def bounds(self, step: int) -> tuple[int, int]:
         """First and last-plus-one position, in the epoch's order, of step 0 .. per_epoch - 1."""
         return step * self.batch, self.rows if step == self.per_epoch - 1 else (step + 1) * self.batch
@@ -72,6 +76,12 @@ def micro_batches(rows: int, most: int) -> Iterator[slice]:
     parts = -(-rows // most) if most else 1
     bounds = [rows * part // parts for part in range(parts + 1)]
     return (slice(begin, end) for begin, end in pairwise(bounds))
+
+
+def passes(rows: int, world_size: int, most: int) -> int:
+    """Forward passes that a step of `rows` rows takes on the worker with the largest share, the first."""
+    begin, end = share(rows, world_size, 0)
+    return len(list(micro_batches(end - begin, most)))
 
 
 class Window(NamedTuple):

@@ -13,15 +13,19 @@ from app.settings import Settings
 
 
 class Source(Protocol):
-    """Images with labels, in row groups: the unit of reading. Picklable, since it travels to Ray's tasks."""
+    """Images with labels, in row groups: the unit of reading. Picklable, since it travels to Ray's tasks.
+
+    A task that brings rows of its own (`find_sources`) decides what columns they have: nothing between `read` and its
+    `loss` asks for images or labels, but the predictions do. `shape` and `classes` are what its `build_model` gets.
+    """
 
     @property
     def row_groups(self) -> tuple[int, ...]:
         """Rows in each group. Row ids are positions through all groups: 0 .. rows - 1."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every image."""
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of every image; of other rows, what their task makes of it."""
 
     @property
     def classes(self) -> int:
@@ -48,7 +52,7 @@ class Source(Protocol):
 class EmptySource:
     """A `Source` without rows: all that a model is built for, where there is no dataset."""
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
     row_groups: tuple[int, ...] = ()
     fingerprint: str = ""

@@ -11,6 +11,7 @@
         attempts/0001-error.json          the error that ended this attempt for good
         checkpoints/step-00000460-attempt-0001/
             model.pt optimizer.pt extra_state.pt
+                                          under PARALLEL=fsdp parts instead of the first two (app/sharded.py)
             manifest.json                 written last: without it there is no checkpoint
         metrics/attempt-0001-00000.jsonl  the metric history, a line for each report
         events/attempt-0001-00000.jsonl   what happened to the run besides training
@@ -22,6 +23,8 @@
         audit/attempt-0001/00000001-00000460.parquet
                                           the ids of the rows that these optimizer steps consumed
         predictions.json                  what the last checkpoint makes of held-out rows, for the report
+        tracking/mlflow.json              which run of a tracking service shows this one
+        tracking/mlflow-delivered.json    and how much of it has been delivered there
         report.html                       all of this to look at, as the last driver left it
 
 A step is the number of optimizer steps the run has taken; with the data, the seed and the global batch size it is

@@ -1,0 +1,130 @@
+"""How a model is spread over the workers: a whole copy on each (ddp), or a part of each of its tensors (fsdp).
+
+Both sum gradients alike: averaged over the workers, once for each optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from app.settings import Settings
+
+LEAST_BLOCK = 10_000
+"""Parameters of a block that travels by itself; fewer (40 kB) go with what surrounds them, as messages cost time."""
+
+
+class Place(NamedTuple):
+    """Where a worker's part lies in the whole tensor."""
+
+    shape: tuple[int, ...]
+    "Of the whole."
+    offset: tuple[int, ...]
+    "Of the part's first element."
+
+
+def place_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
+    """Move a model, the same on the CPUs of all workers, to their devices: whole, or each worker's part of it.
+
+    Comes before the optimizer, which keeps its state where it finds the parameters. Under fsdp the model changes in
+    place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, their names stay. A block
+    is gathered whole just before it computes, and freed after.
+    """
+    if settings.parallel == "fsdp":
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        mesh = DeviceMesh.from_group(_world(), device.type)
+        # Parameters are gathered in fp32, as ddp has them; PRECISION=bf16 is autocast's, with the same arithmetic.
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for module in [*find_blocks(model), model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model.to(device)
+
+
+def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are gathered one at a time: the outermost items of lists and sequences, unless they are small.
+
+    That is where models keep the layers that they repeat. What is in none of them belongs to the model's root.
+    """
+    for child in module.children():
+        repeated = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if repeated and sum(parameter.numel() for parameter in child.parameters()) >= LEAST_BLOCK:
+            yield child
+        else:
+            yield from find_blocks(child)
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """The model that is trained through: a placed one, whose gradients are averaged over the workers."""
+    if isinstance(model, FSDPModule):
+        return model
+    import ray.train.torch  # here, as who reads a checkpoint needs no Ray
+
+    prepared: nn.Module = ray.train.torch.prepare_model(model)
+    return prepared
+
+
+@contextmanager
+def gradients_travel(model: nn.Module, now: bool) -> Iterator[None]:
+    """For a forward and backward pass of a prepared model: average its gradients, or only add them up here."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        yield
+    elif isinstance(model, DistributedDataParallel) and not now:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this worker has of a tensor: its part of a DTensor, or all of it. No copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
+    """Where this worker's part of each tensor lies; None for those of which every worker has the whole."""
+    parts = {str(number): tensor for number, tensor in enumerate(tensors) if isinstance(tensor, DTensor)}
+    places: list[Place | None] = [None] * len(tensors)
+    for item in create_default_local_save_plan(parts, is_coordinator=True).items:
+        assert item.tensor_data
+        places[int(item.index.fqn)] = Place(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
+    return places
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters in the order in which an optimizer's state_dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def spread_like_parameters(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A whole state_dict of the optimizer with each tensor cut as its parameter is; as it was, under ddp."""
+    parameters = parameters_of(optimizer)
+
+    def spread(value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return value
+        # Every worker has the whole, so that none has to send it.
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    spread_state = {
+        number: {name: spread(value, parameters[number]) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": spread_state}
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world
+    return world

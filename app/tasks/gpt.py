@@ -1,0 +1,122 @@
+"""A small GPT on bytes of text: a model worth spreading over workers (PARALLEL=fsdp) once TASK_ARGS make it large.
+
+Pre-norm blocks as in GPT-2 (Radford et al., 2019). DATASET=sample is the reference that comes with Python; otherwise
+any file of text. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes), `tied` (true: the bytes'
+embedding is also what scores the next byte).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from app.data.batch import Batch
+from app.data.source import Source
+from app.data.text import open_text
+from app.errors import SettingsError
+from app.settings import Settings
+from app.tasks.images import schedule
+
+__all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule"]
+
+DEFAULTS = {"layers": 4, "width": 128, "heads": 4, "context": 128, "tied": True}
+
+WEIGHT_DECAY = 0.1
+"""Of matrices only (as GPT-3 had it, Brown et al., 2020); norms and biases are left alone."""
+
+SPREAD = 0.02
+"""Standard deviation of the first weights (GPT-2)."""
+
+
+class GPT(nn.Module):
+    """Bytes to scores of the next byte, causal."""
+
+    def __init__(self, bytes_known: int, layers: int, width: int, heads: int, context: int, tied: bool) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(bytes_known, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, bytes_known, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                # What is added to the stream, two times in each block, begins smaller the more blocks there are.
+                added = name.endswith("out.weight")
+                nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if added else SPREAD)
+        if tied:
+            self.head.weight = self.byte.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """int64 [B, T] to float [B, T, bytes known]."""
+        stream = self.byte(text) + self.position.weight[: text.shape[1]]
+        for block in self.blocks:
+            stream = block(stream)
+        scores: torch.Tensor = self.head(self.norm(stream))
+        return scores
+
+
+class Block(nn.Module):
+    """Causal self-attention, then two layers for each position by itself; float [B, T, width] to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feed_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_in, self.feed_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        batch, length, width = stream.shape
+        parts = self.attention_in(self.attention_norm(stream)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
+        return stream + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(stream))))
+
+
+def find_sources(settings: Settings) -> tuple[Source, Source | None]:
+    return open_text(settings.dataset, read_sizes(settings)["context"])
+
+
+def build_model(settings: Settings, source: Source) -> nn.Module:
+    return GPT(source.classes, **read_sizes(settings))
+
+
+def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+
+
+def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """Of each row the mean over its bytes, in nats; metrics: the part of them predicted right, and bits per byte."""
+    text = batch["text"].long()
+    scores, following = model(text[:, :-1]), text[:, 1:]
+    losses = functional.cross_entropy(scores.transpose(1, 2), following, reduction="none").mean(dim=1)
+    right = (scores.argmax(dim=2) == following).float().mean(dim=1)
+    return losses, {"accuracy": right, "bits_per_byte": losses.detach() / math.log(2)}
+
+
+def read_sizes(settings: Settings) -> dict[str, Any]:
+    """TASK_ARGS, completed; raises `SettingsError` for those that make no model."""
+    sizes = {**DEFAULTS, **settings.task_args}
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in sizes.items()
+        if name not in DEFAULTS or type(value) is not type(DEFAULTS[name]) or (name != "tied" and value < 1)
+    ]
+    if not wrong and sizes["width"] % sizes["heads"]:
+        wrong = [f"width={sizes['width']}, which {sizes['heads']} heads do not divide"]
+    if wrong:
+        raise SettingsError(
+            f"SUNSPOT_TASK_ARGS: {', '.join(wrong)}; app.tasks.gpt takes layers, width, heads and context (whole "
+            "numbers from 1, the width a multiple of the heads), and tied (true or false)"
+        )
+    return sizes
