@@ -1,4 +1,4 @@
-"""A task: the module that supplies the model, the optimizer and the loss of a run."""
+"""A task: the module that supplies the model, the optimizer and the loss of a run, or all three for Lightning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from app.data.batch import Batch
 from app.data.source import Source
 from app.errors import SettingsError, shorten
 from app.settings import Settings
+
+IN_PLAIN_PYTORCH = ("build_model", "build_optimizer", "schedule", "loss")
+"""What a task module defines, unless it defines `build_module` for Lightning (app/lightning_task.py)."""
+
+LIGHTNING = ("lightning", "pytorch_lightning", "torchmetrics")
+"""What the extra `lightning` installs."""
 
 
 class Task(Protocol):
@@ -63,11 +69,19 @@ def load_task(settings: Settings) -> Task:
     """Import the task; raises `SettingsError` when it cannot be, or lacks one of the functions."""
     try:
         module = importlib.import_module(settings.task)
+        for_lightning = hasattr(module, "build_module")
+        if for_lightning:
+            from app.lightning_task import LightningTask
     except Exception as error:
-        raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; set it to a module on PYTHONPATH"
-        ) from error
-    missing = [name for name in ("build_model", "build_optimizer", "schedule", "loss") if not hasattr(module, name)]
+        missing_extra = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in LIGHTNING
+        fix = "install sunspot[lightning]" if missing_extra else "set it to a module on PYTHONPATH"
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
+    if for_lightning:
+        return cast(Task, LightningTask(module, settings))
+    missing = [name for name in IN_PLAIN_PYTORCH if not hasattr(module, name)]
     if missing:
-        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}")
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module, "
+            "which alone makes a task for Lightning"
+        )
     return cast(Task, module)
