@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from app.checkpoint import Saver
 from app.layout import Run
 from app.layout.attempts import ensure_owner, step_of
 from app.layout.history import Journal
-from app.layout.incidents import describe
+from app.layout.incidents import Cause, describe, goodput, read_receipts
 from app.layout.status import RunState, Status, write_status
 from app.metrics import Window, scalars
 from app.progress import PROGRESS_EVERY_S
@@ -23,12 +24,16 @@ from app.recovery import make_receipt
 from app.restore import Start, State
 from app.settings import Settings
 from app.snapshot import Pace, Snapshots
+from app.telemetry import RunGauges
 
 SURE_AFTER = 3
 """Copies after which their cost is told: the first ones pay for the memory itself."""
 
 NOTICE_MARGIN_S = 4.0
 """Between a notice and the save: the driver looks twice a second, rank 0 asks it as often, and a step has to end."""
+
+GOODPUT_EVERY_S = 60.0
+"""Between two computations of the goodput that is exported: with a thousand restarts, one takes a second."""
 
 
 class News:
@@ -57,6 +62,11 @@ class News:
         self._beat: float | None = None
         self._restarted = self._paced = self._warned = False
         self._status = about
+        self._receipts = read_receipts(start.events)
+        self._interval_s: float | None = None
+        self._goodput: float | None = None
+        self._goodput_of: tuple[int, float] | None = None
+        "The receipts, and the minute, that it was computed for."
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
         self._incident = ray.get(board.begin.remote(group), timeout=BOARD_TIMEOUT_S)
 
@@ -98,6 +108,9 @@ class News:
             memory_every=self.pace.every if self._snapshots.memory.shared and self.pace.cost else 0,
             warning=self._warning(),
         )
+        steps = min(self._settings.checkpoint_every_steps or math.inf, self._status.steps_per_epoch)
+        step_s, commit_s = record["seconds"] / record["steps"], self._saver.commit_s or 0.0
+        self._interval_s = checkpoint_interval(self.save_every_s, steps * step_s, commit_s)
 
     def catch_up(self, record: dict[str, Any]) -> None:
         """Add the evaluation of an epoch whose steps other workers took."""
@@ -121,10 +134,35 @@ class News:
             self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
         write_status(self._run, replace(self._status, beat=self._beat))
 
+    def gauges(self) -> RunGauges:
+        """What is exported of the whole run; asked by another thread."""
+        status, start, receipts = self._status, self._start, list(self._receipts)
+        attempts = [*start.before, start.attempt]
+        newest = self._saver.last_committed or start.checkpoint
+        if self._goodput_of != (of := (len(receipts), time.time() // GOODPUT_EVERY_S)):
+            self._goodput_of, self._goodput = of, goodput(attempts, receipts, time.time())
+        known = {
+            "planned_steps": status.total_steps,
+            "workers": status.world_size,
+            "attempt": start.attempt.number,
+            "attempt_timestamp_seconds": start.attempt.time,
+            "loss": status.loss,
+            "goodput_ratio": self._goodput,
+            "checkpoint_timestamp_seconds": newest.time if newest else status.checkpoint_time or attempts[0].time,
+            "checkpoint_interval_seconds": self._interval_s,
+            "checkpoint_commit_seconds": self._saver.commit_s,
+        }
+        causes = [receipt.cause for receipt in receipts]
+        return RunGauges(
+            {name: float(value) for name, value in known.items() if value is not None},
+            {cause: causes.count(cause) for cause in Cause if cause.incident},
+        )
+
     def _close_incident(self) -> None:
         self._restarted = True
         receipt = make_receipt(self._start, self._state, self._incident, time.time())
         self._journals["events"].append(receipt.record())
+        self._receipts.append(receipt)
         self._board.recovered.remote()
         if receipt.cause.incident:
             self._board.say.remote(describe(receipt))
@@ -159,6 +197,15 @@ def warn_of_notice(save_s: float | None, notice_s: float) -> str:
         f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
         "reclaimed at once, the run goes back to the checkpoint before. Faster storage or a longer notice helps"
     )
+
+
+def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> float:
+    """The longest time, in seconds, that should pass between two checkpoints.
+
+    They are due every `every_s` (0: never) and after the steps that take `steps_s`; one takes `commit_s` to save, and
+    the next waits for it.
+    """
+    return max(min(every_s or math.inf, steps_s), commit_s)
 
 
 def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status:
