@@ -6,6 +6,7 @@ SunspotError               1  the run failed
 |-- NotFoundError          3  no such run or checkpoint, or nothing recorded
 |-- StorageError           4  storage cannot be reached, or refuses: names the object
 |-- ClusterError           4  the cluster cannot be reached, or refuses: names the server
+|-- TrackingError          4  the tracking server cannot be reached, or refuses
 |-- GaveUpError            5  gave up waiting; the run goes on
 |-- ConflictError          6  the run was begun with other settings
 |   `-- SupersededError    6  another process took the run over
@@ -54,6 +55,12 @@ class StorageError(SunspotError):
 
 class ClusterError(SunspotError):
     """The Kubernetes API cannot be reached or refuses; the message names the server."""
+
+    exit_code = 4
+
+
+class TrackingError(SunspotError):
+    """The tracking service cannot be reached or refuses; it never ends a run."""
 
     exit_code = 4
 

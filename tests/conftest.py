@@ -25,7 +25,14 @@ REPOSITORY = Path(__file__).parent.parent
 SHELL = dict(os.environ)
 """The environment that the tests were started in, for those of a real cluster."""
 
-pytest_plugins = ["tests.s3", "tests.kubernetes", "tests.commands", "tests.browser", "tests.model_runs"]
+pytest_plugins = [
+    "tests.s3",
+    "tests.kubernetes",
+    "tests.commands",
+    "tests.browser",
+    "tests.model_runs",
+    "tests.mlflow_server",
+]
 
 
 @pytest.fixture(autouse=True)

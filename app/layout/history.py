@@ -8,13 +8,13 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.errors import DamageError, shorten
 from app.layout import Run
 from app.layout.attempts import Span
-from app.layout.storage import READS_IN_FLIGHT, in_parallel
+from app.layout.storage import READS_IN_FLIGHT, Entry, in_parallel
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,12 +29,14 @@ class Journal:
     """The lines that one attempt adds to the run's metric history or to its events.
 
     A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`. The group's
-    journal is written by rank 0; what a rank has to say by itself goes into one of its own, with `rank`.
+    journal is written by rank 0; what a rank has to say by itself goes into one of its own, with `rank`, and what
+    another process has, into one with a `writer` that nobody else uses: a journal knows only its own lines.
     """
 
-    def __init__(self, run: Run, kind: Kind, attempt: int, rank: int | None = None) -> None:
+    def __init__(self, run: Run, kind: Kind, attempt: int, rank: int | None = None, writer: str = "") -> None:
         self._run, self._kind, self._attempt = run, kind, attempt
         self._stream = f"attempt-{attempt:04d}" + ("" if rank is None else f"-rank-{rank:04d}")
+        self._stream += f"-{writer}" if writer else ""
         self._records: list[str] = []
         self._written = 0
         self._lock = threading.Lock()
@@ -66,9 +68,19 @@ def read_journal(run: Run, kind: Kind, spans: list[Span] | None = None) -> list[
     return list(each_record(run, kind, spans))
 
 
-def each_record(run: Run, kind: Kind, spans: list[Span] | None = None) -> Iterator[dict[str, Any]]:
-    """Like `read_journal`, a few files at a time: the history of a long run need not fit into memory at once."""
-    files = [entry.key for entry in run.storage.list(run.key(kind)) if entry.key.endswith(".jsonl")]
+def list_journal(run: Run, kind: Kind) -> list[Entry]:
+    """The files of all attempts, in the order of the attempts."""
+    return [entry for entry in run.storage.list(run.key(kind)) if entry.key.endswith(".jsonl")]
+
+
+def each_record(
+    run: Run, kind: Kind, spans: list[Span] | None = None, listed: Sequence[Entry] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Like `read_journal`, a few files at a time: the history of a long run need not fit into memory at once.
+
+    With `listed`, only those files of `list_journal` are read.
+    """
+    files = [entry.key for entry in (list_journal(run, kind) if listed is None else listed)]
     for first in range(0, len(files), READS_IN_FLIGHT):
         for text in in_parallel(run.storage.read, files[first : first + READS_IN_FLIGHT]):
             for line in text.splitlines():

@@ -1,0 +1,174 @@
+"""`python -m app.tracking RUN`: deliver to MLflow or Weights & Biases what they have not got of a run yet.
+
+The driver has such a process beside it when SUNSPOT_TRACKING is set; run by hand, it delivers what was missed while the
+service was away. Done twice, it delivers nothing twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+import time
+import uuid
+
+from app.errors import NotFoundError, SettingsError, StorageError, TrackingError, run_and_exit
+from app.layout import Run, open_run
+from app.layout.attempts import read_attempts
+from app.layout.history import Journal
+from app.layout.status import STATUS_EVERY_S, read_status
+from app.patience import pause_after
+from app.settings import PREFIX, Settings, load_settings
+from app.tracking.delivery import Delivery
+from app.tracking.process import command, refuse_unusable
+
+END_S = 30
+"""How long the end of a run is tried to be delivered while the service is away."""
+
+
+def main() -> int:
+    """Deliver once, or follow the run until standard input ends."""
+    arguments = _parse()
+    given = {"STORAGE_PATH": arguments.storage} if arguments.storage else {}
+    settings = load_settings(given)
+    run = open_run(settings.storage_path, arguments.run)
+    if not settings.tracking:
+        settings = _recorded_service(run, settings)
+    refuse_unusable(settings)
+    delivery = Delivery(run, settings.tracking, settings.tracking_project, _say)
+    if arguments.follow:
+        follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
+        return 0
+    if not read_attempts(run):
+        raise NotFoundError(f"{run.location}: no such run, or no worker of it has begun")
+    delivery.finish()
+    had = delivery.delivered
+    print(f"tracking: {had.records} records delivered, {had.refused} refused{_at(delivery)}")
+    return 0
+
+
+def follow(delivery: Delivery, every_s: float, later: str) -> None:
+    """Look for news every so many seconds until standard input ends, and deliver them, and then the end.
+
+    `later` is what delivers the rest by hand.
+    """
+    outage = Outage(delivery)
+    seen: object = None
+    pause = 0.0
+    while not select.select([sys.stdin], [], [], pause)[0]:
+        pause = every_s
+        try:
+            status = read_status(delivery.run)
+            now = status and (status.attempt, status.checkpoint, outage.tries)
+            if now != seen:  # else there is nothing new
+                delivery.deliver()
+                seen = status and (status.attempt, status.checkpoint, 0)
+                outage.over()
+        except TrackingError as error:
+            pause = pause_after(outage.tries)
+            outage.meet(error)
+        except StorageError:
+            continue  # the run itself tells of that
+    _finish(delivery, outage, later)
+
+
+def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
+    deadline = time.monotonic() + END_S
+    tries = 0
+    while True:
+        try:
+            delivery.finish()
+            outage.over()
+            if delivery.place:
+                lost = f", {delivery.delivered.refused} refused" if delivery.delivered.refused else ""
+                _say(f"{delivery.delivered.records} records delivered{lost}{_at(delivery)}")
+            return
+        except (TrackingError, StorageError) as error:
+            if isinstance(error, TrackingError):
+                outage.meet(error)
+            if time.monotonic() >= deadline:
+                _say(f"warning: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
+                return
+        time.sleep(min(pause_after(tries), max(0.0, deadline - time.monotonic())))
+        tries += 1
+
+
+class Outage:
+    """Tells once that the service is away, and once that it is back: on the terminal, and in the run's events."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self.tries = 0
+        "Failed ones in a row."
+        self._since = 0.0
+        self._number = 0
+        self._journal: Journal | None = None
+        "Of the attempt with that number."
+
+    def meet(self, error: TrackingError) -> None:
+        """A try has failed."""
+        self.tries += 1
+        if self.tries == 1:
+            self._since = time.time()
+            self._note("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
+
+    def over(self) -> None:
+        """A try has succeeded."""
+        if self.tries:
+            self._note("tracking goes on", f"after {time.time() - self._since:.0f} s, {self.tries} tries")
+            self.tries = 0
+
+    def _note(self, what: str, detail: str) -> None:
+        _say(f"{what}: {detail}")
+        step, number = max(0, self._delivery.delivered.step), self._delivery.attempt
+        try:
+            if self._journal is None or number != self._number:
+                self._number = number
+                writer = f"tracking-{uuid.uuid4().hex[:8]}"
+                self._journal = Journal(self._delivery.run, "events", number, writer=writer)
+            self._journal.append({"step": step, "time": time.time(), "event": what, "detail": detail})
+            self._journal.flush()
+        except StorageError:
+            pass  # it is in the driver's output
+
+
+def _recorded_service(run: Run, settings: Settings) -> Settings:
+    """The settings with the service that the run was last trained with."""
+    attempts = read_attempts(run)
+    recorded = attempts[-1].about.get("settings", {}) if attempts else {}
+    service = recorded.get(f"{PREFIX}TRACKING", "")
+    if attempts and not service:
+        raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow or wandb")
+    project = recorded.get(f"{PREFIX}TRACKING_PROJECT", settings.tracking_project)
+    return settings.model_copy(update={"tracking": service, "tracking_project": project})
+
+
+def _missing(delivery: Delivery) -> str:
+    try:
+        return delivery.missing() or "how the run ended"
+    except StorageError:
+        return "what storage does not tell now"
+
+
+def _at(delivery: Delivery) -> str:
+    return f": {delivery.place}" if delivery.place else ""
+
+
+def _say(text: str) -> None:
+    print(f"tracking: {text}", flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m app.tracking",
+        description="\n".join((__doc__ or "").splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's name")
+    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--follow", action="store_true", help="deliver what comes until standard input ends")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,245 @@
+"""What of a run a tracking service is to have, and has not yet."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from app.errors import DamageError, NotFoundError, shorten
+from app.layout import Run
+from app.layout.attempts import Attempt, Span, lineage, read_attempts, step_of
+from app.layout.checkpoints import Checkpoint, list_directories, sort_out
+from app.layout.choice import choose
+from app.layout.history import each_record, list_journal, read_journal
+from app.layout.incidents import count, goodput, read_receipts
+from app.layout.status import Status, read_status
+from app.layout.storage import CHUNK
+from app.layout.tracking import Delivered, claim_tracking_run, read_delivered, read_tracking_run, write_delivered
+from app.report import FILE
+from app.settings import PREFIX
+from app.tracking.service import About, Point, RefusedError, Service, open_service
+
+RECORDS_AT_ONCE = 50
+"""Records sent together: a request of MLflow takes 1,000 numbers, and a record has some 15."""
+
+NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
+"""Settings that are about a start of the run, or about its delivery."""
+
+NO_METRICS = ("step", "time", "steps")
+
+HELD_OUT = "test_"
+"""What the name of a metric of held-out rows begins with."""
+
+MODEL = "model.pt"
+
+
+class Delivery:
+    """Delivers one run to one service, from wherever an earlier delivery got to.
+
+    A record of the metric history is delivered once a checkpoint has its step: a loss takes the run back to there at
+    most, and would have it take the steps after again. So the service shows each step once, and of an attempt only
+    what counts. Should even a checkpoint be lost, the steps that are taken again are not sent again.
+    """
+
+    def __init__(self, run: Run, name: str, project: str, say: Callable[[str], Any]) -> None:
+        self.run, self.name, self._project, self._say = run, name, project, say
+        self.delivered = read_delivered(run, name)
+        self.place = ""
+        "Where people find the tracking run; empty before `deliver` has opened it."
+        self.attempt = 0
+        "The newest one that is known."
+        self._service: Service | None = None
+        self._files: dict[str, str] = {}
+        "Journal files of which everything has been delivered, each in its version."
+        self._described = 0
+        "The attempt whose parameters the service has."
+        self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
+
+    def deliver(self) -> None:
+        """Send what is not delivered yet. Raises `TrackingError` or `StorageError`: then the rest is still to send."""
+        attempts = read_attempts(self.run)
+        if not attempts:
+            return  # there is nothing to show of it
+        self.attempt = attempts[-1].number
+        service = self._open(attempts)
+        self._describe(service, attempts)
+        spans = lineage(attempts)
+        upto = self._reached(spans)
+        for entry in list_journal(self.run, "metrics"):
+            if self._files.get(entry.key) == entry.version:
+                continue
+            records = list(each_record(self.run, "metrics", spans, [entry]))
+            new = iter([record for record in records if self._is_new(record, upto)])
+            while batch := list(islice(new, RECORDS_AT_ONCE)):
+                self._send(service, batch)
+            if all(record["step"] <= upto for record in records):
+                self._files[entry.key] = entry.version
+
+    def finish(self) -> None:
+        """Send the rest, and, when the run has ended, its report, its best model, and how it ended. Raises the same."""
+        if self._service is None and not self.missing():
+            return  # opened again, a tracking run would seem to go on
+        self.deliver()
+        status, service = read_status(self.run), self._service
+        if status is None or service is None:
+            return
+        ended = _end_of(status)
+        if ended:
+            self._attach_report(service)
+            tags = {"sunspot.state": str(status.state), "sunspot.checkpoint": self._attach_model(service)}
+            service.describe({}, {**tags, **self._sums(service, status)})
+        service.close(status.state if ended else None)
+        self._service = None
+        self._note(replace(self.delivered, ended=ended), arrived=True)
+
+    def missing(self) -> str:
+        """What has not been delivered, for people; empty when everything has. Raises `StorageError`."""
+        spans = lineage(read_attempts(self.run))
+        upto = self._reached(spans)
+        steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, upto)]
+        status = read_status(self.run)
+        parts = [f"{count(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
+        if spans and status and _end_of(status) not in ("", self.delivered.ended):
+            parts.append("what comes at the end (report, model, state)")
+        return "; ".join(parts)
+
+    def _open(self, attempts: list[Attempt]) -> Service:
+        if self._service is None:
+            first = attempts[0]
+            text = f"{self.run.location} {first.owner} {first.time}"
+            about = About(hashlib.sha256(text.encode()).hexdigest()[:16], self.run.name, self.run.location)
+            service = open_service(self.name, self._project, about)
+            known = read_tracking_run(self.run, self.name)
+            if known is None:
+                mine = service.find_or_create()
+                known = claim_tracking_run(self.run, self.name, mine)
+                if known != mine:
+                    service.discard(mine)
+            self.place = service.open(known)
+            self._service, self._described = service, 0
+        return self._service
+
+    def _describe(self, service: Service, attempts: list[Attempt]) -> None:
+        newest = attempts[-1]
+        if self._described == newest.number:
+            return
+        settings: Mapping[str, str] = newest.about.get("settings", {})
+        named = {name.removeprefix(PREFIX): value for name, value in settings.items()}
+        parameters = {name.lower(): value for name, value in named.items() if value and name not in NO_PARAMETERS}
+        parameters |= {f"version.{name}": str(value) for name, value in newest.about.get("versions", {}).items()}
+        workers = [attempt.about.get("world_size", 0) for attempt in attempts]
+        sizes = [size for size, before in zip(workers, [None, *workers], strict=False) if size != before]
+        tags = {"sunspot.attempts": str(len(attempts)), "sunspot.workers": ", ".join(map(str, sizes))}
+        try:
+            service.describe(parameters, tags)
+        except RefusedError as error:
+            self._say(f"warning: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
+        self._described = newest.number
+
+    def _reached(self, spans: list[Span]) -> int:
+        """The step of the newest checkpoint, behind which nothing of the history changes any more; -1: none."""
+        counted, _, _ = sort_out(list_directories(self.run), spans)
+        return step_of(counted[-1]) if counted else -1
+
+    def _is_new(self, record: dict[str, Any], upto: int) -> bool:
+        step, attempt = record["step"], record["attempt"]
+        made_up = record.get("steps") == 0  # an evaluation of the epoch that the attempt before had ended
+        after = (
+            (step, attempt) > (self.delivered.step, self.delivered.attempt) if made_up else step > self.delivered.step
+        )
+        return after and step <= upto
+
+    def _send(self, service: Service, records: list[dict[str, Any]]) -> None:
+        refused = 0
+        try:
+            service.send([to_point(record) for record in records])
+        except RefusedError as error:
+            if len(records) > 1:  # which one is it?
+                for record in records:
+                    self._send(service, [record])
+                return
+            refused = 1
+            self._say(f"warning: lost, as it is refused: the record of step {records[0]['step']}: {error}")
+        sent, last = self.delivered, records[-1]
+        now = replace(
+            sent,
+            step=last["step"],
+            attempt=last["attempt"],
+            records=sent.records + len(records) - refused,
+            refused=sent.refused + refused,
+        )
+        self._note(now, service.acknowledges)
+
+    def _attach_report(self, service: Service) -> None:
+        try:
+            content = self.run.storage.read(self.run.key(FILE))
+        except NotFoundError:
+            return
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != self.delivered.report:
+            file = Path(self._scratch.name, FILE)
+            file.write_bytes(content)
+            service.attach(file, "")
+            self._note(replace(self.delivered, report=digest), service.acknowledges)
+
+    def _attach_model(self, service: Service) -> str:
+        """The name of the checkpoint whose model the service has; empty when there is none to deliver."""
+        try:
+            best = choose(self.run, "best", self._say)
+            if MODEL not in best.files:  # a sharded one; the last has the model too
+                best = choose(self.run, "newest", self._say)
+            if best.name != self.delivered.model:
+                service.attach(self._fetch(best), "model")
+                self._note(replace(self.delivered, model=best.name), service.acknowledges)
+        except (NotFoundError, DamageError, KeyError) as error:
+            self._say(f"warning: no model to deliver: {shorten(error)}")
+            return ""
+        return best.name
+
+    def _fetch(self, checkpoint: Checkpoint) -> Path:
+        """A verified copy of a checkpoint's model here."""
+        key, file = self.run.key("checkpoints", checkpoint.name, MODEL), Path(self._scratch.name, MODEL)
+        expected, sha = checkpoint.files[MODEL]["sha256"], hashlib.sha256()
+        with self.run.storage.open(key) as source, file.open("wb") as copy:
+            while chunk := source.read(CHUNK):
+                sha.update(chunk)
+                copy.write(chunk)
+        if sha.hexdigest() != expected:
+            raise DamageError(f"{self.run.storage.locate(key)}: does not match its manifest")
+        return file
+
+    def _sums(self, service: Service, status: Status) -> dict[str, str]:
+        """What the interruptions come to: the goodput as a number, too, so that runs can be compared by it."""
+        attempts, receipts = read_attempts(self.run), read_receipts(read_journal(self.run, "events"))
+        share = goodput(attempts, receipts, status.time)
+        if share is not None:
+            service.send([Point(max(0, self.delivered.step), status.time, {"goodput": share})])
+        return {"sunspot.incidents": str(sum(receipt.cause.incident for receipt in receipts))}
+
+    def _note(self, delivered: Delivered, arrived: bool) -> None:
+        self.delivered = delivered
+        if arrived:
+            write_delivered(self.run, self.name, delivered)
+
+
+def _end_of(status: Status) -> str:
+    """The end of a run, as another one after every start; empty while it goes on."""
+    return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
+
+
+def to_point(record: dict[str, Any]) -> Point:
+    """The numbers of a record, but for those that are made of others; of an evaluation that was made up for, only its
+    own: the others are those of the record before.
+    """
+    made_up = record.get("steps") == 0
+    values = {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and name not in NO_METRICS and (not made_up or name.startswith(HELD_OUT))
+    }
+    return Point(record["step"], record["time"], values)
