@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint format bench image smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format bench image smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -25,6 +25,9 @@ help:  ## this list
 
 train: .venv/train  ## train ResNet-18 on real digits with two workers; any setting: make train SUNSPOT_EPOCHS=3
 	@$(SETTINGS) $(BIN)/python -m app
+
+tune: .venv/train  ## train a run for each of several settings: make tune SUNSPOT_LEARNING_RATE='loguniform(1e-4,1e-2)'
+	@$(SETTINGS) $(BIN)/python -m app.tune
 
 test: .venv/dev  ## the test suite that needs no cluster, but for what is slow
 	$(BIN)/python -m pytest -q -m 'not slow'

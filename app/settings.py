@@ -20,6 +20,9 @@ from app.errors import SettingsError
 
 PREFIX = "SUNSPOT_"
 
+RUN_NAME_LENGTH = 38
+"""A run's name becomes part of names in Kubernetes, of at most 47 characters."""
+
 
 class Workers(NamedTuple):
     """How many training workers: `least == most` when fixed, a range when elastic."""
@@ -136,8 +139,8 @@ class Settings(BaseSettings):
     precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
     "bf16: the forward pass runs under autocast; weights stay in fp32."
 
-    parallel: Literal["ddp"] = _setting("ddp", "ddp")
-    "How the model is spread over workers: ddp keeps a whole copy on each."
+    parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
+    "How the model is spread over workers: ddp keeps a whole copy on each, fsdp a part of it (for what is too large)."
 
     checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
     "A checkpoint every so many optimizer steps, besides the end of each epoch."
@@ -153,6 +156,12 @@ class Settings(BaseSettings):
 
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more of the metric is better."
+
+    trials: int = _setting(8, "a whole number from 1", ge=1)
+    "Runs of a search (python -m app.tune), each with settings of its own drawn from the search space."
+
+    concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
+    "Trials of a search that train at the same time."
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
     "Worker or node losses without notice that a run survives before it fails."
@@ -174,6 +183,12 @@ class Settings(BaseSettings):
 
     predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
     "Held-out rows that the newest checkpoint predicts when training has ended, for the report."
+
+    tracking: Literal["", "mlflow", "wandb"] = _setting("", "mlflow, wandb, or empty (none)")
+    "Service that the run is shown in, too. Address and credentials come from the service's usual environment."
+
+    tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
+    "MLflow's experiment, or the project of Weights & Biases, that the run belongs to."
 
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."

@@ -75,16 +75,17 @@ def new_owner(run: Run, job_id: str) -> str:
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def fit(plan: Plan, run: Run, owner: str, before: Status | None = None) -> Checkpoint:
+def fit(plan: Plan, run: Run, owner: str, before: Status | None = None, wish: StopWish | None = None) -> Checkpoint:
     """Train to the end of the plan, or until the run is to stop, and return the newest checkpoint.
 
-    `before` is the status that this driver found: its first worker group's receipt says how that came about.
+    `before` is the status that this driver found: its first worker group's receipt says how that came about. In `wish`
+    the caller, too, may wish that the run stops.
 
     Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
     from app.recovery import first_incident
 
-    wish = StopWish()
+    wish = StopWish() if wish is None else wish  # an empty one is false
     incident = first_incident(read_attempts(run), before)
     from ray.train import ControllerError, TrainingFailedError
 
@@ -180,6 +181,7 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[s
     from app.progress import shown_progress
     from app.ray_internals import answering, install_coordinator
     from app.recovery import LossNoted
+    from app.telemetry import exported_run
     from app.train_loop import train_loop
 
     settings = plan.settings
@@ -207,6 +209,7 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopWish, incident: dict[s
     collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
     behind_s = install_coordinator() if workers.elastic else 0.0
     with (
+        exported_run(settings.run_name),
         open_board() as board,
         shown_progress(board, plan.total_steps, plan.steps.per_epoch),
         watched_stop(run, board, wish),

@@ -8,7 +8,7 @@ from typing import Any
 
 from app.errors import ClusterError, ConflictError, NotFoundError, StorageError
 from app.layout import Run
-from app.settings import IDENTITY, PREFIX, differences
+from app.settings import PREFIX, differences
 from submitter.cluster import Cluster
 from submitter.render import image_problem
 from submitter.views import JobView
@@ -56,10 +56,9 @@ def check_identity(run: Run, variables: Mapping[str, str]) -> None:
         begun = run.read_json("run.json")["settings"]
     except NotFoundError:
         return
-    names = [PREFIX + name.upper() for name in IDENTITY]
-    wanted = {name: variables[name] for name in names if name in variables}
+    wanted = {name: variables[name] for name in begun if name in variables}
     # A path inside the image was made absolute there.
-    kept = {name: begun[name] for name in wanted if name in begun and not begun[name].endswith(f"/{wanted[name]}")}
+    kept = {name: begun[name] for name in wanted if not begun[name].endswith(f"/{wanted[name]}")}
     changed = differences(kept, {name: wanted[name] for name in kept})
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)

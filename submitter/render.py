@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import SettingsError, shorten
-from app.settings import PREFIX, Settings, load_settings
+from app.search_space import Search, load_search
+from app.settings import PREFIX, Settings
 from submitter.profile import QUEUE, Machine, Profile, Toleration, Worker, load_profile, manifests, read_yaml
 from submitter.shape import SLOT, Shape, choose_shape, whole_cpus
 
@@ -40,6 +41,9 @@ LEAST_DRAIN_MARGIN_S = 2
 """What the drain leaves of the notice: Ray still has to end its processes."""
 
 HASH_DIGITS = 8
+
+SEARCH = "python -m app.tune"
+"""What a job runs whose settings hold an expression of a search space."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
@@ -65,7 +69,7 @@ class Rendered:
 
     manifest: dict[str, Any]
     settings: Settings
-    "As the job will read them."
+    "As the job will read them; of a search, without those that it varies."
     namespace: str
     derived: list[Derived]
 
@@ -100,29 +104,34 @@ def render(
     # Through JSON, as YAML's aliases would let one change show in several places.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
     given = _gather(_ray(_head(job))["env"], chosen, profile, overrides)
-    settings = load_settings({name: value for name, (value, _) in given.items()})
+    search = load_search({name: value for name, (value, _) in given.items()})
+    settings = search.settings
 
     base_cpus = int(_workers(job)["resources"]["CPU"])
-    shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus)
+    at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
+    shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
 
-    variables, derived = _resolve(settings, given, shape)
+    variables, derived = _resolve(search, given, shape)
     if shape:
         _make_cluster(job, chosen, shape, settings.run_name, variables)
         derived += _explain(job, chosen, shape, profile)
     else:
         _select_cluster(job, str(cluster), variables)
     _set_job(job, chosen, settings.run_name, generation)
+    if search.dimensions:
+        job["spec"]["entrypoint"] = SEARCH
+        derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
 
     # Before what follows from it is written in; the wording of the reasons is no part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
     _set_variable(job, PREFIX + "JOB_ID", name)
     job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
-    settings = load_settings({**{n: v for n, (v, _) in given.items()}, **settings_of(job)})
+    settings = load_search({**{n: v for n, (v, _) in given.items()}, **settings_of(job)}).settings
     return Rendered(job, settings, job["metadata"]["namespace"], derived)
 
 
@@ -211,13 +220,13 @@ def _gather(
 
 
 def _resolve(
-    settings: Settings, given: Mapping[str, tuple[str, str]], shape: Shape | None
+    search: Search, given: Mapping[str, tuple[str, str]], shape: Shape | None
 ) -> tuple[dict[str, str], list[Derived]]:
     """The variables of the job, in the order of the settings, each with its source.
 
     Only what was given or had to be chosen: the rest is left to the image, which may have a task of its own.
     """
-    every = settings.environment()
+    every = {**search.settings.environment(), **search.given}
     chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
     for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
         chosen.setdefault(variable, (every[variable], "default"))
@@ -478,9 +487,10 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
     drain = next(entry["value"] for entry in _ray(workers)["env"] if entry["name"] == DRAIN)
     per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
     found = [
         ("image", _ray(workers)["image"], source(profile.image)),
-        ("training pods", str(shape.pods), f"NUM_WORKERS, {per_pod}"),
+        ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
         (
             "autoscaler",
             "v2" if shape.autoscaled else "none",

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.errors import NotFoundError
 from app.layout import Run
 from app.report import gather, render
+from app.report.search import gather_search, render_search
 from submitter.output import as_bytes, print_json, write_file
 from submitter.runs import read_state
 
 
 def write(run: Run, output: str | None, as_json: bool) -> None:
     """Write the report to `output`, or RUN-report.html. Raises `StorageError` when that cannot be written."""
-    page = render(gather(run, *read_state(run)))
+    try:
+        page = render_search(*gather_search(run))
+    except NotFoundError:  # no search
+        page = render(gather(run, *read_state(run)))
     path = write_file(Path(output or f"{run.name}-report.html"), page)
     if as_json:
         print_json({"run": run.name, "path": str(path), "bytes": len(page)})

@@ -24,7 +24,7 @@ class Shape:
     """The pods of a run and the resources of a worker, with the reasons."""
 
     pods: Workers
-    "Training pods."
+    "Training pods; of a search, for all trials that train at once."
     gpus: int
     "Of one training pod, each with a training worker of its own. Without GPUs a pod has one worker."
     cpus: int
@@ -34,6 +34,8 @@ class Shape:
     why_gpu: str
     why_resources: str
     "Empty where the setting says so itself."
+    runs: int = 1
+    "Trials of a search that train at the same time."
 
     @property
     def workers_per_pod(self) -> int:
@@ -46,8 +48,10 @@ class Shape:
         return self.pods.elastic or bool(self.data and self.data.min < self.data.max)
 
 
-def choose_shape(settings: Settings, profile: Profile, base_cpus: int) -> tuple[Shape, list[str]]:
-    """The shape, and every reason why it cannot work. `base_cpus`: of a pod, where the profile says nothing."""
+def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: int = 1) -> tuple[Shape, list[str]]:
+    """The shape, and every reason why it cannot work. `base_cpus`: of a pod, where the profile says nothing; `at_once`:
+    runs that train at the same time.
+    """
     worker = profile.worker or Worker()
     problems: list[str] = []
 
@@ -61,11 +65,12 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int) -> tuple[
 
     gpus = offered if use_gpu else 0
     per_pod = max(gpus, 1)
-    workers = settings.num_workers
+    workers = Workers(settings.num_workers.least * at_once, settings.num_workers.most * at_once)
     if workers.least % per_pod or workers.most % per_pod:
+        each = f" for each of {at_once} trials" if at_once > 1 else ""
         problems.append(
-            f"SUNSPOT_NUM_WORKERS={workers}: each GPU has a worker, and a pod of this profile {gpus} GPUs "
-            f"(worker.gpus); set it to multiples of {gpus}"
+            f"SUNSPOT_NUM_WORKERS={settings.num_workers}{each}: each GPU has a worker, and a pod of this profile "
+            f"{gpus} GPUs (worker.gpus); set it to multiples of {gpus}"
         )
     pods = Workers(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
 
@@ -79,7 +84,7 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int) -> tuple[
     if use_gpu:
         per_worker = {**per_worker, "GPU": per_worker.get("GPU", 1)}
     per_worker = {**per_worker, SLOT: 1}
-    shape = Shape(pods, gpus, cpus, per_worker, data, why_gpu, why_resources)
+    shape = Shape(pods, gpus, cpus, per_worker, data, why_gpu, why_resources, at_once)
     return shape, problems + _find_misfits(settings, shape, per_pod)
 
 

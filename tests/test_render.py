@@ -386,7 +386,7 @@ def test_what_every_job_has(profile: str) -> None:
     assert not {"activeDeadlineSeconds", "deletionStrategy", "submitterPodTemplate", "suspend"} & set(spec)
 
     head, workers = groups_of(rendered)
-    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0", "metrics-export-port": "8080"}
     assert head["template"]["metadata"]["annotations"] == {
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",

@@ -57,7 +57,7 @@ class Line:
     name: str
     points: Sequence[Point]
     style: str = "a"
-    "`a`: solid. `b`: dashed, with dots."
+    "`a`: solid. `b`: dashed, with dots. `c`: thin, in the background."
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ def key(style: str) -> str:
     shapes = {
         "a": '<path class="line a" d="M1 6H23"/>',
         "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
+        "c": '<path class="line c" d="M1 6H23"/>',
+        "dot a": '<circle class="dot a" cx="12" cy="6" r="2.6"/>',
+        "dot c": '<circle class="dot c" cx="12" cy="6" r="2.6"/>',
         "band": '<rect class="band" x="1" y="1" width="22" height="10"/>',
         "mark": '<path class="mark" d="M12 0V12"/>',
     }

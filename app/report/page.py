@@ -35,7 +35,6 @@ STATES = {
 
 def render(report: Report) -> bytes:
     """The page, in UTF-8: at most 2 MB."""
-    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     contents = element(
         "ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, (name, _) in SECTIONS.items())
     )
@@ -43,7 +42,6 @@ def render(report: Report) -> bytes:
         element("section", join([element("h2", name), make(report)]), id=anchor)
         for anchor, (name, make) in SECTIONS.items()
     ]
-    title = f"{report.name}: {report.state}"
     body = join(
         [
             _header(report),
@@ -52,6 +50,12 @@ def render(report: Report) -> bytes:
             _footer(report),
         ]
     )
+    return whole_page(f"{report.name}: {report.state}", body)
+
+
+def whole_page(title: str, body: Html) -> bytes:
+    """A page with our style, in UTF-8."""
+    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

@@ -1,0 +1,98 @@
+"""The best trial's checkpoint becomes the search's own: copied file by file, compared, the manifest last."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from app.errors import ConflictError, DamageError, NotFoundError
+from app.layout import Run
+from app.layout.attempts import CLAIM_TRIES, Attempt, attempt_of, checkpoint_name, claim, ensure_owner, read_attempts
+from app.layout.checkpoints import (
+    Checkpoint,
+    delete_checkpoint,
+    find_newest_good,
+    list_directories,
+    read_manifest,
+    write_manifest,
+)
+from app.layout.storage import CHUNK
+from app.restore import versions
+
+
+def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
+    """Take the search over, with the checkpoint `origin` as the one that counts until there is a better one.
+
+    Raises `SupersededError` when another process has had it since.
+    """
+    for _ in range(CLAIM_TRIES):
+        attempts = read_attempts(run)
+        attempt = Attempt(
+            number=attempts[-1].number + 1 if attempts else 1,
+            owner=owner,
+            starts_from=origin.name if origin else None,
+            step=origin.step if origin else 0,
+            about={
+                "host": socket.gethostname(),
+                "nodes": {},
+                "world_size": 0,
+                "tier": "storage" if origin else "beginning",
+                "settings": dict(environment),
+                "versions": versions(),
+            },
+        )
+        if claim(run, attempts, attempt):
+            return attempt
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that search here")
+
+
+def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
+    """Make the checkpoint `name` of `trial` the one of the search, unless it is already; `environment` are the
+    settings that it was trained with. Killed at any moment, this can be done again.
+
+    Raises `DamageError` when it is not as its manifest says, `NotFoundError` when it was deleted, `StorageError`, and
+    `SupersededError` when the search is another's by now.
+    """
+    wanted = read_manifest(trial, name)
+    if wanted is None:
+        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: deleted meanwhile")
+    if wanted.damage:
+        raise DamageError(f"{name}: {wanted.damage}")
+    there, _ = find_newest_good(run, read_attempts(run))
+    if there and _content(there) == _content(wanted):
+        return there
+    attempt = begin_attempt(run, owner, environment, None)  # the beginning: it may be earlier than the one before
+    promoted = replace(wanted, name=checkpoint_name(wanted.step, attempt.number), attempt=attempt.number)
+    files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}
+    ensure_owner(run, attempt)
+    promoted = replace(promoted, files=files)
+    write_manifest(run, promoted)
+    for directory in list_directories(run):
+        if attempt_of(directory) < attempt.number:
+            delete_checkpoint(run, directory)
+    return promoted
+
+
+def _content(checkpoint: Checkpoint) -> Any:
+    return checkpoint.step, {file: about["sha256"] for file, about in checkpoint.files.items()}
+
+
+def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
+    """Copy one file, and read it back: an upload that was acknowledged may still have been lost."""
+    key, expected = run.key("checkpoints", name, file), wanted.files[file]
+    with (
+        trial.storage.open(trial.key("checkpoints", wanted.name, file)) as source,
+        run.storage.writer(key) as writer,
+    ):
+        while chunk := source.read(CHUNK):
+            writer.write(chunk)
+    content = (expected["size"], expected["sha256"])
+    if (writer.size, writer.sha256) != content:
+        location = trial.storage.locate(trial.key("checkpoints", wanted.name, file))
+        raise DamageError(f"{location}: does not match its manifest")
+    if run.storage.digest(key) != content:
+        raise DamageError(f"{run.storage.locate(key)}: other bytes came back than were written")
+    version = next(entry.version for entry in run.storage.list(key) if entry.key == key)
+    return {**expected, "version": version}

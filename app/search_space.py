@@ -1,0 +1,269 @@
+"""A search space, given as settings: what stands where a value would, and what each trial draws from it.
+
+    LEARNING_RATE=loguniform(1e-4,1e-2)     any number between, each order of magnitude as likely as the others
+    LEARNING_RATE=uniform(0.01,0.1)         any number between
+    EPOCHS=randint(2,5)                     2, 3 or 4: the end is left out, as in Ray Tune and in Python
+    PRECISION=choice(fp32,bf16)             one of these
+    TASK_ARGS={"width": "choice(8,16)"}     the same in the task's own hyperparameters
+
+What trial n draws is a function of SEED, n and the expression alone: more trials, or a setting more that is varied,
+change nothing about the others, and a search that is started again has the same trials.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import SettingsError
+from app.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, load_settings
+
+VARIED = (
+    "task",
+    "init_from",
+    "epochs",
+    "max_steps",
+    "global_batch_size",
+    "micro_batch_size",
+    "learning_rate",
+    "seed",
+    "precision",
+)
+"""Settings that a search may vary, besides what is in TASK_ARGS. The others say where and on what a run trains, or how
+it is looked after: trials that differ in them are not compared by their metric."""
+
+TEXTS = ("task", "init_from")
+"""Of them, those in which brackets are no sign of an expression that was misspelt."""
+
+FUNCTIONS = {"uniform": "uniform(0.01,0.1)", "loguniform": "loguniform(1e-4,1e-2)", "randint": "randint(2,5)"}
+FUNCTIONS |= {"choice": "choice(8,16,32)"}
+"""Each with an example of its use."""
+
+CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*?)(\)?)\s*", re.DOTALL)
+
+DIGITS = 4
+"""Of a drawn number: more would say nothing, and could not be read in a table."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One expression of a search space."""
+
+    name: str
+    "The setting without its prefix; within TASK_ARGS with the way to it, as in `TASK_ARGS.width`."
+    text: str
+    "The expression as it was given."
+    function: str
+    arguments: tuple[Any, ...]
+    "Of `choice` the values, of the others both ends."
+
+    @property
+    def logarithmic(self) -> bool:
+        return self.function == "loguniform"
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """Values that are right only if all are."""
+        if self.function == "randint":
+            return self.arguments[0], self.arguments[1] - 1
+        return self.arguments
+
+    def draw(self, seed: int, trial: int) -> Any:
+        """The value of a trial, from 1."""
+        share = random.Random(f"{seed} {trial} {self.name} {self.text}").random()  # a text's seed is its SHA-512
+        if self.function == "choice":
+            return self.arguments[int(share * len(self.arguments))]
+        low, high = self.arguments
+        if self.function == "randint":
+            return low + int(share * (high - low))
+        value = low * (high / low) ** share if self.logarithmic else low + share * (high - low)
+        return min(high, max(low, float(f"{value:.{DIGITS}g}")))
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search, worked out before anything is started."""
+
+    settings: Settings
+    "Of the search itself: those that are varied have their defaults."
+    dimensions: tuple[Dimension, ...]
+    "Empty: there is nothing to search."
+    given: dict[str, str]
+    "The variables with an expression, each in its one form."
+    samples: tuple[dict[str, Any], ...]
+    "What each trial draws, by dimension."
+    trials: tuple[Settings, ...]
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Settings that a trial keeps to its last step."""
+        varied = [variable.removeprefix(PREFIX).lower() for variable in self.given]
+        return tuple(dict.fromkeys((*IDENTITY, *varied)))
+
+
+def load_search(variables: Mapping[str, str]) -> Search:
+    """Read a search from variables: those of the environment, or of a job.
+
+    Settings without an expression are a search without trials. Raises `SettingsError` with every problem of the
+    expressions, of any value that they can take, and of any trial.
+    """
+    given = {name: text for name, text in variables.items() if name.startswith(PREFIX)}
+    dimensions = find_dimensions(given)
+    expressions = {name: given[name] for name in {PREFIX + d.name.partition(".")[0]: None for d in dimensions}}
+    if (arguments := PREFIX + "TASK_ARGS") in expressions:
+        expressions[arguments] = json.dumps(json.loads(expressions[arguments]), sort_keys=True)
+    defaults = Settings.model_construct().environment()
+    settings = load_settings({**given, **{name: defaults[name] for name in expressions}})
+    if not dimensions:
+        return Search(settings, (), {}, (), ())
+
+    problems = []
+    if settings.num_workers.elastic:
+        elastic = f"{PREFIX}NUM_WORKERS={settings.num_workers}"
+        problems.append(f"{elastic}: trials would take each other's workers; set it to one number")
+    longest = trial_name(settings.run_name, settings.trials)
+    if len(longest) > RUN_NAME_LENGTH:
+        most = RUN_NAME_LENGTH - len(longest) + len(settings.run_name)
+        problems.append(
+            f"{PREFIX}RUN_NAME={settings.run_name}: its trials would be called like {longest}, of at most "
+            f"{RUN_NAME_LENGTH} characters; set it to a name of at most {most}"
+        )
+        _raise(problems)
+    samples = [{d.name: d.draw(settings.seed, n) for d in dimensions} for n in range(1, settings.trials + 1)]
+    extremes = [{**samples[0], d.name: value} for d in dimensions for value in d.extremes]
+    trials = []
+    for number, sample in enumerate([*extremes, *samples], start=1 - len(extremes)):
+        if number > 0:
+            _raise(problems)  # of every end, or of the first trial between them
+        name = trial_name(settings.run_name, max(1, number))
+        try:
+            trials.append(load_settings({**given, **_filled_in(expressions, sample), PREFIX + "RUN_NAME": name}))
+        except SettingsError as error:
+            problems += str(error).splitlines()[1:]  # below the line that counts them
+    _raise(problems)
+    return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
+
+
+def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
+    """The expressions among settings, in the order of the settings; raises `SettingsError` with every wrong one."""
+    dimensions, problems = [], []
+    for field in Settings.model_fields:
+        name = field.upper()
+        text = variables.get(PREFIX + name, "")
+        for path, value in _task_args(text) if field == "task_args" else [(name, text)]:
+            try:
+                dimension = parse(path, value, strict=field in VARIED and field not in TEXTS)
+            except ValueError as error:
+                problems.append(f"{PREFIX}{path}={value}: {error}")
+                continue
+            if dimension and field not in (*VARIED, "task_args"):
+                varied = ", ".join(varied.upper() for varied in (*VARIED, "task_args"))
+                problems.append(
+                    f"{PREFIX}{path}={value}: a search may not vary it, only {varied}; "
+                    f"set it to {Settings.model_fields[field].description}"
+                )
+            elif dimension:
+                dimensions.append(dimension)
+    _raise(problems)
+    return tuple(dimensions)
+
+
+def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
+    """The expression that `text` is; None when it is none. `strict`: nothing else with brackets is right either.
+
+    Raises `ValueError` with the fix for an expression that is wrong.
+    """
+    match = CALL.fullmatch(text)
+    if not match or (match[1] not in FUNCTIONS and not strict):
+        return None
+    function, inside, closed = match[1], match[2], match[3]
+    if function not in FUNCTIONS:
+        raise ValueError(f"there is no {function}; use {', '.join(FUNCTIONS.values())}")
+    words = [word.strip() for word in inside.split(",")]
+    try:
+        if not closed or not all(words):
+            raise ValueError
+        arguments = tuple(map(_value if name.startswith("TASK_ARGS") else str, words))
+        if function != "choice":
+            low, high = arguments = tuple(map(int if function == "randint" else _finite, words))
+            if low >= high or (function == "loguniform" and low <= 0):
+                raise ValueError
+    except ValueError:
+        takes = {
+            "choice": "values with commas between them",
+            "randint": "two whole numbers, the first one below the second",
+            "loguniform": "two numbers above 0, the first one below the second",
+            "uniform": "two numbers, the first one below the second",
+        }[function]
+        raise ValueError(f"{function} takes {takes}, as in {FUNCTIONS[function]}") from None
+    return Dimension(name, text.strip(), function, arguments)
+
+
+def trial_name(run_name: str, trial: int) -> str:
+    """The run that is trial `trial`, from 1, of a search."""
+    return f"{run_name}-{trial:02d}"
+
+
+def in_words(sample: Mapping[str, Any]) -> str:
+    """What a trial has drawn, for people."""
+    return ", ".join(f"{name}={value}" for name, value in sample.items())
+
+
+def _filled_in(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:
+    """The variables with an expression, each with its value in place of that."""
+    arguments = PREFIX + "TASK_ARGS"
+    filled = {name: str(sample[name.removeprefix(PREFIX)]) for name in expressions if name != arguments}
+    if arguments in expressions:
+        filled[arguments] = json.dumps(_replaced(json.loads(expressions[arguments]), "TASK_ARGS", sample))
+    return filled
+
+
+def _replaced(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: _replaced(inner, f"{path}.{name}", sample) for name, inner in value.items()}
+    return sample.get(path, value)
+
+
+def _task_args(text: str) -> Iterator[tuple[str, str]]:
+    """The texts in TASK_ARGS, each with the way to it; whatever is no JSON object is refused as a setting."""
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from walk(f"{path}.{name}", inner)
+        elif isinstance(value, str):
+            yield path, value
+
+    try:
+        parsed = json.loads(text or "{}")
+    except ValueError:
+        return
+    if isinstance(parsed, dict):
+        yield from walk("TASK_ARGS", parsed)
+
+
+def _value(word: str) -> Any:
+    """A value of the task's: a number, true or false as JSON has them, else a text."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        lines = sorted({line.strip() for line in problems})
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        raise SettingsError(f"{count} in the search space:\n" + "\n".join(f"  {line}" for line in lines))
