@@ -57,6 +57,7 @@ def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_
         assert climb.about["limit_in_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_without_ailments_is_healthy(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS))
     assert set(found) == {Diagnosis.HEALTHY}

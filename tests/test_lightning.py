@@ -49,6 +49,7 @@ def history(program: Program, name: str) -> list[dict[str, Any]]:
     return read_journal(run, "metrics", lineage(read_attempts(run)))
 
 
+@pytest.mark.slow
 def test_the_same_model_learns_the_same_with_and_without_lightning(program: Program, make_data: MakeData) -> None:
     # 123 rows in batches of 20: the seventh step of an epoch has 3 rows, enough for one worker only.
     settings = {"DATASET": make_data(123, test_rows=31), "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 12}

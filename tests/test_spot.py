@@ -89,7 +89,7 @@ def test_a_node_that_goes_or_comes_costs_no_step(program: Program, make_data: Ma
     assert_audit_clean(program)
 
 
-@pytest.mark.parametrize("loader", ["torch", "ray"])
+@pytest.mark.parametrize("loader", ["torch", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_lost_worker_costs_the_steps_since_the_copy_in_memory(
     loader: str, program: Program, make_data: MakeData
 ) -> None:

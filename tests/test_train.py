@@ -106,10 +106,11 @@ def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_dat
     assert losses(one)[-1] < losses(one)[0] / 2
 
 
+LOADERS = ["torch", pytest.param("ray", marks=pytest.mark.slow)]
 LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 
 
-@pytest.mark.parametrize("loader", ["torch", "ray"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_a_run_goes_on_after_the_loss_of_a_worker(loader: str, program: Program, make_data: MakeData) -> None:
     settings = {**LONG, "DATASET": make_data(20_000, row_group=1000), "LOADER": loader}
     process = program.start(**settings)
@@ -123,7 +124,7 @@ def test_a_run_goes_on_after_the_loss_of_a_worker(loader: str, program: Program,
     assert_audit_clean(program)
 
 
-@pytest.mark.parametrize("loader", ["torch", "ray"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_a_killed_run_goes_on_at_another_world_size(loader: str, program: Program, make_data: MakeData) -> None:
     # Three windows of the shuffle; a single row is left over, and joins the last step.
     # From storage, as if their nodes were gone too.
@@ -153,6 +154,7 @@ def kill_all(process: Any) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: MakeData) -> None:
     settings = {
         "DATASET": make_data(1000, test_rows=100),
