@@ -179,7 +179,7 @@ def test_every_blow_is_told_with_its_receipt_and_then_the_audit(
     assert [(blow["blow"], blow["kind"]) for blow in blows] == list(enumerate(kinds, 1))
     assert [(blow["pod"], blow["node"]) for blow in blows] == [(name, f"node-of-{name}") for name, _ in cluster.deleted]
     assert [blow["step"] for blow in blows] == [1, 2, 3, 4]
-    assert all(after["time"] - before["time"] > 0.9 for before, after in pairwise(blows))  # by a clock that may be set
+    assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(blows))
     recovered = [line for line in lines if line["event"] == "recovered"]
     assert [(line["blows"], line["attempt"], line["cause"]) for line in recovered] == [
         ([number], number + 1, "node lost") for number in (1, 2, 3, 4)
