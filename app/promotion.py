@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from app.checkpoint import upload
 from app.errors import ConflictError, DamageError, NotFoundError
 from app.layout import Run
 from app.layout.attempts import CLAIM_TRIES, Attempt, attempt_of, checkpoint_name, claim, ensure_owner, read_attempts
@@ -18,7 +19,7 @@ from app.layout.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from app.layout.storage import CHUNK
+from app.layout.storage import CHUNK, Writer
 from app.restore import versions
 
 
@@ -80,19 +81,15 @@ def _content(checkpoint: Checkpoint) -> Any:
 
 
 def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
-    """Copy one file, and read it back: an upload that was acknowledged may still have been lost."""
-    key, expected = run.key("checkpoints", name, file), wanted.files[file]
-    with (
-        trial.storage.open(trial.key("checkpoints", wanted.name, file)) as source,
-        run.storage.writer(key) as writer,
-    ):
-        while chunk := source.read(CHUNK):
-            writer.write(chunk)
-    content = (expected["size"], expected["sha256"])
-    if (writer.size, writer.sha256) != content:
-        location = trial.storage.locate(trial.key("checkpoints", wanted.name, file))
-        raise DamageError(f"{location}: does not match its manifest")
-    if run.storage.digest(key) != content:
-        raise DamageError(f"{run.storage.locate(key)}: other bytes came back than were written")
-    version = next(entry.version for entry in run.storage.list(key) if entry.key == key)
-    return {**expected, "version": version}
+    """Copy one file; returns what the manifest says of it."""
+    key, expected = trial.key("checkpoints", wanted.name, file), wanted.files[file]
+
+    def write(writer: Writer) -> None:
+        with trial.storage.open(key) as source:
+            while chunk := source.read(CHUNK):
+                writer.write(chunk)
+
+    copied = upload(run, name, file, write)
+    if (copied["size"], copied["sha256"]) != (expected["size"], expected["sha256"]):
+        raise DamageError(f"{trial.storage.locate(key)}: does not match its manifest")
+    return copied

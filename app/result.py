@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from app.errors import ConflictError, shorten
 from app.layout import Run
@@ -15,9 +15,14 @@ RESULTS = ("loss", "accuracy")
 """What the names of metrics end in that say how good the model is."""
 
 
+def told_result(run: Run) -> AbstractContextManager[None]:
+    """Tell what came of the run when the context ends (`told_at_end`)."""
+    return told_at_end(lambda error: _tell(run, error))
+
+
 @contextmanager
-def told_result(run: Run) -> Iterator[None]:
-    """Tell what came of the run when the context ends, in success or in an error that ends the driver.
+def told_at_end(tell: Callable[[Exception | None], None]) -> Iterator[None]:
+    """Call `tell` when the context ends, in success or with the error that ends the driver.
 
     A driver that has no business with the run (`ConflictError`), or is interrupted, tells nothing.
     """
@@ -26,9 +31,9 @@ def told_result(run: Run) -> Iterator[None]:
     except ConflictError:
         raise
     except Exception as error:
-        _tell(run, error)
+        tell(error)
         raise
-    _tell(run, None)
+    tell(None)
 
 
 def _tell(run: Run, error: Exception | None) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.errors import (
-    ConflictError,
     DamageError,
     NotFoundError,
     SettingsError,
@@ -65,6 +64,7 @@ def main() -> int:
     from app.outcome import recorded_outcome
     from app.output import shipped_driver_output
     from app.plan import with_absolute_paths
+    from app.result import told_at_end
     from app.trainer import new_owner
 
     trials = tuple(map(with_absolute_paths, search.trials))
@@ -73,7 +73,8 @@ def main() -> int:
     run = open_run(settings.storage_path, settings.run_name)
     run.storage.prove(run.name)
     refuse_if_deleted(run)
-    with shipped_driver_output(run), told_results(search, run) as progress:
+    progress = Progress()
+    with shipped_driver_output(run), told_at_end(lambda _: tell_results(search, run, progress)):
         attempts = read_attempts(run)
         owner = new_owner(run, settings.job_id)
         refuse_if_superseded(attempts, owner)
@@ -279,24 +280,8 @@ def read_all(search: Search, progress: Progress) -> Results:
     return Results(metric, order, space, found, progress.promoted)
 
 
-@contextmanager
-def told_results(search: Search, run: Run) -> Iterator[Progress]:
-    """Tell what came of the trials when the context ends, in success or in an error: a table, and the report.
-
-    A driver that has no business with the search (`ConflictError`), or is interrupted, tells nothing.
-    """
-    progress = Progress()
-    try:
-        yield progress
-    except ConflictError:
-        raise
-    except Exception:
-        _tell(search, run, progress)
-        raise
-    _tell(search, run, progress)
-
-
-def _tell(search: Search, run: Run, progress: Progress) -> None:
+def tell_results(search: Search, run: Run, progress: Progress) -> None:
+    """Tell what came of the trials: a table, and the report."""
     from app.result import columns
 
     try:

@@ -61,9 +61,6 @@ def chart(
     known = [(line.style, line.name) for line in lines]
     known += [("band", band_name)] if band else []
     known += [("mark", "restart, and its attempt")] if across.marks else []
-    legend = element(
-        "span", join(element("span", join([Html(key(style)), label])) for style, label in known), class_="legend"
-    )
     said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
     if band:
         low, high = min(item.low for item in band), max(item.high for item in band)
@@ -72,7 +69,14 @@ def chart(
     places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
     x = linear_axis(places, from_zero=True, tight=True)
     drawing = line_chart(" ".join(said), x, across.label, y, lines, band, across.marks)
-    return element("figure", join([element("figcaption", join([element("strong", name), legend])), Html(drawing)]))
+    return figure(name, known, drawing)
+
+
+def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
+    """A drawing below its title and its legend, the style (`key`) and the name of each thing that is drawn."""
+    samples = join(element("span", join([Html(key(style)), label])) for style, label in legend)
+    caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
+    return element("figure", join([caption, Html(drawing)]))
 
 
 def _describe(line: Line) -> str:

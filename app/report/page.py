@@ -47,7 +47,7 @@ def render(report: Report) -> bytes:
             _header(report),
             element("nav", contents, aria_label="Contents"),
             element("main", join(sections)),
-            _footer(report),
+            footer(report.location, report.time),
         ]
     )
     return whole_page(f"{report.name}: {report.state}", body)
@@ -137,7 +137,6 @@ def _in_words(name: str) -> str:
     return f"held-out {words}" if held_out else f"training {words}"
 
 
-def _footer(report: Report) -> Html:
-    return element(
-        "footer", join(["Read from ", element("code", report.location), " at ", moment(report.time), " UTC."])
-    )
+def footer(location: str, time: float) -> Html:
+    """Where what is shown was read from, and when (seconds since the epoch)."""
+    return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))

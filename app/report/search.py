@@ -12,9 +12,10 @@ from app.layout.attempts import lineage, read_attempts
 from app.layout.history import read_journal
 from app.layout.search import Results, Trial, read_results
 from app.layout.status import RunState
-from app.report.charts import Axis, Line, Point, can_draw, key, line_chart, linear_axis, log_axis
-from app.report.markup import Html, Number, element, join, moment, paragraph, result, table, whole
-from app.report.page import STATES, whole_page
+from app.report.charts import Axis, Line, Point, can_draw, line_chart, linear_axis, log_axis
+from app.report.curves import figure
+from app.report.markup import Html, Number, element, join, paragraph, result, table, whole
+from app.report.page import STATES, footer, whole_page
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 """The metric at each step that it was recorded at, by the run of the trial."""
@@ -43,9 +44,7 @@ def render_search(run: Run, results: Results, curves: Curves) -> bytes:
             element(
                 "main", join(element("section", join([element("h2", name), part])) for name, part in parts.items())
             ),
-            element(
-                "footer", join(["Read from ", element("code", run.location), " at ", moment(results.time), " UTC."])
-            ),
+            footer(run.location, results.time),
         ]
     )
     return whole_page(f"{run.name}: search", body)
@@ -117,7 +116,7 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
     said = "; ".join(f"{trial.run}: {_shown(value)}, {trial.best:.4g}" for trial, value in drawn)
     title = f"{_name(results)} over {name}"
     drawing = line_chart(f"{title}. {said}.", x, name, y, [Line("others", others, "c"), Line("best", best, "a")])
-    return _figure(title, [("dot c", "trial")] + [("dot a", "best") for _ in best], drawing)
+    return figure(title, [("dot c", "trial")] + [("dot a", "best") for _ in best], drawing)
 
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
@@ -147,13 +146,7 @@ def _learning(results: Results, curves: Curves) -> Html:
     title = f"{_name(results)} over steps{' on a logarithmic axis' if log else ''}"
     drawing = line_chart(f"{title}. {last}.", x, "steps", y, [*lines, *best])
     legend = [("c", "trial")] + [("a", f"best: {line.name}") for line in best]
-    return _figure(title, legend, drawing)
-
-
-def _figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
-    samples = join(element("span", join([Html(key(style)), label])) for style, label in legend)
-    caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
-    return element("figure", join([caption, Html(drawing)]))
+    return figure(title, legend, drawing)
 
 
 def _shown(value: Any) -> str:
