@@ -294,7 +294,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
         RUN_NAME="exported",
         DATASET=data,
         GLOBAL_BATCH_SIZE=16,  # 20 steps of an epoch
-        EPOCHS=40,
+        EPOCHS=2000,  # it does not end before it has been seen
         CHECKPOINT_EVERY_S=30,
         REPORT_EVERY_S=1,
     )
@@ -311,7 +311,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
     ended = time.time()
 
     gauges = {name: only(seen, name) for name in RUN_GAUGES}
-    assert gauges["planned_steps"] == 800
+    assert gauges["planned_steps"] == 40_000
     assert gauges["workers"] == 2
     assert gauges["attempt"] == 1
     assert began < gauges["attempt_timestamp_seconds"] <= gauges["checkpoint_timestamp_seconds"] < ended
@@ -331,7 +331,7 @@ def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
     # Counters stay at their last value, which is the run's.
     [attempt] = read_attempts(open_run(program.settings["STORAGE_PATH"], "exported"))
     assert attempt.about["world_size"] == 2
-    [steps] = {int(step) for step in re.findall(r"failed at step (\d+) of 800", output)}
+    [steps] = {int(step) for step in re.findall(r"failed at step (\d+) of 40000", output)}
     while set(by_rank(series := scrape("exported")[0], "steps_total").values()) != {float(steps)}:
         assert time.time() - ended < FORGOTTEN_S, by_rank(series, "steps_total")
         time.sleep(0.5)
