@@ -24,7 +24,7 @@ from app.capacity import HEAD
 from app.errors import StorageError, SunspotError, shorten
 from app.layout import Run, open_run
 from app.layout.attempts import lineage, read_attempts
-from app.layout.history import read_journal
+from app.layout.history import each_record, list_journal
 from app.layout.status import RunState, clear_stop, read_status, request_stop, stop_requested
 from app.settings import PREFIX, Settings
 from app.stop import StopWish
@@ -154,15 +154,20 @@ class Reported:
         self._seen = 0.0
         "When the status was written that has been looked at."
         self._part = 0.0
+        self._read: dict[str, str] = {}
+        "The version of each file of the history that has been read: a long run's are not read again at every look."
 
     def new(self) -> list[dict[str, float]]:
         """The results since the last call; one small request while the run has nothing new to say."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._seen:
             return []
-        self._seen = status.time
+        files = list_journal(self._run, "metrics")
+        fresh = [file for file in files if self._read.get(file.key) != file.version]
+        records = list(each_record(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
+        self._seen, self._read = status.time, {file.key: file.version for file in files}  # only now nothing can fail
         found = []
-        for record in read_journal(self._run, "metrics", lineage(read_attempts(self._run))):
+        for record in records:
             part = WHOLE * record["step"] / status.total_steps
             if self._metric in record and (part >= self._part + LEAST_PART * WHOLE or part >= WHOLE > self._part):
                 self._part = part

@@ -22,6 +22,7 @@ from app.layout import Run
 from app.layout.checkpoints import MANIFEST, NAME
 from app.layout.deletion import MARK, clear_deletion, mark_deletion
 from app.layout.incidents import count
+from app.layout.search import read_results
 from app.layout.shared_memory import copies_of
 from app.layout.storage import Entry, Unfinished
 from app.settings import PREFIX
@@ -56,6 +57,8 @@ class Remains:
     "Files in this machine's shared memory, which a failed run leaves for its next start."
     dataset: str
     "Where its rows come from; empty: from no place of the user's."
+    trials: tuple[str, ...] = ()
+    "Of a search: the runs that are its trials."
 
     @property
     def jobs(self) -> tuple[JobView, ...]:
@@ -148,7 +151,9 @@ def find_remains(cluster: Cluster | None, run: Run, without: str = "") -> Remain
         )
     entries = tuple(_list(run))
     copies = tuple(path for path in copies_of(run.location).rglob("*") if path.is_file())
-    return Remains(run, seen, entries, tuple(_list_unfinished(run)), copies, _find_dataset(run, entries))
+    results = read_results(run)
+    trials = tuple(trial.run for trial in results.trials) if results else ()
+    return Remains(run, seen, entries, tuple(_list_unfinished(run)), copies, _find_dataset(run, entries), trials)
 
 
 def keeps_in(job: JobView, run: Run) -> bool:
@@ -287,6 +292,8 @@ def _print(cluster: Cluster | None, remains: Remains) -> None:
         print(f"the dataset {remains.dataset} lies in the run, and goes with it")
     elif remains.dataset:
         print(f"the dataset {remains.dataset} is not touched: no run makes its dataset")
+    if trials := remains.trials:
+        print(f"its {count(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
 
 
 def _count(kind: dict[str, Any]) -> str:
@@ -308,6 +315,7 @@ def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bo
                 "kinds": _kinds(remains),
                 "dataset": remains.dataset or None,
                 "dataset_removed": removed and remains.takes_dataset,
+                "trials_kept": list(remains.trials),
                 "left": {"objects": _objects(left), "files": left.files, "bytes": left.bytes} if left else None,
             }
         )

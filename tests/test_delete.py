@@ -16,6 +16,7 @@ from app.errors import SupersededError
 from app.layout import Run, open_run
 from app.layout.attempts import Attempt, claim, ensure_owner, read_attempts
 from app.layout.deletion import MARK, deletion_begun, mark_deletion
+from app.layout.search import Results, Trial, write_results
 from app.layout.shared_memory import copies_of
 from app.layout.status import RunState, Status, write_status
 from app.layout.storage import LocalStorage
@@ -190,6 +191,19 @@ def test_the_dataset_stays_unless_it_lies_in_the_run(sunspot: Command, run: Run,
     settle("sample")
     assert sunspot("delete", "run", "--yes") == 0
     assert "the dataset" not in sunspot.out
+
+
+def test_the_trials_of_a_search_stay_and_are_told_of(sunspot: Command, run: Run) -> None:
+    fill(run)
+    trials = [Run(run.storage, f"run-0{number}") for number in (1, 2)]
+    for trial in trials:
+        fill(trial)
+    ended = tuple(Trial(trial.name, {}, RunState.SUCCEEDED) for trial in trials)
+    write_results(run, Results("loss", "min", {}, ended))
+    assert sunspot("delete", "run", "--yes") == 0
+    assert "its 2 trials, run-01 to run-02, are runs of their own, and stay" in sunspot.out
+    assert not files_of(run)
+    assert all(map(files_of, trials))
 
 
 def test_a_run_of_the_same_name_in_another_storage_keeps_its_job(
