@@ -112,13 +112,8 @@ def load_search(variables: Mapping[str, str]) -> Search:
     Settings without an expression are a search without trials. Raises `SettingsError` with every problem of the
     expressions, of any value that they can take, and of any trial.
     """
-    given = {name: text for name, text in variables.items() if name.startswith(PREFIX)}
-    dimensions = find_dimensions(given)
-    expressions = {name: given[name] for name in {PREFIX + d.name.partition(".")[0]: None for d in dimensions}}
-    if (arguments := PREFIX + "TASK_ARGS") in expressions:
-        expressions[arguments] = json.dumps(json.loads(expressions[arguments]), sort_keys=True)
-    defaults = Settings.model_construct().environment()
-    settings = load_settings({**given, **{name: defaults[name] for name in expressions}})
+    given = _ours(variables)
+    settings, dimensions, expressions = load_common(given)
     if not dimensions:
         return Search(settings, (), {}, (), ())
 
@@ -147,6 +142,21 @@ def load_search(variables: Mapping[str, str]) -> Search:
             problems += str(error).splitlines()[1:]  # below the line that counts them
     _raise(problems)
     return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
+
+
+def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
+    """The settings that all trials of a search have in common, those that are varied at their defaults; the dimensions;
+    and the variables with an expression, each in its one form.
+
+    Without an expression: the settings of a run. Raises `SettingsError`.
+    """
+    given = _ours(variables)
+    dimensions = find_dimensions(given)
+    expressions = {name: given[name] for name in {PREFIX + d.name.partition(".")[0]: None for d in dimensions}}
+    if (arguments := PREFIX + "TASK_ARGS") in expressions:
+        expressions[arguments] = json.dumps(json.loads(expressions[arguments]), sort_keys=True)
+    defaults = Settings.model_construct().environment()
+    return load_settings({**given, **{name: defaults[name] for name in expressions}}), dimensions, expressions
 
 
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
@@ -212,6 +222,10 @@ def trial_name(run_name: str, trial: int) -> str:
 def in_words(sample: Mapping[str, Any]) -> str:
     """What a trial has drawn, for people."""
     return ", ".join(f"{name}={value}" for name, value in sample.items())
+
+
+def _ours(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in variables.items() if name.startswith(PREFIX)}
 
 
 def _filled_in(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from app.layout.history import read_journal
 from app.layout.incidents import Receipt, goodput, read_receipts
 from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status
 from app.layout.storage import READ_TIMEOUT_S, REQUEST_TRIES, Entry, Storage, in_parallel, open_storage
+from app.search_space import load_common
+from app.settings import PREFIX
 from submitter.output import as_time, in_words
 
 MOST_NAMED = 5
@@ -189,12 +192,12 @@ def is_there(run: Run) -> bool:
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     """Storage path and run name by the rules of the settings; raises `SettingsError`."""
-    from app.settings import load_settings
-
-    given = {key: value for key, value in (("RUN_NAME", name), ("STORAGE_PATH", storage_path)) if value is not None}
+    given = {
+        PREFIX + key: value for key, value in (("RUN_NAME", name), ("STORAGE_PATH", storage_path)) if value is not None
+    }
     if "" in given.values():  # as a setting, it would mean the default
         raise SettingsError("RUN and --storage may not be empty")
-    settings = load_settings(given)
+    settings, _, _ = load_common({**os.environ, **given})  # the environment may be that of a search
     return settings.storage_path, settings.run_name
 
 

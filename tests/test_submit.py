@@ -98,6 +98,19 @@ def test_a_dry_run_changes_nothing(cluster: FakeCluster, sunspot: Command) -> No
     assert sunspot.run.storage.list("") == []
 
 
+def test_a_search_is_submitted_by_its_environment_and_found_again(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
+    monkeypatch.setenv("SUNSPOT_NUM_WORKERS", "2")
+    assert sunspot.submit() == 0, sunspot.err
+    assert cluster.jobs[only_job(cluster)]["spec"]["entrypoint"].endswith("app.tune")
+    assert "sunspot wait run" in sunspot.out
+    assert sunspot("status", "run") == 0, sunspot.err
+    monkeypatch.setenv("SUNSPOT_EPOCHS", "-1")
+    assert sunspot("status", "run") == 2, "what is no search's is wrong as ever"
+
+
 def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Running", "RUNNING")
