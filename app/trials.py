@@ -182,7 +182,14 @@ def stop_trial(settings: Settings, by: str) -> None:
         request_stop(run, by)
 
 
-class StoppingAsha(ASHAScheduler):
+class NotKept:
+    """Something of which Tune writes a copy that nobody reads: an empty one, as connections cannot be pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class StoppingAsha(NotKept, ASHAScheduler):
     """ASHA, whose verdict goes to the trial's run; Tune hears that every trial goes on."""
 
     def __init__(self, order: str, stop: Callable[[int, str], None], told: Callable[[int, str], None]) -> None:
@@ -239,7 +246,7 @@ class StoppingAsha(ASHAScheduler):
         self._told(number, error)
 
 
-class WhenNoneRuns(tune.Stopper):
+class WhenNoneRuns(NotKept, tune.Stopper):
     """Ends Tune when the search is to stop and every trial that runs has saved: Tune would kill it."""
 
     def __init__(self, scheduler: StoppingAsha, stopped: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.errors import ConflictError, DamageError, StorageError, SunspotError, SupersededError
+from app.errors import ConflictError, DamageError, StorageError, SupersededError
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts
 from app.layout.checkpoints import find_newest_good, list_checkpoints, list_directories
@@ -388,12 +389,16 @@ def test_trials_share_what_is_there(
     assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
 
 
-def test_a_search_of_which_every_trial_fails_has_failed(program: Program) -> None:
+def test_a_search_in_s3_of_which_every_trial_fails_has_failed(program: Program, s3_bucket: str) -> None:
     """None is trained here: it finds a run of its name that was begun with other settings."""
-    search = Search(program, TRIALS=1)
+    program.ray_address = ""  # its workers get their AWS environment from the process that starts it
+    program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
+    search = Search(program, TRIALS=1, RESOURCES_PER_WORKER="")
     begin(search.trial(1))
-    with pytest.raises(SunspotError, match=r"no trial succeeded:\n  run-01: failed: ConflictError: .* other settings"):
-        search.main()
+    process = search.start()
+    output = process.communicate(timeout=250)[0]
+    assert process.returncode == 1, output
+    assert re.search(r"no trial succeeded:\n  run-01: failed: ConflictError: .* other settings", output), output
     status = read_status(search.run)
     assert status
     assert status.state is RunState.FAILED
