@@ -20,6 +20,7 @@ from typing import Any
 from app.errors import SettingsError, shorten
 from app.search_space import Search, load_search
 from app.settings import PREFIX, Settings
+from submitter.nodes import parse
 from submitter.profile import QUEUE, Machine, Profile, Toleration, Worker, load_profile, manifests, read_yaml
 from submitter.shape import SLOT, Shape, choose_shape, whole_cpus
 
@@ -44,6 +45,10 @@ HASH_DIGITS = 8
 
 SEARCH = "python -m app.tune"
 """What a job runs whose settings hold an expression of a search space."""
+
+TRIAL_MEMORY = "2Gi"
+"""More memory of the head for each trial more that trains at the same time: all drivers are there. One's processes had
+1.55 GB together (Ray 2.60), and the head of a search of two at once, with 5Gi, killed some of them over and over."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
@@ -315,6 +320,9 @@ def _make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str,
     for group in (head, workers):
         _patch_pod(group["template"], profile, run, variables)
     _set_machine(head, profile.head or Machine())
+    if shape.runs > 1:
+        memory = parse(_ray(head)["resources"]["limits"]["memory"]) + (shape.runs - 1) * parse(TRIAL_MEMORY)
+        _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
     if profile.spot:
         elsewhere = {"key": profile.spot.label, "operator": "NotIn", "values": [profile.spot.value]}
         head["template"]["spec"]["affinity"] = {
@@ -521,6 +529,9 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
             source(profile.pre_running_deadline_s),
         ),
     ]
+    if shape.runs > 1:
+        memory = _ray(_head(job))["resources"]["limits"]["memory"]
+        found.append(("head's memory", memory, f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"))
     if profile.data_workers:
         if shape.data:
             found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
