@@ -7,7 +7,8 @@ called `<RUN_NAME>-01` and so on. The same command goes on with a search that wa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,10 @@ from app.tracking.process import refuse_unusable
 
 TRAINING_METRICS = ("loss", "accuracy")
 """What is measured on the very rows that a trial learns from: by these, whatever learns them by heart is the best."""
+
+
+ROOM_WITHIN_S = 60.0
+LOOK_EVERY_S = 1.0
 
 
 @dataclass
@@ -112,7 +117,9 @@ def train_and_promote(
     attempt = begin_attempt(run, owner, environment, promoted)
     wish = StopWish()
     with ray_session():
-        at_once, trials, reason = share_out(search.trials, ray.cluster_resources(), len(answering(ray.nodes())))
+        at_once, trials, reason = find_room(
+            search.trials, lambda: (ray.cluster_resources(), len(answering(ray.nodes())))
+        )
         tell_plan(search, reason)
         with open_board() as board, watched_stop(run, board, wish):
             watch = Watch(run, attempt, board, progress, len(trials))
@@ -183,6 +190,25 @@ def describe(status: Status, checkpoint: Checkpoint) -> Status:
         checkpoint_time=checkpoint.time,
         loss=checkpoint.metrics.get("loss"),
     )
+
+
+def find_room(
+    trials: tuple[Settings, ...], look: Callable[[], tuple[dict[str, float], int]]
+) -> tuple[int, tuple[Settings, ...], str]:
+    """What `share_out` makes of the cluster that `look` sees, its resources and the number of its nodes.
+
+    On Kubernetes, a driver that was started again may be there before the nodes are back: it waits for them.
+    """
+    settings = trials[0]
+    wanted = min(settings.concurrent_trials, len(trials)) if settings.job_id else 0
+    deadline = time.monotonic() + ROOM_WITHIN_S
+    found = share_out(trials, *look())
+    if found[0] < wanted:
+        print(f"  waiting for room for {wanted} trials at a time, for at most {ROOM_WITHIN_S:.0f} s", flush=True)
+    while found[0] < wanted and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
+        found = share_out(trials, *look())
+    return found
 
 
 def share_out(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import app.tune
 from app.errors import ConflictError, DamageError, StorageError, SupersededError
 from app.layout import Run, open_run
 from app.layout.attempts import read_attempts
@@ -23,7 +26,7 @@ from app.promotion import begin_attempt, promote
 from app.report.search import render_search
 from app.settings import Settings
 from app.trials import PART, SCORE, WHOLE, Reported, StoppingAsha, WhenNoneRuns, has_ended
-from app.tune import share_out
+from app.tune import find_room, share_out
 from submitter.cli import main as sunspot
 from tests.commands import Command
 from tests.conftest import REPOSITORY, Program
@@ -387,6 +390,23 @@ def test_trials_share_what_is_there(
     assert (found, given[0].resources_per_worker) == (at_once, each)
     assert given[0].use_gpu == ("true" if "GPU" in each else "false")
     assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
+
+
+def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.tune, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(app.tune, "ROOM_WITHIN_S", 0.5)
+    wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
+
+    def at_once(nodes: Iterator[int], **settings: Any) -> int:
+        def look() -> tuple[dict[str, float], int]:
+            there = next(nodes)
+            return {"CPU": there, "slot": there}, there + 1
+
+        return find_room(trials(**wanted, **settings), look)[0]
+
+    assert at_once(iter([0, 1, 1, 2]), job_id="job") == 2
+    assert at_once(itertools.repeat(1), job_id="job") == 1, "not for ever"
+    assert at_once(iter([1])) == 1, "no nodes come to a laptop"
 
 
 def test_a_search_in_s3_of_which_every_trial_fails_has_failed(program: Program, s3_bucket: str) -> None:
