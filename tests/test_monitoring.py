@@ -239,7 +239,8 @@ class Series(NamedTuple):
 
 def scrape(run: str) -> tuple[list[Series], str]:
     """What this machine's Ray exports of a run; and the same as Prometheus gets it, less Ray's own labels."""
-    [node] = [node for node in ray.nodes() if node["Alive"]]
+    # A node that an earlier test lost may be alive to Ray for a while.
+    [node] = [node for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     lines = urllib.request.urlopen(url, timeout=30).read().decode().splitlines()
     matches = [re.fullmatch(r"(ray_sunspot_\w+)\{(.*)\} (\S+)", line) for line in lines]
