@@ -165,7 +165,7 @@ class Reported:
         files = list_journal(self._run, "metrics")
         fresh = [file for file in files if self._read.get(file.key) != file.version]
         records = list(each_record(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
-        self._seen, self._read = status.time, {file.key: file.version for file in files}  # only now nothing can fail
+        self._seen, self._read = status.time, {file.key: file.version for file in files}  # nothing can fail now
         found = []
         for record in records:
             part = WHOLE * record["step"] / status.total_steps

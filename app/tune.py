@@ -40,8 +40,9 @@ from app.tracking.process import refuse_unusable
 TRAINING_METRICS = ("loss", "accuracy")
 """What is measured on the very rows that a trial learns from: by these, whatever learns them by heart is the best."""
 
-
 ROOM_WITHIN_S = 60.0
+"""How long the nodes of a job may take to come back: a search that goes on without them trains fewer at a time."""
+
 LOOK_EVERY_S = 1.0
 
 

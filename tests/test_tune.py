@@ -351,6 +351,12 @@ def test_the_best_comes_first_and_what_failed_is_not_trusted() -> None:
     assert [trial.eligible for trial in results().trials] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"trials": []}', b'{"trials": [{"state": "asleep"}]}'])
+def test_results_of_another_version_are_none(run: Run, content: bytes) -> None:
+    run.storage.write(run.key("search.json"), content)
+    assert read_results(run) is None
+
+
 def test_the_page_of_a_search(run: Run) -> None:
     curves = {f"s-{n:02d}": [(step, 0.1 * n * step / 40) for step in (10, 20, 40)] for n in (1, 2, 3)}
     page = render_search(run, results(), curves).decode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -68,12 +67,15 @@ def write_results(run: Run, results: Results) -> None:
 
 
 def read_results(run: Run) -> Results | None:
-    """The results of a search as they were last written; None when the run is none. Raises `StorageError`."""
+    """The results of a search as they were last written; None when there are none, or another version's.
+
+    Raises `StorageError`.
+    """
     try:
         record = run.read_json(FILE)
         trials = tuple(Trial(**{**trial, "state": RunState(trial["state"])}) for trial in record["trials"])
         return Results(**{**record, "trials": trials})
-    except (NotFoundError, json.JSONDecodeError):
+    except (NotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
