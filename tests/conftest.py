@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from hypothesis import settings
 # How long an example takes is the machine's business.
 settings.register_profile("sunspot", deadline=None)
 settings.load_profile("sunspot")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them whatever they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 
