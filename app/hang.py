@@ -146,7 +146,7 @@ class Watchdog:
             path = Path(self._file.name)
             event = describe(self._about(), path.read_text(errors="replace"), time.time())
             reports: list[Callable[[], Any]] = [
-                lambda: print(event["detail"], file=sys.stderr, flush=True),
+                lambda: print(f"{event['detail']}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
                 lambda: self._on_hang(event["detail"]),
                 lambda: _record(self._run, event, path),
             ]

@@ -32,7 +32,7 @@ storage, rank = sys.argv[1], int(sys.argv[2])
 hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S = 1, 2, 2
 run = open_run(storage, "run")
 def on_hang(detail):
-    print("told:", detail, flush=True)
+    print(f"told: {detail}", flush=True)
 def train():
     with hang.Watchdog(run, Attempt(3, "job", None, 40), rank, TIMEOUT_S, on_hang) as watchdog:
         do_train(watchdog)
