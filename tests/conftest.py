@@ -57,6 +57,9 @@ def ray_address() -> Iterator[str]:
 
     os.environ.update(RAY_ENVIRONMENT)
     context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    # Of a node that was lost Ray tells on stdout, in some later test, whatever is set above (Ray 2.60): there it would
+    # stand in what a command has printed.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
     yield context.address_info["gcs_address"]
     ray.shutdown()
 

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,9 @@ import ray
 
 RAY = Path(sys.executable).with_name("ray")
 JOIN_TIMEOUT_S = 120
+LEAVES_WITHIN_S = 5
+"""For a node on which nothing runs any more."""
+
 OBJECT_STORE_BYTES = 100_000_000
 
 
@@ -78,6 +81,9 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
             time.sleep(0.1)
         node.node_id = joined[0]["NodeID"]
         yield node
+        node.reclaim()  # so that Ray knows at once: what it takes to be alive for a while gets the next test's workers
+        with suppress(subprocess.TimeoutExpired):
+            node.wait(LEAVES_WITHIN_S)
     finally:
         node.lose()
 
