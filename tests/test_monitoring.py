@@ -17,6 +17,7 @@ import pytest
 import ray
 import yaml
 
+from app.capacity import HEAD
 from app.layout import open_run
 from app.layout.attempts import read_attempts
 from app.layout.incidents import Cause
@@ -240,7 +241,7 @@ class Series(NamedTuple):
 def scrape(run: str) -> tuple[list[Series], str]:
     """What this machine's Ray exports of a run; and the same as Prometheus gets it, less Ray's own labels."""
     # A node that an earlier test lost may be alive to Ray for a while.
-    [node] = [node for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
+    [node] = [node for node in ray.nodes() if HEAD in node["Resources"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     lines = urllib.request.urlopen(url, timeout=30).read().decode().splitlines()
     matches = [re.fullmatch(r"(ray_sunspot_\w+)\{(.*)\} (\S+)", line) for line in lines]
