@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -50,3 +52,17 @@ class Background:
                     chore()
                 except SunspotError:
                     continue
+
+
+class Timer:
+    """Says yes every so many seconds."""
+
+    def __init__(self, overdue: bool = False) -> None:
+        self._last = -math.inf if overdue else time.monotonic()
+
+    def due(self, every_s: float) -> bool:
+        """Whether `every_s` (0: never) have passed; a yes starts the next interval."""
+        if not every_s or time.monotonic() - self._last < every_s:
+            return False
+        self._last = time.monotonic()
+        return True

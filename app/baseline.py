@@ -1,6 +1,6 @@
 """`python -m app.baseline`: the same task in ordinary PyTorch, on one device, without Ray.
 
-Read this first: app/train_loop.py is what becomes of it when several workers share the rows and any of them may be
+Read this first: app/train/loop.py is what becomes of it when several workers share the rows and any of them may be
 lost. It takes the same SUNSPOT_ settings and writes metrics.csv and model.pt below <STORAGE_PATH>/<RUN_NAME>-baseline.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import torch
 
-from app.data.batch import Batch
+from app.data.source import Batch
 from app.data.torch_loader import load_rows
 from app.errors import run_and_exit
-from app.layout.storage import open_storage
 from app.plan import make_plan, with_absolute_paths
 from app.settings import Settings, load_settings
+from app.storage import open_storage
 from app.tasks import Task, load_task
 
 
@@ -107,7 +107,7 @@ def main() -> int:
     on_ray = parser.parse_args().on_ray
     settings = with_absolute_paths(load_settings())
     if on_ray:
-        from app.trainer import run_as_task
+        from app.ray_session import run_as_task
 
         print(f"results in {run_as_task(train, settings)}")
     else:

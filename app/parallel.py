@@ -33,7 +33,7 @@ class Place(NamedTuple):
     "Of the part's first element."
 
 
-def place_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
+def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
     """Move a model, the same on the CPUs of all workers, to their devices: whole, or each worker's part of it.
 
     Comes before the optimizer, which keeps its state where it finds the parameters. Under fsdp the model changes in
@@ -75,7 +75,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def gradients_travel(model: nn.Module, now: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     """For a forward and backward pass of a prepared model: average its gradients, or only add them up here."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
@@ -107,7 +107,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def spread_like_parameters(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A whole state_dict of the optimizer with each tensor cut as its parameter is; as it was, under ddp."""
     parameters = parameters_of(optimizer)
 
@@ -128,3 +128,68 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world
     return world
+
+
+class StepActions(NamedTuple):
+    """What is to be done after a step."""
+
+    save: bool = False
+    "A checkpoint in storage."
+    copy: bool = False
+    "A copy of the state in shared memory."
+    report: bool = False
+    "A record of the metric history."
+    stop: bool = False
+    "Save and return: the run is to end here."
+    leave: bool = False
+    "Save and make way for a new worker group."
+    busy: bool = False
+    "A checkpoint is still being committed, and one that can wait is not begun: under FSDP none replaces another."
+
+
+class StepConsensus:
+    """A few yes-or-no questions asked at every step; any worker's yes, one step later, is everybody's.
+
+    The all-reduce runs behind the next step. Taking the answer a step late is what makes it free: no worker waits
+    for the slowest one at a moment when gradients do not already make it wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._answers = torch.zeros(len(StepActions._fields), dtype=torch.uint8)
+        self._asked: dist.Work | None = None
+
+    def exchange(self, mine: StepActions) -> StepActions:
+        """What all agreed on in the step before; asks `mine` of all workers for the step after."""
+        if self._asked:
+            self._asked.wait()
+        agreed = StepActions(*(bool(answer) for answer in self._answers.tolist()))
+        self._answers = torch.tensor(mine, dtype=torch.uint8)
+        self._asked = dist.all_reduce(self._answers, dist.ReduceOp.MAX, self._group, async_op=True)
+        return agreed
+
+
+def sync_buffers(model: torch.nn.Module) -> None:
+    """Give every worker rank 0's buffers, which are those of a checkpoint: each has batch norm's averages of its own
+    rows, until DDP does the same before the next forward pass. All workers call this together.
+    """
+    buffers = list(model.buffers())
+    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):  # in one order on all workers, which a set has not
+        same = [buffer for buffer in buffers if buffer.dtype == dtype]
+        flat = torch.cat([buffer.reshape(-1) for buffer in same])  # one message, not one for each
+        dist.broadcast(flat, src=0)
+        for buffer, values in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
+            buffer.copy_(values.view_as(buffer))
+
+
+def gather_floats(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
+    """For each question whether any worker says yes; all call this together."""
+    answers = torch.tensor(mine, dtype=torch.uint8)
+    dist.all_reduce(answers, dist.ReduceOp.MAX, group)
+    return [bool(answer) for answer in answers.tolist()]

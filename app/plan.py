@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,8 +131,3 @@ def with_absolute_paths(settings: Settings) -> Settings:
         and not (name == "dataset" and value in ("sample", "mnist"))
     }
     return settings.model_copy(update=local)
-
-
-def cores_here() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -41,7 +41,9 @@ TEXTS = ("task", "init_from")
 """Of them, those in which brackets are no sign of an expression that was misspelt."""
 
 FUNCTIONS = {"uniform": "uniform(0.01,0.1)", "loguniform": "loguniform(1e-4,1e-2)", "randint": "randint(2,5)"}
+
 FUNCTIONS |= {"choice": "choice(8,16,32)"}
+
 """Each with an example of its use."""
 
 CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*?)(\)?)\s*", re.DOTALL)

@@ -61,6 +61,7 @@ JsonObject = Annotated[
     BeforeValidator(_parse_json_object),
     PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
 ]
+
 WorkerCount = Annotated[Workers, NoDecode, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
 

@@ -19,12 +19,12 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from app.classifier import Classifier, open_checkpoint
-from app.data.files import decode_images
+from app.data.images import decode_images
 from app.errors import SunspotError, run_and_exit
-from app.model_worker import absolute, use_a_gpu
+from app.predict.actor import absolute, use_a_gpu
+from app.predict.classifier import Classifier, open_checkpoint
+from app.ray_session import ray_session
 from app.settings import load_settings
-from app.trainer import ray_session
 
 
 @serve.deployment

@@ -195,7 +195,7 @@ def _wait_until_gone(context: str, label: str) -> None:
 
 
 def _empty(storage_path: str) -> None:
-    from app.layout.storage import open_storage
+    from app.storage import open_storage
 
     storage = open_storage(storage_path)
     for entry in storage.list(""):

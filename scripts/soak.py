@@ -15,8 +15,8 @@ import sys
 import time
 
 from app.errors import SunspotError, run_and_exit
-from app.layout.history import read_journal
-from app.layout.incidents import describe, read_receipts
+from app.run.history import read_journal
+from app.run.incidents import describe, read_receipts
 from scripts.cluster import commands_of_the_environment
 from scripts.recovery import add_options, settings_of, strike
 from scripts.smoke import LEAST_ACCURACY

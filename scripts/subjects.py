@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import yaml
 
 from app.errors import SunspotError
-from app.layout import Run, open_run
-from app.layout.attempts import read_attempts
-from app.layout.history import read_journal
-from app.layout.incidents import Receipt, read_receipts
+from app.run import Run, open_run
+from app.run.attempts import read_attempts
+from app.run.history import read_journal
+from app.run.incidents import Receipt, read_receipts
 from app.settings import PREFIX
 from scripts.cluster import kubectl, kubectl_json, pods, until
 
@@ -72,8 +72,8 @@ class Ours:
     """A run of ours, watched through its storage."""
 
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        from submitter.cluster import connect
-        from submitter.render import render
+        from submitter.cluster.api import connect
+        from submitter.manifest.render import render
 
         self._rendered = render(profile, settings, image=image, namespace=namespace)
         self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
@@ -83,15 +83,15 @@ class Ours:
 
     def submit(self) -> None:
         """Through the submitter, as a user does; a run of this name that is there goes on."""
-        from submitter.submit import submit
+        from submitter.commands.submit import submit
 
         submit(self._cluster, self._rendered, False, False)
 
     def groups(self) -> list[Group]:
         """By the receipts: one for each group that has taken a step."""
-        from submitter.seen import look
+        from submitter.cluster.watch import observe_run
 
-        seen = look(self._cluster, self.run)
+        seen = observe_run(self._cluster, self.run)
         state, reason = seen.verdict()
         if state.terminal and not seen.cluster_trouble and not seen.storage_trouble:
             raise SunspotError(f"{self.run.name} {state}, with no more to strike: {reason}")
@@ -106,7 +106,7 @@ class Ours:
 
     def end(self) -> None:
         """Stop it, so that it commits; its storage stays."""
-        from submitter.stop import stop
+        from submitter.commands.stop import stop
 
         stop(self._cluster, self.run, 300, True, False)
 
@@ -115,7 +115,7 @@ class Stock:
     """The usual loop, watched through its driver's log."""
 
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        from submitter.profile import load_profile
+        from submitter.manifest.profile import load_profile
 
         given = {name.removeprefix(PREFIX): value for name, value in os.environ.items() if name.startswith(PREFIX)}
         settings = {**given, **settings}

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from app.errors import ClusterError, SettingsError, run_and_exit
 
 if TYPE_CHECKING:
-    from app.layout import Run
-    from app.layout.status import RunState
-    from submitter.cluster import Cluster
-    from submitter.render import Rendered
+    from app.run import Run
+    from app.run.status import RunState
+    from submitter.cluster.api import Cluster
+    from submitter.manifest.render import Rendered
 
 ROWS = 50
 """Rows of a listing, unless more are asked for: each costs a request."""
@@ -212,7 +212,7 @@ def _add_render_options(verb: argparse.ArgumentParser) -> None:
 
 
 def _render(arguments: argparse.Namespace) -> Rendered:
-    from submitter.render import render
+    from submitter.manifest.render import render
 
     overrides: dict[str, str] = {}
     for word in arguments.settings:
@@ -239,8 +239,8 @@ def _render(arguments: argparse.Namespace) -> Rendered:
 def _show_rendered(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
 
+    from submitter.manifest.render import write_directory
     from submitter.output import print_json, print_table, warn
-    from submitter.render import write_directory
 
     rendered = _render(arguments)
     if arguments.output is not None:
@@ -257,9 +257,9 @@ def _show_rendered(arguments: argparse.Namespace) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> None:
-    from submitter.cluster import connect
-    from submitter.submit import submit
-    from submitter.wait import wait
+    from submitter.cluster.api import connect
+    from submitter.commands.submit import submit
+    from submitter.commands.wait import wait
 
     if arguments.timeout is not None and not arguments.wait:
         raise SettingsError("--timeout: give --wait too")
@@ -271,28 +271,28 @@ def _submit(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from submitter.status import show
+    from submitter.commands.status import show
 
     cluster, run, without = _reach(arguments)
     show(cluster, run, arguments.json, without)
 
 
 def _wait(arguments: argparse.Namespace) -> None:
-    from submitter.wait import wait
+    from submitter.commands.wait import wait
 
     cluster, run, without = _reach(arguments)
     wait(cluster, run, arguments.timeout, arguments.json, without)
 
 
 def _stop(arguments: argparse.Namespace) -> None:
-    from submitter.stop import stop
+    from submitter.commands.stop import stop
 
     cluster, run, without = _reach(arguments)
     stop(cluster, run, arguments.timeout, not arguments.no_wait, arguments.json, without)
 
 
 def _resume(arguments: argparse.Namespace) -> None:
-    from submitter.stop import resume
+    from submitter.commands.stop import resume
 
     cluster, run, without = _reach(arguments)
     resume(cluster, run, arguments.json, without)
@@ -300,7 +300,7 @@ def _resume(arguments: argparse.Namespace) -> None:
 
 def _reach(arguments: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
     """The cluster, or None and why there is none; and the run, there or not."""
-    from submitter.seen import locate_run
+    from submitter.cluster.watch import locate_run
 
     cluster, without = _connect(arguments)
     return cluster, locate_run(cluster, arguments.run, arguments.storage), without
@@ -308,7 +308,7 @@ def _reach(arguments: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
 
 def _connect(arguments: argparse.Namespace) -> tuple[Cluster | None, str]:
     """The cluster, or None and why there is none; raises that when a cluster was asked for."""
-    from submitter.cluster import connect
+    from submitter.cluster.api import connect
 
     try:
         return connect(arguments.context, arguments.namespace), ""
@@ -319,58 +319,58 @@ def _connect(arguments: argparse.Namespace) -> tuple[Cluster | None, str]:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from submitter.list import list_all
+    from submitter.commands.list import list_all
     from submitter.runs import find_storage
 
     list_all(find_storage(arguments.storage), arguments.limit, arguments.json, _connect(arguments)[0])
 
 
 def _logs(arguments: argparse.Namespace) -> None:
-    from submitter.logs import show
+    from submitter.commands.logs import show
     from submitter.runs import read_state
 
     state: Callable[[Run], tuple[RunState, str]] = read_state
     if arguments.follow and (cluster := _connect(arguments)[0]):
-        from submitter.seen import look
+        from submitter.cluster.watch import observe_run
 
         def state(run: Run) -> tuple[RunState, str]:
-            return look(cluster, run).verdict()
+            return observe_run(cluster, run).verdict()
 
     show(_find_run(arguments), arguments.rank, arguments.previous, arguments.follow, arguments.json, state)
 
 
 def _checkpoints_ls(arguments: argparse.Namespace) -> None:
-    from submitter.checkpoints import list_all
+    from submitter.commands.checkpoints import list_all
 
     list_all(_find_run(arguments), arguments.limit, arguments.json)
 
 
 def _checkpoints_verify(arguments: argparse.Namespace) -> None:
-    from submitter.checkpoints import verify
+    from submitter.commands.checkpoints import verify
 
     verify(_find_run(arguments), arguments.name, arguments.json)
 
 
 def _checkpoints_get(arguments: argparse.Namespace) -> None:
-    from submitter.checkpoints_get import get
+    from submitter.commands.download import get
 
     get(_find_run(arguments), arguments.name, arguments.output, arguments.json)
 
 
 def _checkpoints_gc(arguments: argparse.Namespace) -> None:
-    from submitter.checkpoints_gc import collect
+    from submitter.commands.collect import collect
 
     collect(_find_run(arguments), arguments.keep, arguments.yes, arguments.json)
 
 
 def _events(arguments: argparse.Namespace) -> None:
-    from submitter.events import show
+    from submitter.commands.events import show
 
     show(_find_run(arguments), arguments.stacks, arguments.json)
 
 
 def _metrics(arguments: argparse.Namespace) -> None:
-    from submitter.metrics import show, write_parquet
+    from submitter.commands.metrics import show, write_parquet
 
     if arguments.json and arguments.csv:
         raise SettingsError("--json and --csv: choose one")
@@ -381,19 +381,19 @@ def _metrics(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from submitter.report import write
+    from submitter.commands.report import write
 
     write(_find_run(arguments), arguments.output, arguments.json)
 
 
 def _audit(arguments: argparse.Namespace) -> None:
-    from submitter.audit import audit
+    from submitter.commands.audit import audit
 
     audit(_find_run(arguments), arguments.json)
 
 
 def _chaos(arguments: argparse.Namespace) -> None:
-    from submitter.chaos import chaos, make_plan
+    from submitter.commands.chaos import chaos, make_plan
 
     plan = make_plan(arguments.kinds, arguments.every, arguments.count, arguments.seed)
     if not arguments.yes:
@@ -409,15 +409,15 @@ def _doctor(arguments: argparse.Namespace) -> None:
         return
     if arguments.profile or arguments.image or arguments.from_pods:
         raise SettingsError("--profile, --image, --from-pods: leave out RUN, or these: they are for no run yet")
-    from submitter.doctor import show
+    from submitter.doctor.diagnose import show
 
     cluster, run, without = _reach(arguments)
     show(cluster, run, arguments.stacks, arguments.json, without)
 
 
 def _examine(arguments: argparse.Namespace) -> None:
-    from submitter.cluster import connect
-    from submitter.fitness import examine
+    from submitter.cluster.api import connect
+    from submitter.doctor.preconditions import examine
 
     arguments.profile = arguments.profile or "kind"
     rendered, cluster, without = _render(arguments), None, ""
@@ -429,14 +429,14 @@ def _examine(arguments: argparse.Namespace) -> None:
 
 
 def _dashboard(arguments: argparse.Namespace) -> None:
-    from submitter.dashboard import show
+    from submitter.commands.dashboard import show
 
     cluster, run, without = _reach(arguments)
     show(cluster, run, arguments.port, arguments.json, without)
 
 
 def _delete(arguments: argparse.Namespace) -> None:
-    from submitter.delete import delete
+    from submitter.commands.delete import delete
 
     cluster, run, without = _reach(arguments)
     delete(cluster, run, arguments.yes, arguments.json, without)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,30 +60,6 @@ def write_file(path: Path, content: bytes) -> Path:
 def warn(text: str) -> None:
     """Print a line for the user that is no part of the answer."""
     print(text, file=sys.stderr)
-
-
-def in_words(seconds: float) -> str:
-    """A duration for people."""
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min"
-    return f"{whole // 3600} h" if whole < 172800 else f"{whole // 86400} days"
-
-
-def as_time(moment: float) -> str:
-    """A moment, in seconds since the epoch, for people."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment)) + " UTC"
-
-
-def as_bytes(size: int) -> str:
-    """An amount of data for people."""
-    number, units = float(size), iter(("bytes", "KB", "MB", "GB"))
-    unit = next(units)
-    while number >= 1000 and (larger := next(units, "")):
-        number, unit = number / 1000, larger
-    return f"{size} bytes" if unit == "bytes" else f"{number:.3g} {unit}"
 
 
 def _as_text(value: Any) -> str:

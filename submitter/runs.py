@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import NotFoundError, SettingsError, StorageError
-from app.layout import Run
-from app.layout.attempts import Attempt, attempt_of, lineage, read_attempts, read_error, step_of
-from app.layout.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good
-from app.layout.deletion import MARK, deletion_begun
-from app.layout.history import read_journal
-from app.layout.incidents import Receipt, goodput, read_receipts
-from app.layout.status import STATUS_EVERY_S, RunState, Status, read_status
-from app.layout.storage import READ_TIMEOUT_S, REQUEST_TRIES, Entry, Storage, in_parallel, open_storage
+from app.formatting import as_time, in_words
+from app.run import Run
+from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, read_error, step_of
+from app.run.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good
+from app.run.history import read_journal
+from app.run.incidents import Receipt, goodput, read_receipts
+from app.run.status import MARK, STATUS_EVERY_S, RunState, Status, deletion_begun, read_status
 from app.search_space import load_common
 from app.settings import PREFIX
-from submitter.output import as_time, in_words
+from app.storage import open_storage
+from app.storage.base import Entry, Storage, map_parallel
+from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
 
 MOST_NAMED = 5
 """Runs that are named when the one asked for is not there, the nearest names first."""
@@ -273,7 +274,7 @@ def only_submitted(name: str, submitted: float) -> RunSummary:
 def read_statuses(storage: Storage, names: Iterable[str]) -> dict[str, Status | None]:
     """The status of each of these runs, one small request for each, in parallel."""
     asked = list(names)
-    return dict(zip(asked, in_parallel(lambda name: _status_of(Run(storage, name)), asked), strict=True))
+    return dict(zip(asked, map_parallel(lambda name: _status_of(Run(storage, name)), asked), strict=True))
 
 
 def _status_of(run: Run) -> Status | None:
@@ -352,7 +353,7 @@ def read_view(run: Run) -> RunView:
         lambda: read_journal(run, "metrics"),
         lambda: read_journal(run, "events"),
     ]
-    summary, status, (found, checkpoint, passed_over, error), identity, records, events = in_parallel(
+    summary, status, (found, checkpoint, passed_over, error), identity, records, events = map_parallel(
         lambda part: part(), parts
     )
     if not summary:

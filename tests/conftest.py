@@ -30,12 +30,12 @@ SHELL = dict(os.environ)
 """The environment that the tests were started in, for those of a real cluster."""
 
 pytest_plugins = [
-    "tests.s3",
-    "tests.kubernetes",
-    "tests.commands",
-    "tests.browser",
-    "tests.model_runs",
-    "tests.mlflow_server",
+    "tests.harness.s3",
+    "tests.harness.kubernetes",
+    "tests.harness.commands",
+    "tests.harness.browser",
+    "tests.harness.model_runs",
+    "tests.harness.mlflow_server",
 ]
 
 
@@ -53,7 +53,7 @@ def ray_address() -> Iterator[str]:
     """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray."""
     import ray
 
-    from app.trainer import RAY_ENVIRONMENT
+    from app.ray_session import RAY_ENVIRONMENT
 
     os.environ.update(RAY_ENVIRONMENT)
     context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -98,7 +98,7 @@ class Program:
 def program(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     """The training program on the small task without batch norm; one core's worth of Ray for each worker."""
     settings = {
-        "TASK": "app.tasks.tiny",
+        "TASK": "tests.tasks.tiny",
         "RUN_NAME": "run",
         "STORAGE_PATH": str(tmp_path / "runs"),
         "RESOURCES_PER_WORKER": '{"CPU": 1}',

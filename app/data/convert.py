@@ -25,8 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from app.data.images import GREY_MODES, to_pixels
 from app.data.mnist import open_mnist
-from app.data.parquet import GREY_MODES, to_pixels
 from app.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 
 GROUP_BYTES, LEAST_GROUP_ROWS, MOST_GROUP_ROWS = 4 << 20, 64, 2048

@@ -84,7 +84,7 @@ def passes(rows: int, world_size: int, most: int) -> int:
     return len(list(micro_batches(end - begin, most)))
 
 
-class Window(NamedTuple):
+class ShuffleWindow(NamedTuple):
     """A stretch of an epoch's order: the rows of a few row groups, permuted."""
 
     number: int
@@ -105,23 +105,23 @@ class Order:
     seed: int
     window_rows: int
 
-    def windows(self, epoch: int) -> list[Window]:
+    def windows(self, epoch: int) -> list[ShuffleWindow]:
         """The windows of an epoch (from 1), in order; together they cover the positions 0 .. rows - 1."""
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.row_groups))
-        windows: list[Window] = []
+        windows: list[ShuffleWindow] = []
         groups: list[int] = []
         first = last = 0
         for group in shuffled.tolist():
             groups.append(group)
             last += self.row_groups[group]
             if last - first >= self.window_rows:
-                windows.append(Window(len(windows), tuple(groups), first, last))
+                windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
                 groups, first = [], last
         if groups:
-            windows.append(Window(len(windows), tuple(groups), first, last))
+            windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
         return windows
 
-    def permutation(self, epoch: int, window: Window) -> np.ndarray:
+    def permutation(self, epoch: int, window: ShuffleWindow) -> np.ndarray:
         """The rows of a window in the order they are visited, int64 [last - first].
 
         A number below counts through the rows of `window.groups`, laid end to end.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -25,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
+from app.data.images import GREY_MODES, decode_bytes, open_image
 from app.errors import DataError, StorageError, shorten
 
 COLUMNS = ["image", "label"]
@@ -55,9 +55,6 @@ SAMPLE = Path(__file__).parent / "sample.parquet"
 
 TRAIN_GROUPS = b"train_row_groups"
 """Key in the sample's metadata: how many of its row groups, from the first, are for training."""
-
-GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
-"""Pillow's modes without colour."""
 
 
 class Group(NamedTuple):
@@ -359,7 +356,7 @@ def _first_dims(path: str) -> tuple[int, ...]:
     if not first.is_valid:
         raise DataError(f"{_row_of(path, 0)}: image is null")
     if _is_bytes(stored):
-        image = _open_image(first.as_py(), _row_of(path, 0))
+        image = open_image(first.as_py(), _row_of(path, 0))
         return (image.height, image.width) if image.mode in GREY_MODES else (image.height, image.width, 3)
     dims, values = (), first.as_py()
     while isinstance(values, list):
@@ -406,7 +403,7 @@ def _decode(
         chosen = range(len(column)) if rows is None else rows.tolist()
         images = np.empty((len(chosen), *shape), np.uint8)
         for image, row in zip(images, chosen, strict=True):
-            image[:] = _decode_bytes(column[row].as_py(), shape, _row_of(path, first + row))
+            image[:] = decode_bytes(column[row].as_py(), shape, _row_of(path, first + row))
         return images
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     images = (
@@ -454,42 +451,6 @@ def _lists(array: pa.Array, dims: tuple[int, ...], path: str, first: int) -> np.
     if values.null_count:
         raise DataError(f"{_row_of(path, first + _first(pc.is_null(values)) // lists_per_image)}: image has a null")
     return values.to_numpy().reshape(len(array), *dims)
-
-
-def _open_image(content: bytes, place: str) -> Any:
-    """A Pillow image whose header has been read."""
-    from PIL import Image
-
-    try:
-        return Image.open(io.BytesIO(content))
-    except Exception as error:  # Pillow raises whatever its decoders stumble over
-        raise DataError(f"{place}: image bytes are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
-
-
-def _decode_bytes(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
-    """uint8 [C, H, W] of encoded bytes."""
-    image = _open_image(content, place)
-    if (image.height, image.width) != shape[1:]:
-        raise DataError(
-            f"{place}: image of {image.height} x {image.width} (height x width), the first of the dataset has "
-            f"{shape[1]} x {shape[2]}; resize them all to one size"
-        )
-    if shape[0] == 1 and image.mode not in GREY_MODES:
-        raise DataError(f"{place}: image in colour, the first of the dataset is grey; write them all alike")
-    try:
-        return to_pixels(image, shape[0])
-    except Exception as error:
-        raise DataError(f"{place}: image bytes are damaged: {shorten(error)}") from error
-
-
-def to_pixels(image: Any, channels: int) -> np.ndarray:
-    """uint8 [C, H, W] of a Pillow image, as grey (1) or RGB (3)."""
-    if image.mode[0] == "I":
-        # 16 bits: Pillow's own conversion clips them to 255 instead of scaling.
-        grey = (np.asarray(image, np.uint32) >> 8).astype(np.uint8)[None]
-        return grey if channels == 1 else np.repeat(grey, 3, axis=0)
-    pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
 def _first(mask: np.ndarray | pa.Array | pa.ChunkedArray) -> int:

@@ -15,9 +15,8 @@ import ray.data
 import ray.train
 import torch
 
-from app.data.batch import Batch
-from app.data.order import Order, Steps, Window, row_ids
-from app.data.source import Source
+from app.data.order import Order, ShuffleWindow, Steps, row_ids
+from app.data.source import Batch, Source
 from app.errors import DataError
 
 WINDOW_ROWS = 8192
@@ -50,7 +49,7 @@ class WindowReader:
             if len(positions):
                 yield self.read(window, self.order.permutation(int(epoch), window)[positions])
 
-    def read(self, window: Window, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, window: ShuffleWindow, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The given rows of a window (numbered through its groups), in the given order."""
         which, ids = row_ids(self.source.row_groups, window.groups, rows)
         starts = np.cumsum([0, *self.source.row_groups])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from app.errors import DataError
 from app.settings import Settings
@@ -123,3 +124,8 @@ def check_labels_match(train: Source, test: Source) -> None:
                 f"{test.where(group, row)}: label {labels[row]}, but the training rows have only 0 to "
                 f"{train.classes - 1}; number the classes alike in both"
             )
+
+
+Batch = dict[str, torch.Tensor]
+"""The columns of a few rows: `row` int64 [B] (row ids), and what their source has, such as `image` uint8 [B, C, H, W]
+and `label` int64 [B], or `text` uint8 [B, T]."""

@@ -9,9 +9,8 @@ import ray.train.torch
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from app.data.batch import Batch
 from app.data.order import Order, Steps
-from app.data.source import Source, rows_in
+from app.data.source import Batch, Source, rows_in
 
 
 class TorchLoader:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.layout.attempts import step_of
 from app.report.gather import KeptCheckpoint, Report
+from app.report.html import Html, element, join, moment, paragraph, result, size, table
 from app.report.learning import results_first
-from app.report.markup import Html, element, join, moment, paragraph, result, size, table
+from app.run.attempts import step_of
 
 MOST_RESULTS = 6
 """Columns of results."""
@@ -16,7 +16,7 @@ MOST_RESULTS = 6
 
 def show(report: Report) -> Html:
     """Each checkpoint with its state, what is not among them, and which are kept."""
-    keep, metric, order = report.policy
+    keep, metric, order = report.retention
     parts = []
     if not report.checkpoints:
         parts.append(paragraph("No checkpoint is there."))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.layout.incidents import count
+from app.formatting import plural
 from app.report.charts import Axis, Line, Point, Range, can_draw, key, line_chart, linear_axis
 from app.report.gather import Report
-from app.report.markup import Html, element, join
+from app.report.html import Html, element, join
 
 
 class Across(NamedTuple):
@@ -65,7 +65,7 @@ def chart(
     if band:
         low, high = min(item.low for item in band), max(item.high for item in band)
         said.append(f"{band_name.capitalize()}: {low:.4g} to {high:.4g}.")
-    said += [f"{count(len(across.marks), 'restart')}."] if across.marks else []
+    said += [f"{plural(len(across.marks), 'restart')}."] if across.marks else []
     places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
     x = linear_axis(places, from_zero=True, tight=True)
     drawing = line_chart(" ".join(said), x, across.label, y, lines, band, across.marks)

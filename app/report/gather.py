@@ -9,21 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from app.errors import DamageError, NotFoundError, shorten
-from app.layout import Run
-from app.layout.attempts import Attempt, Span, lineage, read_attempts
-from app.layout.checkpoints import (
-    Checkpoint,
-    best_first,
-    check_listed,
-    list_directories,
-    policy,
-    sort_out,
-)
-from app.layout.failures import Failure, read_failures
-from app.layout.history import each_record, read_journal
-from app.layout.incidents import Receipt, find_gaps, goodput, read_receipts
-from app.layout.predictions import Predictions, read_predictions
-from app.layout.status import RunState, Status, read_status
+from app.run import Run
+from app.run.attempts import Attempt, Span, lineage, read_attempts
+from app.run.checkpoints import Checkpoint, best_first, check_listed, classify, list_directories, retention
+from app.run.failures import Failure, read_failures
+from app.run.history import each_record, read_journal
+from app.run.incidents import Receipt, find_gaps, goodput, read_receipts
+from app.run.predictions import Predictions, read_predictions
+from app.run.status import RunState, Status, read_status
 
 MOST_CHECKPOINTS = 50
 """The newest so many are verified and shown: each costs a request."""
@@ -221,9 +214,9 @@ class Report:
         return [receipt for receipt in self.receipts if receipt.cause.incident]
 
     @property
-    def policy(self) -> tuple[int, str, str]:
+    def retention(self) -> tuple[int, str, str]:
         """How many checkpoints are kept, by which metric, and whether `min` or `max` of it is best."""
-        return policy(self.attempts)
+        return retention(self.attempts)
 
     @property
     def whole(self) -> list[Checkpoint]:
@@ -238,7 +231,7 @@ class Report:
     @property
     def best(self) -> Checkpoint | None:
         """The best verified checkpoint by the run's own metric; None when none has it."""
-        _, metric, order = self.policy
+        _, metric, order = self.retention
         having = [checkpoint for checkpoint in self.whole if metric in checkpoint.metrics]
         return best_first(having, metric, order)[0] if having else None
 
@@ -305,7 +298,7 @@ def _read_predictions(run: Run) -> Predictions | None:
 
 def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint], dict[str, int]]:
     directories = list_directories(run)
-    counted, superseded, incomplete = sort_out(directories, spans)
+    counted, superseded, incomplete = classify(directories, spans)
     shown = counted[-MOST_CHECKPOINTS:]
     found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in check_listed(run, shown, directories)]
     found += [KeptCheckpoint(name, None) for name in incomplete[-MOST_CHECKPOINTS:]]
@@ -321,7 +314,7 @@ def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint]
 
 def _read_history(run: Run, spans: list[Span], attempts: list[Attempt], history: History) -> None:
     """Fill `history` record by record: with many ranks, all of them as they were written would not fit into memory."""
-    _, best_by, _ = policy(attempts)
+    _, best_by, _ = retention(attempts)
     for record in each_record(run, "metrics", spans):
         history.add(record, best_by)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from app.layout.attempts import Attempt
-from app.layout.incidents import TIER, Cause, Receipt, count
+from app.formatting import plural
 from app.report.gather import Report
-from app.report.markup import Html, duration, element, join, moment, paragraph, percent, table, whole
+from app.report.html import Html, duration, element, join, moment, paragraph, percent, table, whole
+from app.run.attempts import Attempt
+from app.run.incidents import TIER, Cause, Receipt
 
 MOST_ROWS = 100
 """Rows of a table; `sunspot events` has all."""
@@ -27,7 +28,7 @@ def show(report: Report) -> Html:
         by_cause = ", ".join(f"{times} {cause}" for cause, times in causes.most_common())
         again = sum(receipt.replayed for receipt in report.incidents)
         parts.append(
-            paragraph(f"{count(len(report.incidents), 'incident')} ({by_cause}); {count(again, 'step')} taken again.")
+            paragraph(f"{plural(len(report.incidents), 'incident')} ({by_cause}); {plural(again, 'step')} taken again.")
         )
     else:
         parts.append(paragraph("No incident is recorded."))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.layout.incidents import count
+from app.formatting import plural
 from app.report.charts import BUCKETS, LEAST, Line, can_draw, linear_axis, log_axis
 from app.report.curves import chart, over_steps, over_time, points_of
 from app.report.gather import HELD_OUT, Report
-from app.report.markup import Html, Number, duration, element, join, paragraph, result, table
+from app.report.html import Html, Number, duration, element, join, paragraph, result, table
 
 MOST_CURVES = 8
 """Results with curves of their own: a loss, an accuracy, and what a task adds to them."""
@@ -87,7 +87,7 @@ def _not_finite(report: Report, name: str) -> Iterator[Html]:
     ]
     if steps:
         yield paragraph(
-            f"{name} was no number that can be drawn (NaN, infinite or huge) in {count(len(steps), 'record')}, "
+            f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(len(steps), 'record')}, "
             f"first at step {steps[0]}.",
             kind="trouble",
         )

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.layout.incidents import count
-from app.layout.status import RunState
+from app.formatting import plural
 from app.report import checkpoints, incidents, learning, predictions, settings, speed
 from app.report.gather import Report
-from app.report.markup import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
+from app.report.html import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
+from app.run.status import RunState
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 """What a browser may do with the page: show its style and its images. Nothing that a run contains can change that."""
@@ -89,13 +89,13 @@ def _summary(report: Report) -> Html:
     time = join([" in ", duration(report.seconds)]) if report.seconds is not None else ""
     facts.append(join([whole(report.step), of, " steps", time]))
     facts.append(join(["goodput ", percent(report.goodput, 0)]) if report.goodput is not None else "goodput not known")
-    facts.append(count(len(report.incidents), "incident") if report.incidents else "no incidents")
+    facts.append(plural(len(report.incidents), "incident") if report.incidents else "no incidents")
     return paragraph(state, ": ", join(facts, ", "), ".", kind="lead")
 
 
 def _headline(report: Report) -> str | None:
     """The result that says most: how good it is on rows that it has not seen."""
-    _, metric, _ = report.policy
+    _, metric, _ = report.retention
     names = ["test_accuracy", "accuracy", f"test_{metric}", metric, "test_loss", "loss"]
     return next((name for name in names if report.result(name)), None)
 
@@ -121,7 +121,7 @@ def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
     goodput = percent(report.goodput, 0) if report.goodput is not None else "not known"
     found.append(("Goodput", "goodput", goodput, None if report.goodput is not None else "no receipt yet"))
     restarts = max(0, len(report.attempts) - 1)
-    found.append(("Incidents", "incidents", whole(len(report.incidents)), count(restarts, "restart")))
+    found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(restarts, "restart")))
     return found
 
 

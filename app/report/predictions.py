@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 
-from app.layout.incidents import count
-from app.layout.predictions import Example, Predictions
+from app.formatting import plural
 from app.report.gather import Report
-from app.report.markup import Html, element, join, paragraph, percent, scrolled, table, text, titled, whole
+from app.report.html import Html, element, join, paragraph, percent, scrolled, table, text, titled, whole
+from app.run.predictions import Example, Predictions
 from app.settings import PREFIX
 
 MOST_CLASSES = 20
@@ -52,7 +52,7 @@ def show(report: Report) -> Html:
     ]
     kept, shown = ([*found.mistakes, *found.right, *found.samples], [*mistakes, *rights, *samples])
     if len(shown) < len(kept):
-        left_out = count(len(kept) - len(shown), "image")
+        left_out = plural(len(kept) - len(shown), "image")
         parts.append(paragraph(f"Left out: {left_out}, no PNG or too large for this page.", kind="trouble"))
     return join(parts)
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.errors import NotFoundError
-from app.layout import Run
-from app.layout.attempts import lineage, read_attempts
-from app.layout.history import read_journal
-from app.layout.search import Results, Trial, read_results
-from app.layout.status import RunState
 from app.report.charts import Axis, Line, Point, can_draw, line_chart, linear_axis, log_axis
 from app.report.curves import figure
-from app.report.markup import Html, Number, element, join, paragraph, result, table, whole
+from app.report.html import Html, Number, element, join, paragraph, result, table, whole
 from app.report.page import STATES, footer, whole_page
+from app.run import Run
+from app.run.attempts import lineage, read_attempts
+from app.run.history import read_journal
+from app.run.search import Results, Trial, read_results
+from app.run.status import RunState
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 """The metric at each step that it was recorded at, by the run of the trial."""

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from app.layout.attempts import Attempt
 from app.report.gather import Report
-from app.report.markup import Html, element, join, paragraph, table
+from app.report.html import Html, element, join, paragraph, table
+from app.run.attempts import Attempt
 from app.settings import PREFIX, Settings, differences
 
 MOST_CHANGES = 100

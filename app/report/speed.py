@@ -9,7 +9,7 @@ from typing import Any
 from app.report.charts import Line, Point, Range, linear_axis
 from app.report.curves import Across, chart, over_time, points_of
 from app.report.gather import RankTotal, Report, Spread
-from app.report.markup import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
+from app.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
 
 MOST_RANKS = 64
 """Rows of the table; of more ranks, it has the slowest."""

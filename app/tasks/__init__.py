@@ -8,13 +8,12 @@ from typing import Protocol, cast
 
 import torch
 
-from app.data.batch import Batch
-from app.data.source import Source
+from app.data.source import Batch, Source
 from app.errors import SettingsError, shorten
 from app.settings import Settings
 
 IN_PLAIN_PYTORCH = ("build_model", "build_optimizer", "schedule", "loss")
-"""What a task module defines, unless it defines `build_module` for Lightning (app/lightning_task.py)."""
+"""What a task module defines, unless it defines `build_module` for Lightning (app/tasks/lightning_adapter.py)."""
 
 LIGHTNING = ("lightning", "pytorch_lightning", "torchmetrics")
 """What the extra `lightning` installs."""
@@ -46,7 +45,7 @@ class Task(Protocol):
     # find_sources(settings) -> (training rows, held-out rows or None), where the rows are not those of DATASET; see
     # app.data.source.
     # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], where the
-    # model is; without it nothing predicts (app.predict), and the report shows no predictions.
+    # model is; without it nothing predicts (app.predict.__main__), and the report shows no predictions.
 
 
 Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
@@ -71,7 +70,7 @@ def load_task(settings: Settings) -> Task:
         module = importlib.import_module(settings.task)
         for_lightning = hasattr(module, "build_module")
         if for_lightning:
-            from app.lightning_task import LightningTask
+            from app.tasks.lightning_adapter import LightningTask
     except Exception as error:
         missing_extra = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in LIGHTNING
         fix = "install sunspot[lightning]" if missing_extra else "set it to a module on PYTHONPATH"

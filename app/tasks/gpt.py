@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from app.data.batch import Batch
-from app.data.source import Source
+from app.data.source import Batch, Source
 from app.data.text import open_text
 from app.errors import SettingsError
 from app.settings import Settings

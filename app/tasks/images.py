@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from app.data.batch import Batch
+from app.data.source import Batch
 
 WARMUP = 0.1
 """Part of the steps over which the rate rises: Adam's first steps, at full rate, cost batch norm its start."""

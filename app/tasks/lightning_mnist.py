@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from app.data.batch import Batch
-from app.data.source import Source
+from app.data.source import Batch, Source
 from app.settings import Settings
 from app.tasks.images import predict
 

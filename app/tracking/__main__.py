@@ -13,12 +13,12 @@ import time
 import uuid
 
 from app.errors import NotFoundError, SettingsError, StorageError, TrackingError, run_and_exit
-from app.layout import Run, open_run
-from app.layout.attempts import read_attempts
-from app.layout.history import Journal
-from app.layout.status import STATUS_EVERY_S, read_status
-from app.patience import pause_after
+from app.run import Run, open_run
+from app.run.attempts import read_attempts
+from app.run.history import Journal
+from app.run.status import STATUS_EVERY_S, read_status
 from app.settings import PREFIX, Settings, load_settings
+from app.storage.base import pause_after
 from app.tracking.delivery import Delivery
 from app.tracking.process import command, refuse_unusable
 

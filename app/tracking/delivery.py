@@ -5,23 +5,22 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from app.errors import DamageError, NotFoundError, shorten
-from app.layout import Run
-from app.layout.attempts import Attempt, Span, lineage, read_attempts, step_of
-from app.layout.checkpoints import Checkpoint, list_directories, sort_out
-from app.layout.choice import choose
-from app.layout.history import each_record, list_journal, read_journal
-from app.layout.incidents import count, goodput, read_receipts
-from app.layout.status import Status, read_status
-from app.layout.storage import CHUNK
-from app.layout.tracking import Delivered, claim_tracking_run, read_delivered, read_tracking_run, write_delivered
+from app.formatting import plural
 from app.report import FILE
+from app.run import Run, to_json
+from app.run.attempts import Attempt, Span, lineage, read_attempts, step_of
+from app.run.checkpoints import Checkpoint, choose, classify, list_directories
+from app.run.history import each_record, list_journal, read_journal
+from app.run.incidents import goodput, read_receipts
+from app.run.status import Status, read_status
 from app.settings import PREFIX
+from app.storage.base import CHUNK
 from app.tracking.service import About, Point, RefusedError, Service, open_service
 
 RECORDS_AT_ONCE = 50
@@ -103,7 +102,7 @@ class Delivery:
         upto = self._reached(spans)
         steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, upto)]
         status = read_status(self.run)
-        parts = [f"{count(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
+        parts = [f"{plural(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
         if spans and status and _end_of(status) not in ("", self.delivered.ended):
             parts.append("what comes at the end (report, model, state)")
         return "; ".join(parts)
@@ -143,7 +142,7 @@ class Delivery:
 
     def _reached(self, spans: list[Span]) -> int:
         """The step of the newest checkpoint, behind which nothing of the history changes any more; -1: none."""
-        counted, _, _ = sort_out(list_directories(self.run), spans)
+        counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
     def _is_new(self, record: dict[str, Any], upto: int) -> bool:
@@ -243,3 +242,53 @@ def to_point(record: dict[str, Any]) -> Point:
         if isinstance(value, (int, float)) and name not in NO_METRICS and (not made_up or name.startswith(HELD_OUT))
     }
     return Point(record["step"], record["time"], values)
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """How much of a run a tracking service has."""
+
+    step: int = -1
+    "Every record of the metric history that counts, up to this step, has been delivered or refused."
+    attempt: int = 0
+    "The attempt of the last of them: a later one may add its evaluation to the same step."
+    records: int = 0
+    "How many the service has."
+    refused: int = 0
+    "How many it will never have, as it refused them."
+    report: str = ""
+    "SHA-256 of the report that it has."
+    model: str = ""
+    "The checkpoint whose model it has."
+    ended: str = ""
+    "The end that it was told of: its state, and when."
+
+
+def read_tracking_run(run: Run, service: str) -> str | None:
+    """The id of the tracking run; None when there is none yet. Raises `StorageError`."""
+    return _read_record(run, f"{service}.json").get("id")
+
+
+def claim_tracking_run(run: Run, service: str, identity: str) -> str:
+    """Make `identity` the id of the tracking run, unless there is one; returns the one that stands."""
+    run.storage.create(run.key("tracking", f"{service}.json"), to_json({"id": identity}))
+    return str(_read_record(run, f"{service}.json")["id"])
+
+
+def read_delivered(run: Run, service: str) -> Delivered:
+    """How far the delivery is; raises `StorageError`."""
+    record = _read_record(run, f"{service}-delivered.json")
+    return Delivered(**{name: value for name, value in record.items() if name in Delivered.__dataclass_fields__})
+
+
+def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
+    """Note how far the delivery is; raises `StorageError`, after which what came since is delivered once more."""
+    run.storage.write(run.key("tracking", f"{service}-delivered.json"), to_json(asdict(delivered)))
+
+
+def _read_record(run: Run, file: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = run.read_json("tracking", file)
+    except NotFoundError:
+        return {}
+    return found

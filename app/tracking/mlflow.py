@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import TrackingError, shorten
-from app.layout.status import RunState
+from app.run.status import RunState
 from app.tracking.service import About, Point, RefusedError
 
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from app.errors import SettingsError
-from app.layout import Run
+from app.run import Run
 from app.settings import PREFIX, Settings
 
 FINISH_S = 120

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from app.errors import TrackingError
-from app.layout.status import RunState
+from app.run.status import RunState
 
 
 class RefusedError(TrackingError):

@@ -15,7 +15,7 @@ from statistics import median
 
 import ray
 
-from app.trainer import RAY_ENVIRONMENT
+from app.ray_session import RAY_ENVIRONMENT
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
 
 

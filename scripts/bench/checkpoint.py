@@ -16,13 +16,13 @@ import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from app.checkpoint import Saver, describe
-from app.layout import open_run
-from app.layout.attempts import Attempt, claim, read_attempts
-from app.layout.history import Journal
-from app.memory import NodeMemory
+from app.checkpoint.commit import CheckpointCommitter, describe
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.snapshot import Snapshots
+from app.run import open_run
+from app.run.attempts import Attempt, claim, read_attempts
+from app.run.history import Journal
 from app.settings import Settings
-from app.snapshot import Snapshots
 
 PAIRS = 7
 BUCKET = "bench"
@@ -54,7 +54,7 @@ def on_worker(config: dict[str, Any]) -> None:
     claim(run, read_attempts(run), attempt)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     snapshots = Snapshots(NodeMemory(run.location, shared=False))
-    saver = Saver(run, attempt, Settings(checkpoints_to_keep=1), journals, print)
+    saver = CheckpointCommitter(run, attempt, Settings(checkpoints_to_keep=1), journals, print)
     with open(config["out"], "w") as out:
         for step in range(1, 2 + PAIRS):
             model(rows).square().mean().backward()

@@ -9,12 +9,13 @@ import tempfile
 
 import torch
 
-from app.layout import open_run
-from app.layout.history import read_journal
 from app.plan import make_plan
+from app.run import open_run
+from app.run.attempts import new_owner
+from app.run.history import read_journal
 from app.settings import Settings, load_settings
 from app.tasks import load_task
-from app.trainer import fit, new_owner
+from app.train.trainer import fit
 
 PAIRS = 5
 STEPS = 80

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.layout import Run, to_json
-from app.layout.attempts import Attempt, checkpoint_name, claim, step_of
-from app.layout.checkpoints import Checkpoint, list_directories, write_manifest
-from app.layout.status import RunState, Status, write_status
-from app.layout.storage import S3Storage, in_parallel
+from app.run import Run, to_json
+from app.run.attempts import Attempt, checkpoint_name, claim, step_of
+from app.run.checkpoints import Checkpoint, list_directories, write_manifest
+from app.run.status import RunState, Status, write_status
+from app.storage.base import map_parallel
+from app.storage.s3 import S3Storage
 from scripts.bench.checkpoint import BUCKET
-from submitter.checkpoints import list_all as list_checkpoints
-from submitter.list import list_all as list_runs
+from submitter.commands.checkpoints import list_all as list_checkpoints
+from submitter.commands.list import list_all as list_runs
 
 STARTS, LISTINGS = 15, 5
 """Pairs of each measurement."""
@@ -53,7 +54,7 @@ def measure_checkpoints() -> list[tuple[float, float]]:
         attempt = Attempt(1, "bench", None, 0)
         claim(run, [], attempt)
         names = [checkpoint_name(step, 1) for step in range(1, CHECKPOINTS + 1)]
-        in_parallel(lambda name: storage.write(run.key("checkpoints", name, "model.pt"), name.encode()), names)
+        map_parallel(lambda name: storage.write(run.key("checkpoints", name, "model.pt"), name.encode()), names)
         files = list_directories(run)
 
         def commit(name: str) -> None:
@@ -64,7 +65,7 @@ def measure_checkpoints() -> list[tuple[float, float]]:
                 run, Checkpoint(name, step, 1, CHECKPOINTS, CHECKPOINTS, 1, {"loss": 1 / step}, {"model.pt": file})
             )
 
-        in_parallel(commit, names)
+        map_parallel(commit, names)
         return _list_in_turns(
             storage, run.key("checkpoints"), "checkpoints ls", lambda: list_checkpoints(run, ROWS, False)
         )
@@ -81,7 +82,7 @@ def measure_runs() -> list[tuple[float, float]]:
             write_status(run, Status(RunState.SUCCEEDED, "bench", step=10, total_steps=10, epoch=2, loss=0.5))
             write_manifest(run, Checkpoint(checkpoint_name(10, 1), 10, 2, 5, 10, 1, {}, {}))
 
-        in_parallel(make, range(RUNS))
+        map_parallel(make, range(RUNS))
         return _list_in_turns(storage, "", "list", lambda: list_runs(storage, ROWS, False))
 
 

@@ -1,0 +1,88 @@
+"""Committing: what makes a copy of the state a checkpoint, and cannot be half done.
+
+Serializing, hashing, uploading and reading back happen in one thread of rank 0, one checkpoint at a time; when storage
+is slower than the interval, a newer copy takes the place of one that still waits. Under PARALLEL=fsdp every rank has
+such a thread for its own part, and that of rank 0 commits what all have written (app/checkpoint/sharded.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from app.checkpoint.snapshot import Snapshot
+from app.errors import ConflictError, DamageError, shorten
+from app.run import Run
+from app.run.checkpoints import Checkpoint
+from app.storage.base import Writer
+
+Files = dict[str, dict[str, Any]]
+"""What a manifest says of files (`Checkpoint.files`)."""
+
+
+def write_whole(run: Run, snapshot: Snapshot) -> Files:
+    """Write the files of a snapshot that holds the whole state."""
+    name, state = snapshot.about.name, snapshot.state
+    return {
+        "model.pt": upload_state(run, name, "model.pt", state["model"]),
+        "optimizer.pt": upload_state(run, name, "optimizer.pt", state["optimizer"]),
+        "extra_state.pt": upload_state(run, name, "extra_state.pt", snapshot.extra_state),
+    }
+
+
+def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
+    """Stream one file of a checkpoint to storage, then read it back: an upload that was acknowledged may still have
+    been lost. Returns what the manifest says of it.
+    """
+    key = run.key("checkpoints", name, file)
+    with run.storage.writer(key) as writer:
+        write(writer)
+    written = (writer.size, writer.sha256)
+    arrived = run.storage.digest(key)
+    if arrived != written:
+        raise DamageError(f"{run.storage.locate(key)}: {arrived[0]} bytes came back of {written[0]}, or other bytes")
+    version = next(entry.version for entry in run.storage.list(key) if entry.key == key)
+    return {"size": writer.size, "sha256": writer.sha256, "version": version}
+
+
+def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
+    """`upload` what `torch.save` makes of a state."""
+    return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # write() is all
+
+
+def read_file(run: Run, checkpoint: Checkpoint, file: str) -> bytes:
+    """All bytes of a checkpoint's file; raises `DamageError` when they are not those of the manifest."""
+    key = run.key("checkpoints", checkpoint.name, file)
+    content = run.storage.read(key)
+    if hashlib.sha256(content).hexdigest() != checkpoint.files[file]["sha256"]:
+        raise DamageError(f"{run.storage.locate(key)}: does not match its manifest")
+    return content
+
+
+def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
+    """Load one file of a checkpoint on the CPU, checked against the manifest; raises `DamageError`.
+
+    The bytes that were checked are the bytes that are loaded.
+    """
+    content = read_file(run, checkpoint, file)
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        # torch's own text advises to load whatever it is.
+        location = run.storage.locate(run.key("checkpoints", checkpoint.name, file))
+        raise DamageError(f"{location}: not loaded: it holds more than tensors and plain values") from error
+
+
+def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
+    """Put a state_dict into the model; raises `ConflictError` naming its `origin` when it does not fit."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ConflictError(
+            f"{origin}: its weights do not fit the model that the task builds: {shorten(error)}"
+        ) from error

@@ -1,0 +1,85 @@
+"""Which rows each optimizer step consumed (AUDIT), from every worker and until storage has it.
+
+Each node keeps the whole of it beside its copy of the state: who goes on from that copy can still write what the
+workers before had not. All nodes have the same windows, as they gather and forget them together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+import torch
+import torch.distributed as dist
+
+from app.run import Run
+from app.run.history import write_audit
+
+
+class LedgerWindow(NamedTuple):
+    """The rows that the steps `first` .. `last` of an attempt consumed."""
+
+    attempt: int
+    first: int
+    last: int
+    rows: torch.Tensor
+    "int64 [N, 3]: step, rank, row id."
+
+
+class Ledger:
+    """What was consumed and is not in storage yet; without AUDIT it stays empty."""
+
+    def __init__(self, group: dist.ProcessGroup, attempt: int, start: int, inherited: Sequence[Any], on: bool) -> None:
+        self._group, self._attempt, self._on = group, attempt, on
+        self._after = start
+        self._mine: list[tuple[int, torch.Tensor]] = []
+        self._windows = [LedgerWindow(*window) for window in inherited]
+        self._forgotten = 0
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def add_step(self, step: int, rows: torch.Tensor | None) -> None:
+        """Count one optimizer step: the ids of this worker's `rows`, int64 [B]."""
+        if self._on and rows is not None:
+            self._mine.append((step, rows))
+
+    def gather(self, step: int) -> list[tuple[Any, ...]]:
+        """Close a window at `step`, which all workers do together; returns all that is not in storage, to be kept."""
+        if not self._on:
+            return []
+        rank = dist.get_rank(self._group)
+        mine = [
+            torch.stack([torch.full_like(rows, taken), torch.full_like(rows, rank), rows], dim=1)
+            for taken, rows in ((taken, rows.cpu()) for taken, rows in self._mine)
+        ]
+        numbers = torch.cat(mine).numpy() if mine else np.empty((0, 3), np.int64)
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, (numbers, self._written), group=self._group)
+        rows = torch.from_numpy(np.concatenate([numbers for numbers, _ in everyone]))
+        written = everyone[0][1]  # by rank 0, which alone writes
+        with self._lock:
+            if step > self._after:
+                self._windows.append(LedgerWindow(self._attempt, self._after + 1, step, rows))
+            del self._windows[: written - self._forgotten]
+            self._forgotten = written
+            self._after, self._mine = step, []
+            return [tuple(window) for window in self._windows]
+
+    def write(self, run: Run) -> None:
+        """Make all that was gathered durable, on rank 0; raises `StorageError`, after which it can be called again."""
+        with self._lock:
+            windows, upto = list(self._windows), self._forgotten + len(self._windows)
+            windows = windows[self._written - self._forgotten :]
+        for attempt in sorted({window.attempt for window in windows}):
+            part = [window for window in windows if window.attempt == attempt]
+            numbers = torch.cat([window.rows for window in part]).numpy()
+            columns = {
+                "step": numbers[:, 0].astype(np.int32),
+                "rank": numbers[:, 1].astype(np.int32),
+                "row": numbers[:, 2],
+            }
+            write_audit(run, attempt, part[0].first, part[-1].last, pyarrow.table(columns))
+        self._written = upto

@@ -1,0 +1,223 @@
+"""Copies of the training state, taken behind the training.
+
+Parameters and optimizer state do not change during forward and backward, so they are copied behind them, and only the
+next optimizer step waits (`wait_for_copy`). The copy lies in the node's shared memory (memory.py). Under DDP every
+node has the whole state, so after a loss the newest whole copy of any surviving node is where the next worker group
+goes on (app/elastic/restore.py), and storage is for the day when all nodes go. The same copy is what the commit thread
+uploads (commit.py). Under FSDP every worker copies its part, for the upload alone: a node that goes takes its parts
+along, and what the others have is no state.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from app.checkpoint.memory import NodeMemory, Slot
+from app.parallel import Place, find_places, part_of
+from app.run.checkpoints import Checkpoint
+
+ALIGNMENT = 64
+"""Bytes; of a tensor's place in a slot, so that it can be seen as any dtype."""
+
+
+@dataclass
+class Snapshot:
+    """A copy of the state at one step, in host memory."""
+
+    about: Checkpoint
+    "What the manifest will say; its files are still missing."
+    extra_state: dict[str, Any]
+    state: dict[str, Any]
+    "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
+    slot: Slot
+    copied: Future[None]
+    places: list[Place | None]
+    "Of each tensor of the model, then of the optimizer (`tensors_in`): of which whole it is a part, under fsdp."
+
+    def release(self) -> None:
+        """The commit thread is done with it."""
+        self.slot.uploading = False
+
+
+class Snapshots:
+    """Takes snapshots in one worker, one at a time."""
+
+    def __init__(self, memory: NodeMemory) -> None:
+        self.memory = memory
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
+        self._copying: Future[None] | None = None
+        self._sealing: Future[None] | None = None
+        self._spent = self._charged = 0.0
+        self.size = 0
+        "Bytes of a snapshot."
+        self.costs: deque[float] = deque(maxlen=5)
+        "Seconds of training that each of the last snapshots cost."
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of training that all snapshots so far have cost."""
+        return self._charged + self._spent
+
+    def take(
+        self,
+        about: Checkpoint,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra_state: dict[str, Any],
+        ledger: list[Any],
+        needed: bool,
+        for_storage: bool,
+    ) -> Snapshot | None:
+        """Begin to copy the state; the caller goes on, and calls `wait_for_copy` before it changes parameters.
+
+        `for_storage`: the slot stays as it is until the snapshot is released. None when no slot is free and the copy is
+        not `needed`: then the newest one stays the newest.
+        """
+        began = time.perf_counter()
+        self.wait_for_copy()
+        if needed:
+            self.wait_until_whole()  # after which a slot is free
+        if self._spent:
+            self.costs.append(self._spent)
+            self._charged += self._spent
+            self._spent = 0.0
+        source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+        parameters = {id(parameter) for parameter in model.parameters()}
+        structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
+        self.size = size_of(structure)
+        slot = self.memory.free_slot(self.size, needed)
+        if slot is None:
+            return None
+        state = in_buffer(structure, slot.map)
+        tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name in ("model", "optimizer"):
+            for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
+                mine = part_of(tensor.detach())
+                if name == "model" and id(tensor) not in parameters:
+                    target.copy_(mine)  # buffers, such as batch norm's averages, change in the very next forward pass
+                else:
+                    tensors.append((target, mine))
+        mark = _gpu_mark(tensors)
+        if mark:
+            slot.pin()
+        slot.uploading, slot.sealing = for_storage, self.memory.shared
+        self._copying = self._thread.submit(self._copy, tensors, mark)
+        if slot.sealing:
+            rest = {"structure": structure, "about": plain(about), "ledger": ledger}
+            self._sealing = self._thread.submit(self._seal, slot, about, rest, mark is None)
+        self._spent += time.perf_counter() - began
+        return Snapshot(about, extra_state, state, slot, self._copying, find_places(tensors_in(source)))
+
+    def charge(self, seconds: float) -> None:
+        """Count what a snapshot costs besides."""
+        self._spent += seconds
+
+    def wait_for_copy(self) -> None:
+        """Return when the state may change again."""
+        if self._copying:
+            began = time.perf_counter()
+            self._copying.result()
+            self._copying = None
+            self._spent += time.perf_counter() - began
+
+    def wait_until_whole(self) -> None:
+        """Return when the last snapshot is marked."""
+        if self._sealing:
+            self._sealing.result()
+
+    def _copy(self, tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None) -> None:
+        before = time.thread_time()
+        _copy(tensors, mark)
+        self._charge_thread(before, mark is None)
+
+    def _seal(self, slot: Slot, about: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
+        before = time.thread_time()
+        file = io.BytesIO()
+        torch.save(rest, file)
+        self.memory.whole(slot, about, file.getvalue())
+        self._charge_thread(before, on_cpu)
+
+    def _charge_thread(self, before: float, on_cpu: bool) -> None:
+        """On a CPU, what this thread does is taken from the threads that train; beside a GPU, it is free."""
+        if on_cpu:
+            self._spent += (time.thread_time() - before) / torch.get_num_threads()
+
+
+# ----------------------------------------------------------------------------------------------- tensors in a slot
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nested dicts, lists and tuples, with every tensor replaced by `change(tensor)`, always in one order."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor, in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def size_of(structure: Any) -> int:
+    """Bytes of a slot that holds these tensors."""
+    return sum(_padded(tensor) for tensor in tensors_in(structure))
+
+
+def in_buffer(structure: Any, buffer: Any) -> Any:
+    """The tensors of `structure` (their shapes and dtypes count) as they lie in `buffer`, each with its own storage."""
+    offset = 0
+
+    def place(like: torch.Tensor) -> torch.Tensor:
+        nonlocal offset
+        begin, offset = offset, offset + _padded(like)
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype)
+        return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
+
+    return map_tensors(structure, place)
+
+
+def plain(about: Checkpoint) -> dict[str, Any]:
+    """A checkpoint's description as plain values."""
+    return {name: value for name, value in asdict(about).items() if name != "files"}
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def _gpu_mark(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+    """The point in the GPU's queue at which the state is the one to copy."""
+    if not any(source.is_cuda for _, source in tensors):
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def _copy(tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None) -> None:
+    if mark is None:
+        for target, source in tensors:
+            target.copy_(source)
+        return
+    device = next(source.device for _, source in tensors if source.is_cuda)
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(mark)
+    with torch.cuda.stream(stream):
+        for target, source in tensors:
+            target.copy_(source, non_blocking=True)
+    stream.synchronize()

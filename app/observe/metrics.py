@@ -1,0 +1,174 @@
+"""The workers' numbers, gathered over a window of steps and reduced to one record of the metric history."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from app.cgroup import memory_left, read_throttling, resident_memory
+from app.data.source import Batch
+from app.parallel import gather_floats
+
+
+class Sums:
+    """Sums of per-row values, kept on the device: reading a number there would wait for it."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._sums: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, int] = {}
+
+    def add(self, values: Batch) -> None:
+        """Add the values of some rows, by name, each [B]."""
+        self.rows += len(next(iter(values.values())))
+        for name, rows in values.items():
+            total = rows.detach().double().sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._rows[name] = self._rows.get(name, 0) + len(rows)
+
+    def totals(self) -> dict[str, tuple[float, int]]:
+        """For each name the sum so far, and the rows it is over: not all have to have it. Waits for the device."""
+        return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
+
+
+def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
+    """The mean over the rows of all workers, for each name; every worker gets it."""
+    return _means(gather_floats(sums.totals(), group))
+
+
+class Stopwatch:
+    """Sums up how long this worker is at something, by the clock of the device that does it.
+
+    A GPU is handed its work ahead of time: two events in its stream take the times, and nothing waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._began = self._now()
+
+    def __exit__(self, *error: object) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def seconds(self) -> float:
+        """All that was measured so far; waits until the last of it is done."""
+        if self._device.type != "cuda" or not self._spans:
+            return float(sum(end - begin for begin, end in self._spans))
+        self._spans[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class MetricWindow:
+    """What this worker did since the window opened; `close` reduces all workers' windows to one record."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._open()
+
+    def _open(self) -> None:
+        self.forward = Stopwatch(self._device)
+        "For the forward passes: in all else that a step does, workers wait for each other."
+        self._throttling = read_throttling()
+        self._sums = Sums()
+        self._step_times: list[float] = []
+        self._data_waits: list[float] = []
+        self._opened = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        return len(self._step_times)
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds of the newest step."""
+        return self._step_times[-1]
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of this worker's rows so far; waits for the device."""
+        total, rows = self._sums.totals().get("loss", (float("nan"), 1))
+        return total / rows
+
+    def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
+        """Count one optimizer step: its per-row `values`, and seconds."""
+        for part in values:
+            self._sums.add(part)
+        self._step_times.append(step_time)
+        self._data_waits.append(data_wait)
+
+    def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
+        """Reduce the windows of all workers, which call this together, to a record, and open a new one.
+
+        The record itself has the greatest of the numbers in seconds and MiB; its `ranks` have each worker's, and more:
+        `steps_s`, `forward_s`: seconds of its steps, and of them in forward passes (`data_wait_s`: waiting for rows);
+        `resident_mib`: its own memory now (`memory_mib`: the most there ever was);
+        `memory_left_mib`: until its container's limit, or its machine's, is met;
+        `throttled_s`, `throttled_share`: seconds (summed over its processors) and part of the periods in which the
+        container's processor quota held it back. What cannot be known here is None.
+        """
+        throttling = read_throttling().since(self._throttling)
+        numbers = {
+            "seconds": time.perf_counter() - self._opened,
+            "time": time.time(),
+            "step_time_median_s": float(np.median(self._step_times)),
+            "step_time_p95_s": float(np.quantile(self._step_times, 0.95)),
+            "data_wait_s": float(np.sum(self._data_waits)),
+            "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "gpu_memory_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,
+        }
+        own = {
+            "steps_s": float(np.sum(self._step_times)),
+            "forward_s": self.forward.seconds(),
+            "resident_mib": _mib(resident_memory()),
+            "memory_left_mib": _mib(memory_left()),
+            "throttled_s": throttling.seconds,
+            "throttled_share": throttling.share,
+        }
+        everyone = gather_floats((self._sums.totals(), {"rows": self._sums.rows}, numbers, own), self._group)
+        totals = [sums for sums, *_ in everyone]
+        ranks = [{**done, **numbers, **own} for _, done, numbers, own in everyone]
+        slowest = {name: max(rank[name] for rank in ranks) for name in numbers}
+        rows = sum(rank["rows"] for rank in ranks)
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "steps": self.steps,
+            "rows": rows,
+            **_means(totals),
+            "learning_rate": learning_rate,
+            **slowest,
+            "rows_per_s": rows / slowest["seconds"],
+            "world_size": len(ranks),
+            "ranks": ranks,
+        }
+        self._open()
+        return record
+
+
+def scalars(record: dict[str, Any]) -> dict[str, Any]:
+    """Those values of a record that are not made of others."""
+    return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**20, 3)
+
+
+def _means(totals: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    names = sorted({name for sums in totals for name in sums})
+    of_all = {name: [sums[name] for sums in totals if name in sums] for name in names}
+    return {name: sum(total for total, _ in parts) / sum(rows for _, rows in parts) for name, parts in of_all.items()}

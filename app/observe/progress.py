@@ -1,0 +1,118 @@
+"""How far a run is, on the driver's terminal: a moving line, or plain lines when it is not a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from app.observe.output import only_shipped
+
+PROGRESS_EVERY_S = 1.0
+"""Seconds between two looks of the terminal at the run."""
+
+PLAIN_EVERY_S = 10.0
+"""Seconds between two plain lines, besides one at the end of each epoch."""
+
+
+@contextmanager
+def shown_progress(board: Any, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
+    """Show what rank 0 tells the board, while the context lasts."""
+    over = threading.Event()
+    screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
+    thread = threading.Thread(target=_watch, args=(board, screen, over), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=10)
+
+
+def _watch(board: Any, screen: _Lines, over: threading.Event) -> None:
+    last_look = False
+    while not last_look:
+        last_look = over.wait(PROGRESS_EVERY_S)
+        try:
+            state, records, lines = ray.get(board.fetch.remote(), timeout=5)
+        except Exception:  # a display must never end a run
+            continue
+        for text in lines:
+            screen.print(text)
+        for record in records:
+            screen.record(record)
+        if state:
+            screen.state(state)
+    screen.close()
+
+
+class _Lines:
+    """Plain lines, for logs."""
+
+    def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
+        self._total, self._per_epoch = total_steps, steps_per_epoch
+        self._printed = time.monotonic()
+        self._rate: tuple[int, float] | None = None
+
+    def record(self, record: dict[str, Any]) -> None:
+        if record["step"] % self._per_epoch == 0 or record["step"] == self._total:
+            self.print(epoch_line(record))
+
+    def state(self, state: dict[str, Any]) -> None:
+        if time.monotonic() - self._printed >= PLAIN_EVERY_S:
+            self.print(self.describe(state))
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def describe(self, state: dict[str, Any]) -> str:
+        """One line: step, loss, steps per second, time left, last checkpoint."""
+        text = f"step {state['step']}/{self._total}  loss {state['loss']:.4f}"
+        if self._rate and state["step"] > self._rate[0]:
+            per_step = (state["time"] - self._rate[1]) / (state["step"] - self._rate[0])
+            left = per_step * (self._total - state["step"])
+            text += f"  {1 / per_step:.1f} steps/s  {int(left // 60)}:{int(left % 60):02d} left"
+        elif not self._rate or state["step"] < self._rate[0]:
+            self._rate = (state["step"], state["time"])  # the first news of this worker group
+        return f"{text}  checkpoint at {state['committed']}"
+
+    def print(self, text: str) -> None:
+        """One line for the user."""
+        print(text, flush=True)
+        self._printed = time.monotonic()
+
+
+class _Terminal(_Lines):
+    """A bar that moves, with the epochs' lines above it."""
+
+    def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
+        super().__init__(total_steps, steps_per_epoch)
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        # On the terminal itself: a bar that moves is nothing for a log.
+        self._ship = only_shipped()
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
+        self._task = self._bar.add_task("starting the workers", total=total_steps)
+        self._bar.start()
+
+    def state(self, state: dict[str, Any]) -> None:
+        self._bar.update(self._task, completed=state["step"], description=self.describe(state))
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def print(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False)
+        self._ship(text + "\n")
+
+
+def epoch_line(record: dict[str, Any]) -> str:
+    """The record at the end of an epoch, for people."""
+    numbers = [f"{name} {record[name]:.4f}" for name in record if name.endswith(("loss", "accuracy"))]
+    return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

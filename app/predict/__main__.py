@@ -1,0 +1,116 @@
+"""`python -m app.predict`: what a run's model makes of images, or of a whole dataset.
+
+python -m app.predict mnist digit.png more.npy                     a line for each image
+python -m app.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; killed, it goes on
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.data.images import read_images
+from app.errors import run_and_exit
+from app.plan import with_absolute_paths
+from app.predict.actor import answer, model_worker
+from app.settings import Settings, load_settings
+
+
+def main() -> int:
+    """Predict files, or a dataset; print a table or, with --json, one document."""
+    arguments = _parse()
+    given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset}
+    settings = with_absolute_paths(load_settings({name: value for name, value in given.items() if value}))
+    if arguments.output:
+        from app.predict.batch import predict_dataset
+
+        result = predict_dataset(
+            settings, arguments.run, arguments.checkpoint, arguments.split, arguments.output, arguments.workers
+        )
+    else:
+        result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+    elif arguments.output:
+        print_summary(result)
+    else:
+        print_table(result)
+    return 0
+
+
+def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Path]) -> dict[str, Any]:
+    """The checkpoint, and for each image its file, its index there, the class, and the probabilities."""
+    with model_worker(run, checkpoint, settings.storage_path, settings.use_gpu) as worker:
+        about = answer(worker.about.remote(), None, "the model")
+        images = [read_images(file, about["shape"]) for file in files]  # here: the files are this machine's
+        predictions, probabilities = answer(worker.predict.remote(np.concatenate(images)), None, "the prediction")
+    places = [(file, index) for file, held in zip(files, images, strict=True) for index in range(len(held))]
+    return {
+        "checkpoint": about["name"],
+        "step": about["step"],
+        "images": [
+            {
+                "file": str(file),
+                "index": index,
+                "prediction": int(predicted),
+                "probability": float(row[predicted]),
+                "probabilities": [float(value) for value in row],
+            }
+            for (file, index), predicted, row in zip(places, predictions, probabilities, strict=True)
+        ],
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """A line for each image; several of one file by their index in it."""
+    counts: dict[str, int] = {}
+    for image in result["images"]:
+        counts[image["file"]] = counts.get(image["file"], 0) + 1
+    names = [i["file"] + (f"[{i['index']}]" if counts[i["file"]] > 1 else "") for i in result["images"]]
+    width = max(len("file"), *(len(name) for name in names))
+    print(f"{'file':<{width}}  prediction  probability")
+    for name, image in zip(names, result["images"], strict=True):
+        print(f"{name:<{width}}  {image['prediction']:>10}  {image['probability']:>11.4f}")
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """What was predicted, how well, and where it lies."""
+    print(f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})")
+    if result["accuracy"] is not None:
+        print(f"  accuracy: {result['accuracy']:.4f}")
+    kept = f", {result['kept']} of them were there already" if result["kept"] else ""
+    print(f"  predictions: {result['parts']} files in {result['output']}{kept}")
+
+
+def _parse() -> argparse.Namespace:
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(
+        prog="python -m app.predict",
+        description="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
+    parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
+    parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
+    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--dataset", help="sample, mnist, or a path or URL of Parquet: predict all its rows")
+    parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
+    parser.add_argument("--output", help="folder or s3:// URL for the predictions of --dataset")
+    parser.add_argument("--workers", type=int, default=0, help="model workers for --dataset; default: what Ray has")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    arguments = parser.parse_intermixed_args()
+    if bool(arguments.dataset) != bool(arguments.output):
+        parser.error("--dataset and --output go together")
+    if bool(arguments.dataset) == bool(arguments.file):
+        parser.error("give either files, or --dataset and --output")
+    if arguments.workers < 0:
+        parser.error(f"--workers {arguments.workers}: a whole number from 0 (0: what Ray has)")
+    return arguments
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

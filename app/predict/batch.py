@@ -1,0 +1,260 @@
+"""Predictions for every row of a dataset, as Parquet: Ray Data reads, a pool of model workers predicts.
+
+    <output>/
+        _predictions.json           which checkpoint, and of which data: nothing else goes into this folder
+        rows-00000000-00002048.parquet
+                                    columns `row` (int64), `label` (int64, where the data has any), `prediction` (int64)
+                                    and `probabilities` (list of float); rows from the first id up to, not including,
+                                    the second
+
+A file is there with all of its rows or not at all, so that a killed command goes on with the files that are missing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray.data
+
+from app.data.source import Source, find_sources, read_rows, rows_in
+from app.errors import (
+    ConflictError,
+    DamageError,
+    GaveUpError,
+    NotFoundError,
+    SettingsError,
+    SunspotError,
+    find_in,
+    shorten,
+)
+from app.predict.actor import absolute, use_a_gpu, warn
+from app.predict.classifier import Classifier, Recorded, open_checkpoint
+from app.ray_session import ray_session
+from app.run import to_json
+from app.settings import Settings, differences
+from app.storage import open_storage
+from app.storage.base import Storage, map_parallel
+from app.tasks import load_predict
+
+IDENTITY = "_predictions.json"
+
+PART_ROWS = 2048
+"""Rows of one file, at most: what a kill loses is a few of these."""
+
+PART_BYTES = 32 << 20
+"""Bytes of the images and probabilities of one file's rows, at most: Ray Data cuts blocks from 128 MiB on."""
+
+STALLED_S = 600
+"""Without any progress for so long, the cluster has no core for a worker or a reader, or the storage hangs."""
+
+SAY_EVERY_S = 10
+
+
+class Part(NamedTuple):
+    """The rows of one file: `first` .. `last` - 1."""
+
+    first: int
+    last: int
+
+    @property
+    def key(self) -> str:
+        return f"rows-{self.first:08d}-{self.last:08d}.parquet"
+
+
+@dataclass(frozen=True)
+class PartReader:
+    """Reads the rows of one part; runs in Ray Data's tasks."""
+
+    source: Source
+
+    def __call__(self, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return read_rows(self.source, int(part["first"][0]), int(part["last"][0]))
+
+
+class PartPredictor(Classifier):
+    """One model worker of the pool: predicts the rows of one part at a time."""
+
+    def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
+        predictions, probabilities = self.predict(rows["image"])
+        columns: dict[str, Any] = {name: rows[name] for name in ("row", "label") if name in rows}
+        ends = np.arange(0, probabilities.size + 1, self.classes, dtype=np.int32)
+        lists = pa.ListArray.from_arrays(ends, probabilities.reshape(-1))
+        return pa.table(columns | {"prediction": predictions, "probabilities": lists})
+
+
+def predict_dataset(
+    settings: Settings, run: str, checkpoint: str, split: str | None, output: str, workers: int = 0
+) -> dict[str, Any]:
+    """Predict the rows of DATASET that `output` does not have yet, and sum up what it has then.
+
+    `split` is train, test, or None for the held-out rows where there are any; `workers` 0 means as many as Ray has
+    GPUs, or else cores. The result has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy` (None where
+    the rows have no labels), `output`, `parts` and `kept`, the number of parts that were there before.
+
+    Raises `ConflictError` when `output` has predictions of something else, `SettingsError`, `DataError`,
+    `DamageError`, and `GaveUpError` when nothing goes on any more.
+    """
+    found = open_checkpoint(absolute(run), absolute(checkpoint), settings.storage_path)
+    for text in found.warnings:
+        warn(text)
+    load_predict(found.settings)  # or it says at once that the task has none
+    source, split = choose_rows(settings, found, split)
+    storage = open_storage(absolute(output, always=True))
+    parts = cut(rows_in(source), math.prod(source.shape) + 4 * found.classes)
+    kept = begin(storage, found, source, parts)
+    missing = [part for part in parts if part not in kept]
+    if missing:
+        with ray_session():
+            pool = make_pool(source, found, settings, missing, workers)
+            write_parts(storage, pool, missing, rows_in(source))
+    labelled, right = count_right(storage, parts)
+    return {
+        "checkpoint": found.checkpoint.name,
+        "step": found.checkpoint.step,
+        "dataset": settings.dataset,
+        "split": split,
+        "rows": rows_in(source),
+        "accuracy": right / rows_in(source) if labelled else None,
+        "output": storage.locate("").rstrip("/"),
+        "parts": len(parts),
+        "kept": len(kept),
+    }
+
+
+def choose_rows(settings: Settings, found: Recorded, split: str | None) -> tuple[Source, str]:
+    """The rows to predict, and their split; raises `SettingsError` when there are none, or the model takes others."""
+    train, test = find_sources(settings, labelled=False)
+    split = split or ("test" if test else "train")
+    source = test if split == "test" else train
+    if source is None:
+        raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; predict --split train")
+    if source.shape != found.shape:
+        raise SettingsError(
+            f"{source.where(0, 0)}: images of shape {list(source.shape)} (channels, height, width), but the model of "
+            f"{found.checkpoint.name} takes {list(found.shape)}"
+        )
+    return source, split
+
+
+def cut(rows: int, row_bytes: int) -> list[Part]:
+    """The parts of so many rows."""
+    each = max(1, min(PART_ROWS, PART_BYTES // row_bytes))
+    return [Part(first, min(first + each, rows)) for first in range(0, rows, each)]
+
+
+def begin(storage: Storage, found: Recorded, source: Source, parts: Sequence[Part]) -> set[Part]:
+    """Make the folder one of these predictions, or find that it is; returns the parts that are there."""
+    there = {entry.key for entry in storage.list("")}
+    if there and IDENTITY not in there:
+        raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
+    identity = {
+        "checkpoint": found.checkpoint.name,
+        "weights": found.weights,
+        "data": source.fingerprint,
+        "rows": str(rows_in(source)),
+        "rows of a file": str(parts[0].last),
+    }
+    if not storage.create(IDENTITY, to_json(identity)):
+        before = json.loads(storage.read(IDENTITY))
+        changed = "\n".join(f"  {line}" for line in differences(before, identity))
+        if changed:
+            raise ConflictError(
+                f"{storage.locate('')} holds other predictions, and going on would mix the two:\n{changed}\n"
+                "choose another --output, or name the --checkpoint of those"
+            )
+    return {part for part in parts if part.key in there}
+
+
+def make_pool(
+    source: Source, found: Recorded, settings: Settings, parts: Sequence[Part], workers: int
+) -> ray.data.Dataset:
+    """The predictions of the parts, a block for each, in no order; nothing runs yet."""
+    cluster = ray.cluster_resources()
+    gpu = use_a_gpu(settings.use_gpu)
+    cores = cluster.get("CPU", 0.0)
+    workers = min(len(parts), workers or max(1, int(cluster["GPU"] if gpu else cores)))
+    # With all cores given to workers none might be left for readers, and both would wait for ever.
+    each = min(1.0, math.floor(100 * cores / (workers + 1)) / 100)
+    index = ray.data.from_items([part._asdict() for part in parts], override_num_blocks=len(parts))
+    index.context.execution_no_progress_timeout_s = STALLED_S
+    index.context.enable_progress_bars = False
+    index.context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    rows = index.map_batches(PartReader(source), batch_size=None, num_cpus=each)
+    return rows.map_batches(
+        PartPredictor,
+        fn_constructor_kwargs={**found.arguments, "use_gpu": "true" if gpu else "false"},
+        batch_size=None,
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=each,
+        num_gpus=float(gpu),
+    )
+
+
+def write_parts(storage: Storage, pool: ray.data.Dataset, parts: Sequence[Part], rows: int) -> None:
+    """Write each part as it comes."""
+    wanted = set(parts)
+    said = time.monotonic()
+    for table in _tables(pool):
+        part = Part(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
+        if part not in wanted or len(table) != part.last - part.first:
+            raise SunspotError(f"{part.key}: {len(table)} rows came, which are no part of what was asked for")
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="zstd")
+        storage.write(part.key, buffer.getvalue())
+        wanted.remove(part)
+        if time.monotonic() - said > SAY_EVERY_S:
+            said = time.monotonic()
+            left = sum(part.last - part.first for part in wanted)
+            print(f"  {rows - left} of {rows} rows predicted", file=sys.stderr, flush=True)
+
+
+def _tables(pool: ray.data.Dataset) -> Iterator[pa.Table]:
+    """The pool's blocks; its errors as ours."""
+    from ray.data.exceptions import ExecutionTimeoutError
+
+    try:
+        yield from pool.iter_batches(batch_size=None, batch_format="pyarrow")
+    except ExecutionTimeoutError as error:
+        raise GaveUpError(
+            f"no row was read or predicted for {STALLED_S} s; are cores of Ray's free? The same command goes on"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error
+
+
+def count_right(storage: Storage, parts: Sequence[Part]) -> tuple[bool, int]:
+    """Whether the rows have labels, and how many predictions are right; raises `DamageError` for a file of others."""
+
+    def count(part: Part) -> int | None:
+        try:
+            table = pq.read_table(io.BytesIO(storage.read(part.key)))
+            if table["row"].to_numpy().tolist() != list(range(*part)):
+                raise ValueError("its rows are not those of its name")
+            if "label" not in table.column_names:
+                return None
+            return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
+        except NotFoundError as error:
+            raise SunspotError(
+                f"{storage.locate(part.key)}: gone meanwhile; the same command makes it again"
+            ) from error
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            raise DamageError(
+                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and the same command makes "
+                "it again"
+            ) from error
+
+    counts = map_parallel(count, parts)
+    return None not in counts, sum(count or 0 for count in counts)

@@ -1,0 +1,192 @@
+"""What the newest checkpoint makes of held-out rows, kept in the run for its report when training has ended."""
+
+from __future__ import annotations
+
+import heapq
+import io
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from app.data.source import Source, read_rows, rows_in
+from app.errors import DamageError, GaveUpError, SettingsError, SunspotError, shorten
+from app.plan import Plan, choose_resources
+from app.predict.actor import answer, model_worker
+from app.ray_session import ray_session
+from app.run import Run
+from app.run.checkpoints import Checkpoint
+from app.run.predictions import (
+    MOST_MISTAKES,
+    MOST_PIXELS,
+    MOST_RIGHT,
+    MOST_SAMPLES,
+    Example,
+    Predictions,
+    read_predictions,
+    write_predictions,
+)
+from app.tasks import load_predict
+
+LIMIT_S = 120
+"""For all of it: when that has passed, the rows predicted so far are what is kept."""
+
+READ_ROWS, READ_BYTES, PARTS_AT_ONCE = 1024, 16 << 20, 2
+"""Rows that are read and sent to the model at a time, the most bytes of them, and how many such parts wait for it."""
+
+MOST_CLASSES = 1000
+"""With more, nothing is kept: the confusion matrix alone would be megabytes."""
+
+SAMPLE_PLACES = 4
+"""Places spread over the training rows where samples are taken: data may lie sorted by label."""
+
+
+def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint) -> None:
+    """Have the end of a run predict the first PREDICT_ROWS held-out rows, unless it has; a failure is a warning."""
+    rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
+    if not rows or not checkpoint.evaluated or checkpoint.step < plan.total_steps or _are_kept(run, checkpoint):
+        return
+    try:
+        load_predict(plan.settings)
+    except SettingsError as error:
+        print(f"  no predictions for the report: {error}", flush=True)
+        return
+    try:
+        if plan.source.classes > MOST_CLASSES:
+            raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MOST_CLASSES}")
+        write_predictions(run, predict_held_out(plan, run, checkpoint, rows))
+    except Exception as error:
+        print(f"warning: no predictions for the report: {shorten(error)}", flush=True)
+
+
+def _are_kept(run: Run, checkpoint: Checkpoint) -> bool:
+    try:
+        kept = read_predictions(run)
+    except DamageError:
+        return False
+    return kept is not None and kept.checkpoint == checkpoint.name
+
+
+def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) -> Predictions:
+    """Predict the first `rows` held-out rows, as many as LIMIT_S allows."""
+    import ray
+
+    assert plan.test
+    deadline = time.monotonic() + LIMIT_S
+    summary = Summary(plan.source.classes)
+    with ray_session():
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        # What a training worker had: that fits on a node.
+        resources = choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker
+        with model_worker(
+            run.name, checkpoint.name, plan.settings.storage_path, resources=resources, limit_s=LIMIT_S
+        ) as worker:
+            sent: deque[tuple[dict[str, np.ndarray], Any]] = deque()
+            try:
+                for part in read_parts(plan.test, rows):
+                    sent.append((part, worker.predict.remote(part["image"])))
+                    if len(sent) == PARTS_AT_ONCE:
+                        summary.add(*_answered(*sent.popleft(), deadline))
+                while sent:
+                    summary.add(*_answered(*sent.popleft(), deadline))
+            except GaveUpError:
+                if not summary.rows:
+                    raise
+                print(f"  {summary.rows} of {rows} held-out rows predicted in {LIMIT_S} s, for the report", flush=True)
+    return summary.result(checkpoint, sample_rows(plan.source))
+
+
+def read_parts(source: Source, rows: int) -> Iterator[dict[str, np.ndarray]]:
+    """The first rows, some at a time."""
+    each = max(1, min(READ_ROWS, READ_BYTES // math.prod(source.shape)))
+    for first in range(0, rows, each):
+        yield read_rows(source, first, min(first + each, rows))
+
+
+def _answered(
+    part: dict[str, np.ndarray], reference: Any, deadline: float
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """A part with its predictions and probabilities."""
+    return part, *answer(reference, max(0.0, deadline - time.monotonic()), "predictions")
+
+
+class Summary:
+    """Sums up predictions as they come; keeps the images of the few that are shown."""
+
+    def __init__(self, classes: int) -> None:
+        self.rows = 0
+        self._classes = classes
+        self._confusion = np.zeros((classes, classes), np.int64)
+        self._mistakes: list[tuple[float, int, Example]] = []
+        "A heap with the least certain first: probability, -row."
+        self._right: dict[int, list[Example]] = {}
+
+    def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
+        """Add some rows (`row`, `label`, `image`) with their classes, [B], and probabilities, [B, classes]."""
+        labels, certainty = part["label"], probabilities.max(axis=1)
+        self.rows += len(labels)
+        np.add.at(self._confusion, (labels, predictions), 1)
+
+        def example(index: np.intp) -> Example:
+            return Example(
+                row=int(part["row"][index]),
+                label=int(labels[index]),
+                predicted=int(predictions[index]),
+                probability=float(certainty[index]),
+                image=to_png(part["image"][index]),
+            )
+
+        for index in np.flatnonzero(labels != predictions):
+            rank = (float(certainty[index]), -int(part["row"][index]))
+            if len(self._mistakes) < MOST_MISTAKES:
+                heapq.heappush(self._mistakes, (*rank, example(index)))
+            elif rank > self._mistakes[0][:2]:
+                heapq.heapreplace(self._mistakes, (*rank, example(index)))
+        most = math.ceil(MOST_RIGHT / self._classes)
+        for index in np.flatnonzero(labels == predictions):
+            kept = self._right.setdefault(int(labels[index]), [])
+            if len(kept) < most:
+                kept.append(example(index))
+
+    def result(self, checkpoint: Checkpoint, samples: list[Example]) -> Predictions:
+        """All of it."""
+        by_turns = itertools.zip_longest(*(self._right[label] for label in sorted(self._right)))
+        right = [example for turn in by_turns for example in turn if example]
+        return Predictions(
+            checkpoint=checkpoint.name,
+            step=checkpoint.step,
+            rows=self.rows,
+            accuracy=int(self._confusion.trace()) / self.rows,
+            classes=self._classes,
+            confusion=self._confusion.tolist(),
+            mistakes=[example for _, _, example in sorted(self._mistakes, key=lambda one: one[:2], reverse=True)],
+            right=right[:MOST_RIGHT],
+            samples=samples,
+        )
+
+
+def sample_rows(source: Source) -> list[Example]:
+    """Training rows from a few places spread over all of them."""
+    rows = rows_in(source)
+    each = min(MOST_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
+    firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_PLACES)}
+    parts = [read_rows(source, first, min(first + each, rows)) for first in sorted(firsts)]
+    return [
+        Example(int(row), int(label), None, None, to_png(image))
+        for part in parts
+        for row, label, image in zip(part["row"], part["label"], part["image"], strict=True)
+    ]
+
+
+def to_png(image: np.ndarray) -> bytes:
+    """A PNG of uint8 [C, H, W], larger ones shrunk to MOST_PIXELS."""
+    picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
+    picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    content = io.BytesIO()
+    picture.save(content, "PNG", optimize=True)
+    return content.getvalue()

@@ -1,0 +1,54 @@
+"""What came of a run, as lines for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from app.errors import shorten
+from app.report import Report
+from app.run import Run
+from app.run.checkpoints import Checkpoint
+
+RESULTS = ("loss", "accuracy")
+"""What the names of metrics end in that say how good the model is."""
+
+
+def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
+    """The newest and the best checkpoint beside each other, the error that ended the run, and where the weights are."""
+    newest, best = report.newest, report.best
+    _, metric, order = report.retention
+    of = f" of {report.total_steps}" if report.total_steps else ""
+    yield f"{report.state} at step {report.step}{of}"
+    if error:
+        yield f"  error: {type(error).__name__}: {shorten(error)}"
+    if newest is None:
+        yield "  no checkpoint is whole"
+        return
+    by = f"{'lowest' if order == 'min' else 'highest'} {metric}"
+    rows = [["", "newest", f"best: {by}"], *_compare(newest, best)]
+    if best is None:
+        known = ", ".join(sorted(newest.metrics))
+        yield f"  warning: CHECKPOINT_METRIC={metric} is not among {known}; the newest were kept"
+    if best is None or best.name == newest.name:
+        rows = [row[:2] for row in rows]
+        rows[0][1] += "" if best is None else f", and best: {by}"
+    yield from columns(rows)
+    # In parts (PARALLEL=fsdp), unless the run is finished.
+    file = "model.pt" if "model.pt" in newest.files else "__*_0.distcp"
+    yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, file))}"
+
+
+def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]:
+    shown = [newest, best or newest]
+    yield ["checkpoint", *(checkpoint.name for checkpoint in shown)]
+    yield ["epoch", *(str(checkpoint.epoch) for checkpoint in shown)]
+    for name in sorted(name for name in {**newest.metrics, **shown[1].metrics} if name.endswith(RESULTS)):
+        values = [checkpoint.metrics.get(name) for checkpoint in shown]
+        yield [name, *("" if value is None else f"{value:.4f}" for value in values)]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells as lines, the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

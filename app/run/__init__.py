@@ -1,0 +1,87 @@
+"""A run as it lies in storage, and how it is read and written. Knows nothing of torch or Ray.
+
+    <STORAGE_PATH>/<RUN_NAME>/
+        run.json                          what the run may never change: its identity settings and its data
+        status.json                       the newest news, in one small object
+        stop.json                         there while the run is to stand still
+        delete.json                       there while the run is being deleted
+        submissions/0001-mnist-1a2b3c4d.yaml
+                                          each manifest as it was applied to a cluster
+        attempts/0001.json                one for each start of a worker group: who, when, from which checkpoint
+        attempts/0001-error.json          the error that ended this attempt for good
+        checkpoints/step-00000460-attempt-0001/
+            model.pt optimizer.pt extra_state.pt
+                                          under PARALLEL=fsdp parts instead of the first two (app/checkpoint/sharded.py)
+            manifest.json                 written last: without it there is no checkpoint
+        metrics/attempt-0001-00000.jsonl  the metric history, a line for each report
+        events/attempt-0001-00000.jsonl   what happened to the run besides training
+        failures/attempt-0001-rank-0000.json
+                                          the error that ended a process, with its traceback
+        logs/driver-20261121T141013679Z/000000.log
+        logs/attempt-0001-rank-0000/000000.log
+                                          what each process printed, in segments
+        audit/attempt-0001/00000001-00000460.parquet
+                                          the ids of the rows that these optimizer steps consumed
+        predictions.json                  what the last checkpoint makes of held-out rows, for the report
+        tracking/mlflow.json              which run of a tracking service shows this one
+        tracking/mlflow-delivered.json    and how much of it has been delivered there
+        report.html                       all of this to look at, as the last driver left it
+
+A step is the number of optimizer steps the run has taken; with the data, the seed and the global batch size it is
+the whole position. Attempts form a chain: each names the checkpoint it starts from. What an attempt wrote counts up
+to the step from which a later attempt went on, and not beyond (`attempts.lineage`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.storage import open_storage
+from app.storage.base import Storage
+
+__all__ = ["Run", "open_run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's place in storage."""
+
+    storage: Storage
+    name: str
+
+    def key(self, *parts: str) -> str:
+        """The storage key of something in this run."""
+        return "/".join((self.name, *parts))
+
+    @property
+    def location(self) -> str:
+        """Where the run lies, for people: a path or a URL."""
+        return self.storage.locate(self.name)
+
+    def read_json(self, *parts: str) -> Any:
+        """Parse one JSON object of the run; raises `NotFoundError` or `ValueError`."""
+        return json.loads(self.storage.read(self.key(*parts)))
+
+
+def open_run(storage_path: str, name: str) -> Run:
+    """The run `name` below `storage_path`, whether or not anything is there yet."""
+    return Run(open_storage(storage_path), name)
+
+
+def to_json(value: Any) -> bytes:
+    """The one way a JSON object is written into a run."""
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def copies_of(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
+    """The directory of the run at `location` (`Run.location`); there or not."""
+    name = hashlib.sha256(location.encode()).hexdigest()[:16]
+    return shared_memory / f"sunspot-{os.getuid()}" / name

@@ -1,0 +1,338 @@
+"""Which checkpoints a run has, and whether they are whole.
+
+A checkpoint directory counts when it holds `manifest.json`, which is written last and removed first, and is whole
+when every file has the size and the SHA-256 that the manifest lists. A file that storage still lists under the version
+it had when the commit read it back has not been written since: that much can be seen without reading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.errors import DamageError, NotFoundError
+from app.run import Run, to_json
+from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
+from app.settings import PREFIX, Settings
+from app.storage import open_storage
+from app.storage.base import Entry, map_parallel
+
+MANIFEST = "manifest.json"
+
+NAME = re.compile(r"step-\d{8,}-attempt-\d{4,}")
+
+Directories = Mapping[str, Mapping[str, Entry]]
+"""The files of checkpoint directories, as `list_directories` has them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint: the content of its manifest."""
+
+    name: str
+    step: int
+    "Optimizer steps taken."
+    epoch: int
+    "The epoch, from 1, that its last step belongs to."
+    steps_per_epoch: int
+    total_steps: int
+    "Steps of the whole run by the settings it was written under."
+    attempt: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    "For each file: `size` in bytes, `sha256`, and the `version` (`storage.Entry`) under which it was read back."
+    time: float = field(default_factory=time.time)
+    evaluated: bool = True
+    "False: an epoch ends here, and was left before it could be evaluated."
+    damage: str = ""
+    "Why the manifest itself cannot be used; empty when it can."
+
+    @property
+    def bytes(self) -> int:
+        return sum(file["size"] for file in self.files.values())
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing was left to train when it was written."""
+        return self.step >= self.total_steps and self.evaluated
+
+
+def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
+    """The commit: after this the checkpoint exists."""
+    record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
+    run.storage.write(_key(run, checkpoint.name, MANIFEST), to_json({**record, "sha256": _digest(record)}))
+
+
+def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
+    """The files of every checkpoint directory, as storage lists them; one with MANIFEST among them is committed.
+
+    What others put beside them is not ours to judge.
+    """
+    found: dict[str, dict[str, Entry]] = {}
+    for entry in run.storage.list(run.key("checkpoints")):
+        name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
+        if NAME.fullmatch(name):
+            found.setdefault(name, {})[file] = entry
+    return found
+
+
+def list_checkpoints(run: Run) -> list[Checkpoint]:
+    """Every directory with a manifest, by step; one whose manifest cannot be read has `damage`."""
+    names = [name for name, files in list_directories(run).items() if MANIFEST in files]
+    found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
+    return [checkpoint for checkpoint in found if checkpoint]
+
+
+def by_step(names: Iterable[str]) -> list[str]:
+    """Names of checkpoints in the order of their steps."""
+    return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
+
+
+def leads_to_newest(name: str, spans: list[Span]) -> bool:
+    """Whether a checkpoint is of the steps that led to the newest attempt; a stale writer's late one is not."""
+    return any(span.reaches(attempt_of(name), step_of(name)) for span in spans)
+
+
+def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
+    """Names, by step, of the checkpoints that count, of those of superseded attempts, and of incomplete ones."""
+    committed = by_step(name for name, files in directories.items() if MANIFEST in files)
+    counted = [name for name in committed if leads_to_newest(name, spans)]
+    superseded = [name for name in committed if not leads_to_newest(name, spans)]
+    return counted, superseded, by_step(directories.keys() - set(committed))
+
+
+def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
+    """Those that lead to the newest attempt."""
+    return [checkpoint for checkpoint in checkpoints if leads_to_newest(checkpoint.name, spans)]
+
+
+def read_manifest(run: Run, name: str) -> Checkpoint | None:
+    """The checkpoint, with `damage` when its manifest cannot be used; None when it is not there (any more)."""
+    try:
+        record = run.read_json("checkpoints", name, MANIFEST)
+        written = record.pop("sha256", None)  # older ones have none
+        if written is not None and written != _digest(record):
+            raise ValueError("it was changed after it was written")
+        checkpoint = Checkpoint(**record)
+        if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
+            raise ValueError("it describes another checkpoint")
+        sized = [
+            isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in checkpoint.files.values()
+        ]
+        if not sized or not all(sized) or not isinstance(checkpoint.metrics, dict):
+            raise ValueError("it lists no file, or not its size and SHA-256")
+        return checkpoint
+    except NotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=f"{MANIFEST} cannot be used: {error}")
+
+
+def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
+    """What is wrong with a checkpoint, a line for each fault; empty when every byte is as the manifest says.
+
+    With `listed`, its directory in `list_directories`, only those files are read of which the listing does not show
+    that they are as the commit read them back: those of a copied run, or one that was written since.
+    """
+    if checkpoint.damage:
+        return [checkpoint.damage]
+    faults = []
+    for file, expected in checkpoint.files.items():
+        entry = listed.get(file) if listed is not None else None
+        if entry and entry.version == expected.get("version") and entry.size == expected["size"]:
+            continue
+        if listed is not None and not entry:
+            faults.append(f"{file} is missing")
+        elif entry and entry.size != expected["size"]:
+            faults.append(f"{file} has {entry.size} bytes instead of {expected['size']}")
+        else:
+            faults += _compare_bytes(run, checkpoint, file)
+    return faults
+
+
+def _compare_bytes(run: Run, checkpoint: Checkpoint, file: str) -> list[str]:
+    expected = checkpoint.files[file]
+    try:
+        size, sha256 = run.storage.digest(_key(run, checkpoint.name, file))
+    except NotFoundError:
+        return [f"{file} is missing"]
+    if size != expected["size"]:
+        return [f"{file} has {size} bytes instead of {expected['size']}"]
+    if sha256 != expected["sha256"]:
+        return [f"{file} has SHA-256 {sha256[:12]}... instead of {expected['sha256'][:12]}..."]
+    return []
+
+
+def read_back(run: Run, names: list[str]) -> list[tuple[Checkpoint, list[str]]]:
+    """Like `check_listed`, with every byte read."""
+    listed = [checkpoint for name in names if (checkpoint := read_manifest(run, name))]
+    checked = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
+    return [(checkpoint, faults) for checkpoint, faults in checked if not faults or _is_there(run, checkpoint)]
+
+
+def check_listed(run: Run, names: list[str], directories: Directories) -> list[tuple[Checkpoint, list[str]]]:
+    """Each checkpoint with its faults; without those that a live run deletes meanwhile, which only seem damaged."""
+
+    def check(name: str) -> tuple[Checkpoint, list[str]] | None:
+        checkpoint = read_manifest(run, name)
+        if checkpoint is None:
+            return None
+        faults = find_faults(run, checkpoint, directories[name])
+        return (checkpoint, faults) if not faults or _is_there(run, checkpoint) else None
+
+    return [checked for checked in map_parallel(check, names) if checked]
+
+
+def _is_there(run: Run, checkpoint: Checkpoint) -> bool:
+    return run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST))
+
+
+def find_newest_good(
+    run: Run, attempts: list[Attempt], trust_listing: bool = False
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest whole checkpoint of the run's lineage, and what was passed over to reach it, newest first.
+
+    `trust_listing` spares the reading of what the listing shows to be whole (`find_faults`): for showing, not for use.
+    """
+    spans = lineage(attempts)
+    directories = list_directories(run)
+    passed: list[str] = []
+    for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
+        if MANIFEST not in directories[name]:
+            passed.append(f"{name}: incomplete, it has no manifest")
+        elif checkpoint := read_manifest(run, name):
+            faults = find_faults(run, checkpoint, directories[name] if trust_listing else None)
+            if not faults:
+                return checkpoint, tuple(passed)
+            passed.append(f"{name}: damaged, {'; '.join(faults)}")
+    return None, tuple(passed)
+
+
+def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
+    """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER as the newest attempt has them."""
+    recorded = attempts[-1].about.get("settings", {}) if attempts else {}
+
+    def setting(name: str) -> str:
+        return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
+
+    return int(setting("checkpoints_to_keep")), setting("checkpoint_metric"), setting("checkpoint_order")
+
+
+def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
+    """From the best by `metric` to the worst, the later first among equals; `order` is min or max."""
+    sign = 1 if order == "min" else -1
+
+    def badness(checkpoint: Checkpoint) -> tuple[float, int]:
+        value = checkpoint.metrics.get(metric)
+        number = float("inf") if value is None or value != value else sign * value
+        return number, -checkpoint.step
+
+    return sorted(checkpoints, key=badness)
+
+
+def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
+    """Those that are neither the newest nor among the `keep` best, of `checkpoints` by step."""
+    kept = best_first(checkpoints, metric, order)[:keep] + checkpoints[-1:]
+    return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
+
+
+def delete_checkpoint(run: Run, name: str) -> None:
+    """Remove a checkpoint, its manifest first: killed in between, it is incomplete and ignored."""
+    run.storage.delete(_key(run, name, MANIFEST))
+    for entry in run.storage.list(run.key("checkpoints", name)):
+        run.storage.delete(entry.key)
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(record)).hexdigest()
+
+
+def _key(run: Run, name: str, file: str) -> str:
+    return run.key("checkpoints", name, file)
+
+
+def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
+    """The checkpoint of a run that a name means, or the 'newest' or the 'best' one that its listing shows to be whole.
+
+    What is passed over is told to `warn`. Raises `NotFoundError`, or `DamageError` when none is whole.
+    """
+    if which not in ("newest", "best"):
+        refuse_if_absent(run, which, list_directories(run))
+        named = read_manifest(run, which)
+        if named is None:
+            raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: deleted meanwhile")
+        return named
+    attempts = read_attempts(run)
+    if which == "newest":
+        chosen, passed_over = find_newest_good(run, attempts, trust_listing=True)
+    else:
+        directories = list_directories(run)
+        names, _, _ = classify(directories, lineage(attempts))
+        _, metric, order = retention(attempts)
+        checked = check_listed(run, names, directories)
+        whole = best_first([checkpoint for checkpoint, faults in checked if not faults], metric, order)
+        chosen = whole[0] if whole else None
+        passed_over = tuple(f"{c.name}: damaged, {'; '.join(faults)}" for c, faults in checked if faults)
+        if chosen and metric not in chosen.metrics:
+            warn(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
+    for text in passed_over:
+        warn(f"passed over {text}")
+    if chosen:
+        return chosen
+    if any(": damaged, " in text for text in passed_over):
+        raise DamageError(f"{run.location}: no checkpoint is whole")
+    raise NotFoundError(f"{run.location}: no checkpoint yet")
+
+
+def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
+    """Raise `NotFoundError`, with the reason, when `name` is not a checkpoint that counts."""
+    counted, superseded, incomplete = classify(directories, read_spans(run))
+    location = run.storage.locate(run.key("checkpoints", name))
+    if name in superseded:
+        raise NotFoundError(
+            f"{location}: written by a superseded attempt; it does not lead to the newest one, and is never used"
+        )
+    if name in incomplete:
+        raise NotFoundError(f"{location}: incomplete, it has no {MANIFEST}, and counts as not there")
+    if name not in counted:
+        raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
+
+
+def read_spans(run: Run) -> list[Span]:
+    """The steps that count. The first attempt begins at the beginning: while it is the only one, nothing is read."""
+    numbers = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.storage.list(run.key("attempts"))]
+    if [int(number) for number in numbers if number.isdigit()] == [1]:
+        return [Span(1, 0, None)]
+    return lineage(read_attempts(run))
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory(Run):
+    """A checkpoint directory by itself, wherever it was copied to and whatever its name is now."""
+
+    def key(self, *parts: str) -> str:
+        """Of the parts of a key in a run, only the file counts: the directory is the one checkpoint."""
+        return "/".join(part for part in (self.name, *parts[2:]) if part)
+
+
+def open_directory(location: str) -> tuple[Run, Checkpoint]:
+    """The checkpoint in a directory, a local path or a URL. Raises `NotFoundError` when it holds no manifest."""
+    location = location.rstrip("/") if "://" in location else str(Path(location).expanduser().absolute())
+    parent, _, name = location.rpartition("/")
+    directory = CheckpointDirectory(open_storage(parent or "/"), name)
+    try:
+        name_in_run = json.loads(directory.storage.read(directory.key("checkpoints", name, MANIFEST)))["name"]
+        checkpoint = read_manifest(directory, name_in_run)
+    except NotFoundError:
+        checkpoint = None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamageError(f"{location}: {MANIFEST} cannot be used") from error
+    if checkpoint is None:
+        raise NotFoundError(f"{location}: holds no {MANIFEST}, so it is no checkpoint, or an incomplete one")
+    return directory, checkpoint

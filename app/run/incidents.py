@@ -1,0 +1,192 @@
+"""What interrupted a run, and what each interruption cost: a receipt for every start of a worker group.
+
+A receipt is an event of the attempt that goes on, written after its first step; its times were taken where things
+happened. Receipts form a chain: `since` is the attempt of the one before, so an attempt that was lost before its first
+step is covered by the receipt of a later one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from app.formatting import plural
+from app.run.attempts import Attempt
+
+RECOVERED = "recovered"
+"""The `event` of a receipt, in the run's events."""
+
+TIER = "tier"
+"""In `Attempt.about`, where the state came from that the attempt goes on from; an attempt that says it has a receipt
+as soon as it has taken a step. Older versions wrote neither."""
+
+
+class Cause(enum.StrEnum):
+    """Why a worker group started."""
+
+    BEGIN = "begin"
+    "The run's first one."
+    RECLAIM = "reclaim"
+    "A node was told to go: with notice."
+    GROWTH = "growth"
+    "More nodes had come."
+    NODE_LOST = "node lost"
+    WORKER_LOST = "worker lost"
+    "A worker's process ended; its node lives."
+    HUNG = "hung rank"
+    DRIVER_LOST = "driver lost"
+    "The driver began anew, after one that ended without a word: its head, or its node, was lost."
+    RESUMED = "resumed"
+    "The driver before had ended for good."
+
+    @property
+    def incident(self) -> bool:
+        """Whether something happened to the run; what people did on purpose is none."""
+        return self not in (Cause.BEGIN, Cause.RESUMED)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one start of a worker group cost. Times are in seconds since the epoch; None: nobody was there to tell."""
+
+    attempt: int
+    "The attempt that goes on."
+    since: int
+    "The attempt of the receipt before; 0: none. Any in between had taken no step."
+    cause: Cause
+    detail: str
+    "What was seen, for people."
+    noticed: float | None
+    "Notice or loss detected."
+    save_began: float | None
+    committed: float | None
+    restarted: float
+    "The attempt was claimed."
+    first_step: float
+    "Its first optimizer step was done."
+    left: float
+    "When the step that it goes on from had been taken: from here to `first_step`, nothing was done that counts."
+    step: int
+    "The step that it goes on from."
+    last_step: int
+    "The furthest step that the group before is known to have taken."
+    tier: str
+    "Where that state came from: memory, storage, or beginning."
+    world_before: int
+    world_after: int
+    paused_s: float = 0.0
+    "Seconds in between in which the run had ended, and nothing was paid for."
+    worker_seconds_lost: float = 0.0
+
+    @property
+    def replayed(self) -> int:
+        """Optimizer steps that are taken again."""
+        return max(0, self.last_step - self.step)
+
+    @property
+    def recovery_s(self) -> float:
+        """Seconds from the notice or the loss to the first step after it."""
+        return self.first_step - (self.noticed if self.noticed is not None else self.left)
+
+    def record(self) -> dict[str, Any]:
+        """As an event of the run."""
+        return {**asdict(self), "event": RECOVERED, "time": self.first_step}
+
+
+def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
+    """The receipts among a run's events (`history.read_journal`), by attempt; one that cannot be used is as none."""
+    found = [receipt for event in events if event.get("event") == RECOVERED and (receipt := _read(event))]
+    return sorted(found, key=lambda receipt: receipt.attempt)
+
+
+def _read(event: dict[str, Any]) -> Receipt | None:
+    known = {name: value for name, value in event.items() if name in Receipt.__dataclass_fields__}
+    try:
+        return Receipt(**{**known, "cause": Cause(event["cause"])})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def describe(receipt: Receipt) -> str:
+    """One line for people."""
+    if not receipt.cause.incident:
+        passed, since = receipt.first_step - receipt.restarted, "the start"
+    else:
+        passed = receipt.recovery_s
+        since = "the notice" if receipt.cause in (Cause.RECLAIM, Cause.GROWTH) else "the loss"
+        since = since if receipt.noticed is not None else "the last step that counts"
+    detail = f" ({receipt.detail})" if receipt.detail else ""
+    workers = plural(receipt.world_after, "worker")
+    if receipt.world_before not in (0, receipt.world_after):
+        workers = f"{receipt.world_before} -> {workers}"
+    origin = "the beginning" if receipt.tier == "beginning" else receipt.tier
+    return (
+        f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}, {plural(receipt.replayed, 'step')} "
+        f"replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds lost, from {origin}"
+    )
+
+
+def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
+    """Worker-seconds between two times: each attempt has its workers from its claim until the next one's."""
+    total = 0.0
+    claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
+    for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
+        total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.about.get("world_size", 0)
+    return total
+
+
+def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
+    """Useful worker-seconds over all worker-seconds from the first receipt's beginning to `end`; None without any.
+
+    What several receipts cover is lost once. A group that has taken no step yet has done nothing useful; the steps
+    that its start has cost besides are known when it has.
+    """
+    if not receipts:
+        return None
+    losses = [(receipt.left, receipt.first_step) for receipt in receipts]
+    waiting = [attempt.time for attempt in attempts if attempt.number > receipts[-1].attempt]
+    if waiting:
+        losses.append((waiting[0], end))
+    begin = min(first for first, _ in losses)
+    paused = sum(receipt.paused_s * receipt.world_before for receipt in receipts)
+    total = worker_seconds(attempts, begin, end) - paused
+    lost = sum(worker_seconds(attempts, first, min(last, end)) for first, last in _merge(losses)) - paused
+    return max(0.0, 1 - max(0.0, lost) / total) if total > 0 else None
+
+
+def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The same stretches of time, each moment once."""
+    reached = float("-inf")
+    for first, last in sorted(spans):
+        if last > reached:
+            yield max(first, reached), last
+            reached = last
+
+
+def find_gaps(attempts: list[Attempt], receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
+    """A line for each receipt that is missing; `stepped` are attempts that are known to have taken a step."""
+    wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
+    missing = wanted - {receipt.attempt for receipt in receipts} - set(without_receipts(attempts))
+    return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]
+
+
+def without_receipts(attempts: list[Attempt]) -> list[int]:
+    """The attempts begun by a version that wrote no receipts."""
+    return [attempt.number for attempt in attempts if TIER not in attempt.about]
+
+
+HUNG = "hung"
+"""The `event` of a rank that took no step any more: `rank`, `detail`, `waiting` (for the other ranks), `stacks`."""
+
+
+def suspects(events: Iterable[dict[str, Any]], world_size: int) -> list[int]:
+    """The ranks of one attempt that probably held up the others; empty when its events point at none.
+
+    One that hangs makes all others wait for it in a collective. So it is whoever was not waiting, and who left no word:
+    a process that is stopped, or is lost with its node.
+    """
+    waiting = {event["rank"]: event["waiting"] for event in events if event["event"] == HUNG}
+    return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []

@@ -1,0 +1,194 @@
+"""A place for runs, tried out: by `sunspot doctor` from where it runs, by `python -m app.storage.probe` in a pod.
+
+Everything is written below one folder that is no run's, and removed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import json
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from app.errors import StorageError, run_and_exit
+from app.storage import open_storage
+from app.storage.base import Storage
+from app.storage.s3 import PART, S3Storage
+
+FOLDER = "sunspot-doctor"
+
+SMALL, SMALL_TIMES = 1000, 5
+"""Bytes of a small object, such as a status, and how often one is written and read."""
+
+LARGE, LARGE_TIMES, LARGE_WITHIN_S = PART + (8 << 20), 3, 10.0
+"""Bytes of an object in two parts, and how often it is written and read: not again when that took so long."""
+
+LEAST_MB_PER_S = 5.0
+"""The state of the default task, 134 MB, is saved within a notice of 30 s."""
+
+MOST_LATENCY_S = 1.0
+"""Status, logs and metrics are several small writes, every few seconds."""
+
+MOST_SKEW_S = 30.0
+"""A run is taken for lost after about two minutes without news, by the clock of whoever looks."""
+
+
+class Result(enum.StrEnum):
+    """What a check came to."""
+
+    OK = "ok"
+    WARNING = "warning"
+    "A run can do without, or it could not be seen."
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried."""
+
+    check: str
+    result: Result
+    seen: str
+    fix: str = ""
+
+
+def failure(name: str, error: Exception) -> Check:
+    """A check that ended in an error, whose text ends in the fix."""
+    said, _, fix = str(error).rpartition("; ")
+    return Check(name, Result.FAILED, said or fix, fix if said else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the storage of the settings; one JSON document says what came of it."""
+    from app.settings import load_settings
+
+    parser = argparse.ArgumentParser("python -m app.storage.probe", description="Try the storage of the settings.")
+    parser.add_argument("--output", metavar="FILE", help="write the result there too")
+    output = parser.parse_args(arguments).output
+    text = json.dumps([asdict(check) for check in probe_path(load_settings().storage_path)])
+    print(text)
+    if output:
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(text)
+    return 0
+
+
+def probe_path(storage_path: str) -> Iterator[Check]:
+    """Every check of a storage path; the first that fails is the last."""
+    try:
+        yield from probe_storage(open_storage(storage_path))
+    except StorageError as error:
+        yield failure("storage", error)
+
+
+def probe_storage(storage: Storage) -> Iterator[Check]:
+    """Like `probe_path`, but raises `StorageError` where a check cannot go on."""
+    folder = f"{FOLDER}/{uuid.uuid4().hex}"
+    storage.prove(folder)
+    can = "lists, creates, reads and deletes, and refuses to create twice"
+    yield Check("storage access", Result.OK, f"{storage.locate('')}: {can}")
+    try:
+        yield probe_small(storage, f"{folder}/small")
+        yield probe_clock(storage, f"{folder}/small")
+        yield probe_large(storage, f"{folder}/large")
+    finally:
+        with contextlib.suppress(StorageError):
+            storage.delete_many([entry.key for entry in storage.list(folder)])
+            storage.delete_folders(FOLDER)
+    if isinstance(storage, S3Storage):
+        yield probe_versions(storage)
+        yield probe_unfinished(storage)
+
+
+def probe_small(storage: Storage, key: str) -> Check:
+    """How long a small object takes."""
+    content = os.urandom(SMALL)
+    writes = [seconds(lambda: storage.write(key, content)) for _ in range(SMALL_TIMES)]
+    reads = [seconds(lambda: storage.read(key)) for _ in range(SMALL_TIMES)]
+    write, read = statistics.median(writes), statistics.median(reads)
+    said = f"write {write * 1000:.0f} ms, read {read * 1000:.0f} ms (medians of {SMALL_TIMES})"
+    if max(write, read) > MOST_LATENCY_S:
+        return Check("storage latency", Result.WARNING, said, "keep the bucket in the region of the nodes")
+    return Check("storage latency", Result.OK, said)
+
+
+def probe_large(storage: Storage, key: str) -> Check:
+    """How fast a large object goes there, in parts, and comes back."""
+    content = os.urandom(LARGE)
+    up: list[float] = []
+    down: list[float] = []
+
+    def write() -> None:
+        with storage.writer(key) as writer:
+            writer.write(content)
+
+    began = time.monotonic()
+    while len(up) < LARGE_TIMES and (not up or time.monotonic() - began < LARGE_WITHIN_S):
+        up.append(LARGE / 1e6 / seconds(write))
+        down.append(LARGE / 1e6 / seconds(lambda: storage.digest(key)))
+    there, back = statistics.median(up), statistics.median(down)
+    said = f"{there:.0f} MB/s there, {back:.0f} MB/s back (medians of {len(up)}, {LARGE / 1e6:.0f} MB each)"
+    if min(there, back) < LEAST_MB_PER_S:
+        fix = "what counts is how it looks from the pods: --from-pods; there, choose a bucket that is nearer"
+        return Check("storage throughput", Result.WARNING, said, fix)
+    return Check("storage throughput", Result.OK, said)
+
+
+def probe_clock(storage: Storage, key: str) -> Check:
+    """How far this machine's clock and that of the storage lie apart."""
+    before = time.time()
+    storage.write(key, b"now")
+    after = time.time()
+    [entry] = storage.list(key)
+    apart = min((entry.modified - moment for moment in (before, after)), key=abs)
+    said = f"this clock and the storage's are {abs(apart):.0f} s apart"
+    if abs(apart) > MOST_SKEW_S:
+        return Check("clock", Result.WARNING, said, "set this machine's clock by NTP")
+    return Check("clock", Result.OK, said)
+
+
+def probe_versions(storage: Storage) -> Check:
+    """Whether what is deleted goes on taking space."""
+    name, kept = "versions", storage.keeps_versions()
+    if kept:
+        fix = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
+        return Check(name, Result.WARNING, "the bucket keeps versions of what is deleted, and their space is paid", fix)
+    return _known(name, kept, "the bucket keeps no versions of what is deleted", "s3:GetBucketVersioning")
+
+
+def probe_unfinished(storage: Storage) -> Check:
+    """Whether the bucket rids itself of what killed writers left."""
+    name, dropped = "unfinished uploads", storage.drops_unfinished()
+    if dropped is False:
+        fix = (
+            "add a lifecycle rule with AbortIncompleteMultipartUpload after a few days; `sunspot checkpoints gc` and "
+            "`sunspot delete` remove them too"
+        )
+        said = "no lifecycle rule removes uploads that killed processes left, and their space is paid"
+        return Check(name, Result.WARNING, said, fix)
+    return _known(name, dropped, "a lifecycle rule removes them", "s3:GetLifecycleConfiguration")
+
+
+def _known(name: str, known: bool | None, said: str, right: str) -> Check:
+    if known is None:
+        return Check(
+            name, Result.WARNING, "may not be looked up here, or the server does not know it", f"allow {right}"
+        )
+    return Check(name, Result.OK, said)
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """How long something takes."""
+    began = time.monotonic()
+    act()
+    return max(time.monotonic() - began, 1e-6)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

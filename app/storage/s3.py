@@ -1,0 +1,356 @@
+"""An S3 bucket as storage."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from app.errors import NotFoundError, StorageError, shorten
+from app.storage.base import (
+    CHUNK,
+    RACE_PAUSE_S,
+    RACE_TRIES,
+    READS_IN_FLIGHT,
+    Entry,
+    Errors,
+    HashingWriter,
+    ObjectReader,
+    Storage,
+    Unfinished,
+    Writer,
+    completed,
+    map_parallel,
+)
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
+PART = 16 << 20
+"""Bytes of one part of a multipart upload. S3 allows 10,000 parts, so an object may have 156 GiB."""
+
+PARTS_IN_FLIGHT = 4
+"""Parts uploaded at once: with PART, the most memory (64 MiB) that one upload holds besides the part being filled."""
+
+DELETED_AT_ONCE = 1000
+"""Objects that S3 takes in one request to delete them."""
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
+"""One request is given up after about 4 x 20 s of silence and the backoff between (botocore's standard mode)."""
+
+S3_FIXES = {
+    "NoSuchBucket": "create the bucket, or correct STORAGE_PATH",
+    "AccessDenied": "allow s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject, s3:DeleteObject and "
+    "s3:AbortMultipartUpload on its objects",
+    "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
+    "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod's service account a role",
+    "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
+    "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
+}
+"""What to do about an error, by the code that S3 answers or the class that botocore raises."""
+
+# ------------------------------------------------------------------------------------------------------------------- S3
+
+
+class S3Storage(Storage):
+    """A prefix of a bucket, through boto3: endpoint, region and credentials come from the usual AWS environment."""
+
+    def __init__(self, url: str) -> None:
+        self.bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        self.prefix = prefix.strip("/")
+        self._client = _s3_client(url)
+
+    def locate(self, key: str) -> str:
+        return f"s3://{self.bucket}/{self._full(key)}"
+
+    @contextlib.contextmanager
+    def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
+        errors = functools.partial(self._s3_errors, "read", key)
+        part = {"Range": f"bytes={offset}-"} if offset else {}
+        with errors():
+            body = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **part)["Body"]
+        with io.BufferedReader(ObjectReader(body, errors), CHUNK) as stream:
+            yield stream
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._s3_errors("write", key):
+            self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        for tries in range(RACE_TRIES):
+            with self._s3_errors("create", key):
+                try:
+                    self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=data, IfNoneMatch="*")
+                    return True
+                except ClientError as error:
+                    if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (409, 412):
+                        raise
+            # Ours after all when an earlier try was carried out and only its answer was lost.
+            with contextlib.suppress(NotFoundError):  # another writer was at it (409), or has deleted it
+                return self.read(key) == data
+            time.sleep(RACE_PAUSE_S * (tries + 1))
+        raise StorageError(f"{self.locate(key)}: cannot create: refused {RACE_TRIES} times, though no object is there")
+
+    @contextlib.contextmanager
+    def writer(self, key: str) -> Iterator[Writer]:
+        errors = functools.partial(self._s3_errors, "upload", key)
+        with completed(_S3Writer(self._client, self.bucket, self._full(key), errors)) as writer:
+            yield writer
+
+    def list(self, prefix: str) -> list[Entry]:
+        # A key that ends in '/' is a folder that somebody's browser of the bucket made.
+        return sorted(entry for entry in self._keys(prefix) if not entry.key.endswith("/"))
+
+    def _keys(self, prefix: str) -> Sequence[Entry]:
+        """Like `list`, with the folders."""
+        skip = len(self.prefix) + 1 if self.prefix else 0
+        with self._s3_errors("list", prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self._full(prefix)
+            )
+            found = [
+                Entry(item["Key"][skip:], item["Size"], item["LastModified"].timestamp(), _etag_and_time(item))
+                for page in pages
+                for item in page.get("Contents", ())
+            ]
+        return [entry for entry in found if _is_below(entry.key, prefix)]
+
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        skip = len(self.prefix) + 1 if self.prefix else 0
+        with self._s3_errors("list the unfinished uploads of", prefix):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket, Prefix=self._full(prefix)
+            )
+            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        return sorted(
+            Unfinished(key, *self._so_far(key, upload), upload["UploadId"])
+            for upload in uploads
+            if _is_below(key := upload["Key"][skip:], prefix)
+        )
+
+    def _so_far(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
+        """The bytes of an upload's parts, and when it was begun or got the last of them."""
+        parts: list[dict[str, Any]] = []
+        with self._s3_errors("list the parts of", key), _unless_upload_is_gone():
+            pages = self._client.get_paginator("list_parts").paginate(
+                Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+            parts += [part for page in pages for part in page.get("Parts", ())]
+        times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
+        return sum(part["Size"] for part in parts), max(times).timestamp()
+
+    def discard(self, unfinished: Unfinished) -> None:
+        with self._s3_errors("abort the upload of", unfinished.key), _unless_upload_is_gone():
+            self._client.abort_multipart_upload(
+                Bucket=self.bucket, Key=self._full(unfinished.key), UploadId=unfinished.token
+            )
+
+    def delete(self, key: str) -> None:
+        # S3 answers 204 when there is nothing; others answer NoSuchKey.
+        with contextlib.suppress(NotFoundError), self._s3_errors("delete", key):
+            self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for first in range(0, len(keys), DELETED_AT_ONCE):
+            batch = keys[first : first + DELETED_AT_ONCE]
+            map_parallel(self.delete, self._delete_batch(batch))
+
+    def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
+        """One request for up to DELETED_AT_ONCE objects; returns those that are to be removed one by one."""
+        from botocore.exceptions import ClientError
+
+        full = {self._full(key): key for key in keys}
+        with self._s3_errors("delete", keys[0]):
+            try:
+                objects = [{"Key": key} for key in full]
+                answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
+            except ClientError:  # some servers know no such request, or want another checksum of it
+                return keys
+        return [full[refused["Key"]] for refused in answer.get("Errors", ())]
+
+    def delete_folders(self, prefix: str) -> None:
+        everything = self._keys(prefix)
+        holding = [entry.key for entry in everything if not entry.key.endswith("/")]
+        folders = [entry.key for entry in everything if entry.key.endswith("/")]
+        self.delete_many([key for key in folders if not any(held.startswith(key) for held in holding)])
+
+    def keeps_versions(self) -> bool | None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            # Also when suspended: it keeps those that it has.
+            return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
+        except (ClientError, BotoCoreError):
+            return None
+
+    def drops_unfinished(self) -> bool | None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            rules = self._client.get_bucket_lifecycle_configuration(Bucket=self.bucket)["Rules"]
+        except ClientError as error:
+            return False if error.response["Error"]["Code"] == "NoSuchLifecycleConfiguration" else None
+        except BotoCoreError:
+            return None
+        return any(
+            rule["Status"] == "Enabled"
+            and "AbortIncompleteMultipartUpload" in rule
+            and self._full("").startswith(_prefix_of(rule))
+            for rule in rules
+        )
+
+    def exists(self, key: str) -> bool:
+        # Not by HEAD: its 404 has no body, so a bucket that is gone would pass for an object that is not there.
+        return any(entry.key == key for entry in self.list(key))
+
+    def _full(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    @contextlib.contextmanager
+    def _s3_errors(self, action: str, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield
+        except (ClientError, BotoCoreError, HTTPError, OSError) as error:
+            name = error.response["Error"]["Code"] if isinstance(error, ClientError) else type(error).__name__
+            if name == "NoSuchKey":
+                raise NotFoundError(f"{self.locate(key)}: not found") from error
+            fix = f"; {S3_FIXES[name]}" if name in S3_FIXES else ""
+            raise StorageError(f"{self.locate(key)}: cannot {action}: {shorten(error)}{fix}") from error
+
+
+def _is_below(key: str, prefix: str) -> bool:
+    """Whether `key` is the object `prefix` or lies in the folder `prefix`; S3 itself knows no folders."""
+    return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
+
+
+def _prefix_of(rule: dict[str, Any]) -> str:
+    """The beginning of the keys that a lifecycle rule is about; the form without a filter is the older one."""
+    return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
+
+
+def _etag_and_time(item: dict[str, Any]) -> str:
+    return item["ETag"].strip('"') + f"-{item['LastModified'].timestamp():.0f}"
+
+
+@contextlib.contextmanager
+def _unless_upload_is_gone() -> Iterator[None]:
+    """Completed or aborted meanwhile, by its writer or by the bucket's lifecycle rules."""
+    from botocore.exceptions import ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchUpload":
+            raise
+
+
+class _S3Writer(HashingWriter):
+    """A multipart upload, a few parts at once; what fits into one part is one plain PUT.
+
+    boto3's `upload_fileobj` pulls from a file; torch.save pushes into one. Between the two would stand a temporary
+    file or a second copy of the state in memory.
+    """
+
+    def __init__(self, client: BaseClient, bucket: str, key: str, errors: Errors) -> None:
+        super().__init__()
+        self._errors = errors
+        self._client: Any = client
+        self._target = {"Bucket": bucket, "Key": key}
+        self._filling = bytearray()
+        self._upload_id = ""
+        self._parts: list[Future[dict[str, Any]]] = []
+        self._pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="s3-part")
+
+    def _store(self, view: memoryview) -> None:
+        while len(view):
+            if len(self._filling) == PART:
+                with self._errors():
+                    self._send_part()
+            room = PART - len(self._filling)
+            self._filling += view[:room]
+            view = view[room:]
+
+    def _send_part(self) -> None:
+        if not self._upload_id:
+            self._upload_id = self._client.create_multipart_upload(**self._target)["UploadId"]
+        if len(self._parts) >= PARTS_IN_FLIGHT:
+            self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
+        body, self._filling = self._filling, bytearray()
+        number = len(self._parts) + 1
+        self._parts.append(self._pool.submit(self._upload_part, number, body))
+
+    def _upload_part(self, number: int, body: bytearray) -> dict[str, Any]:
+        answer = self._client.upload_part(**self._target, UploadId=self._upload_id, PartNumber=number, Body=body)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def complete(self) -> None:
+        with self._errors():
+            if self._upload_id:
+                self._send_part()
+                self._complete_upload([part.result() for part in self._parts])
+            else:
+                self._client.put_object(**self._target, Body=self._filling)
+        self._pool.shutdown()
+
+    def _complete_upload(self, parts: list[dict[str, Any]]) -> None:
+        from botocore.exceptions import ClientError
+
+        try:
+            self._client.complete_multipart_upload(
+                **self._target, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
+            )
+        except ClientError as error:
+            # An earlier try may have been carried out, and its answer lost: the upload is gone, and the object there.
+            if error.response["Error"]["Code"] != "NoSuchUpload" or not self._is_there():
+                raise
+
+    def _is_there(self) -> bool:
+        from botocore.exceptions import ClientError
+
+        with contextlib.suppress(ClientError):
+            return bool(self._client.head_object(**self._target)["ContentLength"] == self.size)
+        return False
+
+    def abort(self) -> None:
+        """Give back the space of the parts; an abort that fails too leaves them to the bucket's lifecycle rules."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._upload_id:
+            with contextlib.suppress(Exception):
+                self._client.abort_multipart_upload(**self._target, UploadId=self._upload_id)
+
+
+def _s3_client(url: str) -> Any:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        session = boto3.session.Session()
+        return session.client(
+            "s3",
+            region_name=os.environ.get("AWS_REGION") or session.region_name or "us-east-1",
+            config=Config(
+                connect_timeout=CONNECT_TIMEOUT_S,
+                read_timeout=READ_TIMEOUT_S,
+                retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
+                s3={"addressing_style": "path"},
+                # Checksums in trailers are AWS's own; we hash every byte ourselves and read it back.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                max_pool_connections=max(2 * PARTS_IN_FLIGHT, READS_IN_FLIGHT),
+            ),
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise StorageError(f"{url}: the AWS environment cannot be used: {shorten(error)}") from error

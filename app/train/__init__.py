@@ -1,0 +1,1 @@
+"""Training: the Ray trainer, the worker, and the loop."""

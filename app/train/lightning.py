@@ -1,0 +1,196 @@
+"""The training loop of a LightningModule: Lightning's Trainer takes the steps, and all that surrounds one is ours."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from app.checkpoint.snapshot import map_tensors
+from app.data.order import micro_batches
+from app.data.source import Batch
+from app.observe.metrics import MetricWindow
+from app.parallel import StepConsensus
+from app.tasks.lightning_adapter import LightningTask, defines, make_trainer
+from app.train.step import after_step, evaluate, seed_generators, timed
+from app.train.worker import Worker
+
+BETWEEN_STEPS = (
+    *("on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward"),
+    *("on_before_zero_grad", "configure_callbacks"),
+)
+"""Hooks that come after a step and before the next changes parameters: in these a module may change some, too."""
+
+
+def train(worker: Worker) -> None:
+    """Train from where the run stands to its end: what `app.train.loop.train` does, by Lightning's Trainer."""
+    task, model, step = cast(LightningTask, worker.task), cast(LightningModule, worker.model), worker.start
+    task.begin_schedule(model, worker.optimizer, step)
+    if not worker.evaluated:  # an epoch ends here, and the workers before left before they could
+        worker.catch_up(step, evaluate(worker))
+
+    shares = Shares(worker)
+    trainer = make_trainer(
+        worker.settings,
+        worker.steps,
+        accelerator="cuda" if worker.device.type == "cuda" else "cpu",
+        strategy=EvenStrategy(worker, task, shares),
+        plugins=[RayLightningEnvironment()],
+        precision="bf16-mixed" if worker.settings.precision == "bf16" else "32-true",
+        callbacks=[ReportCallback(worker, task, shares)],
+    )
+    count_from(trainer, step, worker.steps.per_epoch)
+    prepare_trainer(trainer).fit(model, shares)
+    worker.finish()
+
+
+def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
+    """Let a module's `global_step` and `current_epoch`, and the Trainer's own end, count what was done before."""
+    loop = trainer.fit_loop
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+    epochs = dict.fromkeys(("ready", "started", "processed", "completed"), step // per_epoch)
+    loop.epoch_progress.load_state_dict({"total": epochs, "current": epochs})
+
+
+class Shares:
+    """This worker's share of each step, as the Trainer takes batches, and what is known of the newest one."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.window = MetricWindow(worker.control_group, worker.device)
+        self.step = worker.start
+        "Optimizer steps taken."
+        self.batch: Batch = {}
+        "Empty for a share without rows: then the module is given the stand-in."
+        self.began = self.data_wait = 0.0
+        self.values: list[Batch] = []
+        "What its forward passes gave for each row."
+        self.finish_step: Callable[[], bool] = lambda: False
+        "What comes after a step; True: the run is to stop."
+
+    def __len__(self) -> int:
+        """Of a whole epoch. With a length, the Trainer asks for no batch before its time."""
+        return self._worker.steps.per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rest of the epoch. All begins with the first `next`: the Trainer makes iterators that it does not use.
+
+        The Trainer comes back for the next batch when all hooks of a step are done, of the module's too.
+        """
+        worker = self._worker
+        epoch, first = divmod(self.step, len(self))
+        last = min(len(self), first + worker.total_steps - self.step)
+        for batch, self.data_wait, self.began in timed(worker.loader.train(epoch + 1, first, last)):
+            self.batch, self.values = batch if batch and len(batch["row"]) else {}, []
+            seed_generators(worker.settings.seed, self.step, worker.rank)
+            yield self.batch or worker.stand_in
+            if self.finish_step():
+                return
+
+    @property
+    def position(self) -> int:
+        """Of the step in its epoch, from 0."""
+        return self.step % len(self)
+
+    @property
+    def weight(self) -> float:
+        """Of a row's loss: DDP averages gradients over workers. A worker without rows joins with weight 0."""
+        begin, end = self._worker.steps.bounds(self.position)
+        return self._worker.world_size / (end - begin) if self.batch else 0.0
+
+
+class EvenStrategy(RayDDPStrategy):
+    """DDP in which all rows of a step weigh the same, as in `app.train.loop.accumulate_gradients`.
+
+    One batch is one optimizer step: more than `micro_batch_size` rows are accumulated within it.
+    """
+
+    def __init__(self, worker: Worker, task: LightningTask, shares: Shares) -> None:
+        super().__init__()
+        self._worker, self._task, self._shares = worker, task, shares
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Take the worker's, which has its state already; the callback runs its schedulers."""
+        self.optimizers = [self._worker.optimizer]
+
+    def training_step(self, batch: Any, *index: int) -> Any:
+        """The first forward pass; `backward`, before which gradients become zero, sees to the others."""
+        rows = len((self._shares.batch or self._worker.stand_in)["row"])
+        parts = list(micro_batches(rows, self._worker.settings.micro_batch_size))
+        whole = len(parts) == 1
+        self._parts = [(batch if whole else map_tensors(batch, lambda t, p=part: t[p]), part) for part in parts]  # type: ignore[misc]
+        self._index = (self._shares.position,) if index else ()  # the Trainer counts from where it began
+        return self._forward()
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **options: Any) -> torch.Tensor:
+        """Backward through the first part, then forward and backward through the others."""
+        total = super().backward(closure_loss, optimizer, *args, **options)
+        while self._parts:
+            output = self._forward()
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            total = total + super().backward(loss, optimizer, *args, **options)
+        return total
+
+    def _forward(self) -> Any:
+        """One part's forward pass. Returns what the module's step did, but with the part's weighted sum as the loss."""
+        batch, part = self._parts.pop(0)
+        model = cast(DistributedDataParallel, self.model)
+        step = functools.partial(super().training_step, batch, *self._index)
+        # Gradients travel with the last part.
+        with model.no_sync() if self._parts else nullcontext(), self._shares.window.forward:
+            module, rows = cast(LightningModule, model.module), part.stop - part.start
+            losses, metrics, output = self._task.per_row(module, step, rows)
+        if self._shares.batch:
+            self._shares.values.append({"loss": losses.detach(), **metrics})
+        loss = losses.sum() * self._shares.weight
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
+class ReportCallback(Callback):
+    """What comes after forward and backward, and after the step.
+
+    In the place of Ray's `RayTrainReportCallback`: checkpoints that Ray uploads can lose files without an error, and
+    hold up the training. Ours are committed with a manifest (app/checkpoint/commit.py); Ray is told the metrics alone.
+    """
+
+    def __init__(self, worker: Worker, task: LightningTask, shares: Shares) -> None:
+        self._worker, self._task, self._shares = worker, task, shares
+        self._agreement = StepConsensus(worker.control_group)
+        self._learning_rate = 0.0
+        self._finished = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._shares.finish_step = functools.partial(self._finish_step, trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._worker.wait_for_copy()  # of the state: from here on parameters change
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        shares = self._shares
+        shares.step += 1
+        self._task.advance_schedule(pl_module, shares.step)
+        shares.window.add_step(shares.values, time.perf_counter() - shares.began, shares.data_wait)
+        self._finished = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish_step(trainer, pl_module)  # after the last step of an epoch no batch is asked for
+
+    def _finish_step(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """After a step and all hooks of it, whose changes to the state are a part of the step."""
+        if not self._finished:
+            self._finished = True
+            shares, rows = self._shares, self._shares.batch.get("row")
+            trainer.should_stop = after_step(
+                self._worker, self._agreement, shares.window, shares.step, rows, self._learning_rate
+            )
+            if any(defines(pl_module, hook) for hook in BETWEEN_STEPS):
+                self._worker.wait_for_copy()
+        return trainer.should_stop

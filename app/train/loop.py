@@ -1,0 +1,99 @@
+"""The training loop, as every worker of the group runs it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from app.data.order import micro_batches, passes
+from app.data.source import Batch
+from app.observe.metrics import MetricWindow, Stopwatch
+from app.parallel import StepConsensus, gradient_sync, prepare
+from app.train.setup import join_run
+from app.train.step import after_step, evaluate, seed_generators, timed
+from app.train.worker import Worker
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """What Ray Train runs on every worker; `config` is made by `app.train.trainer`."""
+    with join_run(config) as worker:
+        if worker and hasattr(worker.task, "build_module"):
+            from app.train.lightning import train as train_with_lightning  # which only its own tasks need
+
+            train_with_lightning(worker)
+        elif worker:
+            train(worker)
+
+
+def train(worker: Worker) -> None:
+    """Train from where the run stands to its end.
+
+    A step is one optimizer step, counted over the whole run: step k of an epoch consumes the same rows on any number
+    of workers, and every row has the same weight in the gradient.
+    """
+    settings, task, steps = worker.settings, worker.task, worker.steps
+    model = prepare(worker.model)
+    optimizer, loader = worker.optimizer, worker.loader
+    agreement = StepConsensus(worker.control_group)
+    window = MetricWindow(worker.control_group, worker.device)
+    step = worker.start
+
+    if not worker.evaluated:  # an epoch ends here, and the workers before left before they could
+        worker.catch_up(step, evaluate(worker))
+
+    while step < worker.total_steps:
+        epoch, first = divmod(step, steps.per_epoch)
+        last = min(steps.per_epoch, first + worker.total_steps - step)
+        model.train()
+        for batch, data_wait, began in timed(loader.train(epoch + 1, first, last)):
+            seed_generators(settings.seed, step, worker.rank)
+            begin, end = steps.bounds(step % steps.per_epoch)
+            values = accumulate_gradients(worker, model, batch, end - begin, window.forward)
+            worker.wait_for_copy()  # of the state: from here on parameters change
+            learning_rate = set_learning_rate(optimizer, task.schedule(step, worker.total_steps))
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+            window.add_step(values, time.perf_counter() - began, data_wait)
+            if after_step(worker, agreement, window, step, batch.get("row"), learning_rate):
+                worker.finish()
+                return
+    worker.finish()
+
+
+def accumulate_gradients(
+    worker: Worker, model: torch.nn.Module, batch: Batch, rows_in_step: int, forward: Stopwatch
+) -> list[Batch]:
+    """Forward and backward over this worker's share of a step; returns each row's values, [B], without the graph.
+
+    Gradients are averaged over the workers, so a row's loss is weighted by world size / rows in the step: the result
+    is the mean over all rows of the step, whatever each worker's share. More than `micro_batch_size` rows are
+    accumulated, and gradients travel once, with the last part. All workers make the same number of passes, since under
+    FSDP each is a joint one: who has fewer parts, or no rows, makes some with weight 0. `forward` measures the forward
+    passes.
+    """
+    settings, task = worker.settings, worker.task
+    rows = len(batch["row"]) if batch else 0
+    own = list(micro_batches(rows, settings.micro_batch_size)) if rows else []
+    idle = passes(rows_in_step, worker.world_size, settings.micro_batch_size) - len(own)
+    parts: list[slice | None] = [*[None] * idle, *own]
+    values = []
+    for number, part in enumerate(parts, start=1):
+        given = {name: column[part] for name, column in batch.items()} if part else worker.stand_in
+        with gradient_sync(model, now=number == len(parts)):
+            with forward, torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+                losses, metrics = task.loss(model, given)
+            (losses.sum() * (worker.world_size / rows_in_step if part else 0.0)).backward()
+        if part:
+            values.append({"loss": losses.detach(), **metrics})
+    return values
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Scale each group's peak rate. The rate is a function of the step, so that nothing of it has to be stored."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])

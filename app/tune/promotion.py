@@ -1,0 +1,103 @@
+"""The best trial's checkpoint becomes the search's own: copied file by file, compared, the manifest last."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from app.checkpoint.commit import versions
+from app.checkpoint.files import upload
+from app.errors import ConflictError, DamageError, NotFoundError
+from app.run import Run
+from app.run.attempts import (
+    CLAIM_TRIES,
+    Attempt,
+    attempt_of,
+    checkpoint_name,
+    claim,
+    ensure_owner,
+    read_attempts,
+)
+from app.run.checkpoints import (
+    Checkpoint,
+    delete_checkpoint,
+    find_newest_good,
+    list_directories,
+    read_manifest,
+    write_manifest,
+)
+from app.storage.base import CHUNK, Writer
+
+
+def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
+    """Take the search over, with the checkpoint `origin` as the one that counts until there is a better one.
+
+    Raises `SupersededError` when another process has had it since.
+    """
+    for _ in range(CLAIM_TRIES):
+        attempts = read_attempts(run)
+        attempt = Attempt(
+            number=attempts[-1].number + 1 if attempts else 1,
+            owner=owner,
+            starts_from=origin.name if origin else None,
+            step=origin.step if origin else 0,
+            about={
+                "host": socket.gethostname(),
+                "nodes": {},
+                "world_size": 0,
+                "tier": "storage" if origin else "beginning",
+                "settings": dict(environment),
+                "versions": versions(),
+            },
+        )
+        if claim(run, attempts, attempt):
+            return attempt
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that search here")
+
+
+def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
+    """Make the checkpoint `name` of `trial` the one of the search, unless it is already; `environment` are the
+    settings that it was trained with. Killed at any moment, this can be done again.
+
+    Raises `DamageError` when it is not as its manifest says, `NotFoundError` when it was deleted, `StorageError`, and
+    `SupersededError` when the search is another's by now.
+    """
+    wanted = read_manifest(trial, name)
+    if wanted is None:
+        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: deleted meanwhile")
+    if wanted.damage:
+        raise DamageError(f"{name}: {wanted.damage}")
+    there, _ = find_newest_good(run, read_attempts(run))
+    if there and _content(there) == _content(wanted):
+        return there
+    attempt = begin_attempt(run, owner, environment, None)  # the beginning: it may be earlier than the one before
+    promoted = replace(wanted, name=checkpoint_name(wanted.step, attempt.number), attempt=attempt.number)
+    files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}
+    ensure_owner(run, attempt)
+    promoted = replace(promoted, files=files)
+    write_manifest(run, promoted)
+    for directory in list_directories(run):
+        if attempt_of(directory) < attempt.number:
+            delete_checkpoint(run, directory)
+    return promoted
+
+
+def _content(checkpoint: Checkpoint) -> Any:
+    return checkpoint.step, {file: about["sha256"] for file, about in checkpoint.files.items()}
+
+
+def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
+    """Copy one file; returns what the manifest says of it."""
+    key, expected = trial.key("checkpoints", wanted.name, file), wanted.files[file]
+
+    def write(writer: Writer) -> None:
+        with trial.storage.open(key) as source:
+            while chunk := source.read(CHUNK):
+                writer.write(chunk)
+
+    copied = upload(run, name, file, write)
+    if (copied["size"], copied["sha256"]) != (expected["size"], expected["sha256"]):
+        raise DamageError(f"{trial.storage.locate(key)}: does not match its manifest")
+    return copied

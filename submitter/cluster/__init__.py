@@ -1,0 +1,1 @@
+"""The Kubernetes API, what it says of a run, and that as one state."""

@@ -1,0 +1,409 @@
+"""The Kubernetes API, as far as runs need it: the one module that talks to it.
+
+Every request has a timeout and is sent again, a few times, after a lost connection, 429 or 5xx. Each may arrive twice
+without harm: an apply changes nothing the second time, and a deletion names one object by its uid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.errors import ClusterError, shorten
+from submitter.cluster.portforward import PROTOCOL, PodConnection
+from submitter.cluster.views import JobView, PodView, WarningEvent, pod_view, warning_event
+from submitter.manifest.render import RUN_LABEL
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+NAMESPACE = "sunspot"
+"""The namespace of k8s/base, used unless another one is named."""
+
+FIELD_MANAGER = "sunspot"
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
+
+RETRY_PAUSES_S = (0.5, 1, 2)
+"""A server that refuses connections is given up after these; one that is silent after about 25 s."""
+
+LONGEST_RETRY_AFTER_S = 10
+
+PATHS = {
+    "namespace": "/api/v1/namespaces/{name}",
+    "Secret": "/api/v1/namespaces/{namespace}/secrets/{name}",
+    "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps/{name}",
+    "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts/{name}",
+    "PersistentVolumeClaim": "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}",
+    "PriorityClass": "/apis/scheduling.k8s.io/v1/priorityclasses/{name}",
+    "jobs": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs",
+    "job": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs/{name}",
+    "pods": "/api/v1/namespaces/{namespace}/pods",
+    "pod": "/api/v1/namespaces/{namespace}/pods/{name}",
+    "port": "/api/v1/namespaces/{namespace}/pods/{name}/portforward",
+    "events": "/api/v1/namespaces/{namespace}/events",
+    "version": "/version",
+    "nodes": "/api/v1/nodes",
+    "all pods": "/api/v1/pods",
+    "quotas": "/api/v1/namespaces/{namespace}/resourcequotas",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies/{name}",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}",
+    "LocalQueue": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues/{name}",
+    "older LocalQueue": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/localqueues/{name}",
+    "review": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+    "ray": "/apis/ray.io/v1",
+}
+
+ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
+"""The Roles of k8s/base that grant what is asked here; the second one, to end pods."""
+
+ROLES = {
+    ("DELETE", "pod"): POD_ROLE,
+    ("GET", "port"): "sunspot-dashboard",
+    ("GET", "Secret"): "sunspot-dashboard",
+    ("POST", "pods"): "sunspot-doctor",
+    ("GET", "quotas"): "sunspot-doctor",
+    ("GET", "NetworkPolicy"): "sunspot-doctor",
+    ("GET", "PodDisruptionBudget"): "sunspot-doctor",
+}
+"""What other Roles grant, by method and path."""
+
+OF_THE_CLUSTER = ("namespace", "nodes", "all pods", "PriorityClass")
+"""What no Role of a namespace grants."""
+
+
+class UnreachableError(ClusterError):
+    """The API server does not answer, or not now."""
+
+    retry_after = 0.0
+    "Seconds that it asked to be left alone for."
+
+
+class RefusedError(ClusterError):
+    """The API server answers and refuses."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        "The HTTP status."
+
+
+class Cluster:
+    """One namespace of one cluster."""
+
+    def __init__(self, api: ApiClient, namespace: str, options: str = "") -> None:
+        self.namespace = namespace
+        self.options = options
+        "What a command needs to reach this namespace again, with a space before it."
+        self.server: str = api.configuration.host
+        self._api = api
+
+    # ------------------------------------------------------------------------------------------------------ RayJobs
+
+    def list_jobs(self, run: str | None = None) -> tuple[list[JobView], str]:
+        """The RayJobs of a run, or of all runs, newest first, and the version to watch from."""
+        selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
+        answer = self._ask("GET", "jobs", query=[("labelSelector", selector)])
+        jobs = [JobView(item) for item in answer.get("items", ())]
+        return newest_first(jobs), answer["metadata"].get("resourceVersion", "")
+
+    def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, JobView]]:
+        """Each change of a run's RayJobs after `version`: its type and the RayJob, whose version comes next.
+
+        Ends by itself after `seconds`. Raises `RefusedError` with status 410 when `version` is too old: list again.
+        """
+        query = [
+            ("labelSelector", f"{RUN_LABEL}={run}"),
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(seconds)),
+        ]
+        with self._send("GET", "jobs", query=query, read_timeout=seconds + CONNECT_TIMEOUT_S) as response:
+            for line in self._lines(response):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise self._refusal("GET", event["object"].get("code", 0), event["object"])
+                yield event["type"], JobView(event["object"])
+
+    def find_job(self, name: str) -> JobView | None:
+        """The RayJob of this name, or None."""
+        try:
+            return JobView(self._ask("GET", "job", name=name))
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
+        """Create the RayJob, or make it what the manifest says (server-side apply); returns it with its defaults."""
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        if dry_run:
+            query.append(("dryRun", "All"))
+        name = manifest["metadata"]["name"]
+        return JobView(self._ask("PATCH", "job", name=name, query=query, body=manifest, kind="apply-patch+yaml"))
+
+    def delete_job(self, job: JobView) -> None:
+        """Have this RayJob deleted, and with it its cluster; not being there any more is no error."""
+        self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
+
+    # --------------------------------------------------------------------------------------------- pods and their woes
+
+    def list_pods(self, jobs: Sequence[JobView]) -> list[PodView]:
+        """The pods of the RayClusters of some RayJobs."""
+        clusters = ",".join(job.cluster for job in jobs if job.cluster)
+        if not clusters:
+            return []
+        answer = self._ask("GET", "pods", query=[("labelSelector", f"ray.io/cluster in ({clusters})")])
+        return [pod_view(item) for item in answer.get("items", ())]
+
+    def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
+        """Have this pod deleted, its containers ended within `grace_s` seconds (None: those of its own spec).
+
+        Not being there any more is no error.
+        """
+        options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        self._delete("pod", pod.name, options)
+
+    def create_pod(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Create a pod whose name nobody else gives; returns it as the API server has it."""
+        try:
+            return self._ask("POST", "pods", body=manifest)
+        except RefusedError as error:
+            made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
+            if made is None:
+                raise
+            return made  # the answer to an earlier try was lost
+
+    def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
+        """The warnings about RayJobs, their RayClusters and their pods, newest first."""
+        answer = self._ask("GET", "events", query=[("fieldSelector", "type=Warning"), ("limit", "500")])
+        prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
+        events = [warning_event(item) for item in answer.get("items", ())]
+        mine = [event for event in events if prefixes and event.object.startswith(prefixes)]
+        return sorted(mine, key=lambda event: -event.time)
+
+    # ------------------------------------------------------------------------------------------------------- dashboard
+
+    def dial(self, pod: str, port: int) -> PodConnection:
+        """A connection to a port of a pod. Raises `ClusterError`."""
+        from kubernetes.stream.ws_client import create_websocket, get_websocket_url
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        _, url, headers, *_ = self._api.param_serialize(
+            "GET",
+            PATHS["port"].format(namespace=self.namespace, name=pod),
+            query_params=[("ports", str(port))],
+            header_params={"sec-websocket-protocol": PROTOCOL},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            return PodConnection(create_websocket(self._api.configuration, get_websocket_url(url), headers))
+        except WebSocketBadStatusException as error:
+            answer: dict[str, Any] = {}
+            with contextlib.suppress(ValueError):
+                answer = dict(json.loads(error.resp_body or b""))
+            if error.status_code == 429 or error.status_code >= 500:
+                raise UnreachableError(
+                    f"{self.server}: {error.status_code} {_said(answer)}; try again later"
+                ) from error
+            raise self._refusal("GET", error.status_code, answer, ROLES["GET", "port"]) from error
+        except (WebSocketException, OSError) as error:
+            raise self._unreachable(error) from error
+
+    # ------------------------------------------------------------------------------------------------------- preflight
+
+    def has_ray_jobs(self) -> bool:
+        """Whether the API server knows RayJobs in the version that is rendered."""
+        try:
+            answer = self._ask("GET", "ray")
+        except RefusedError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(resource["name"] == "rayjobs" for resource in answer.get("resources", ()))
+
+    def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
+        """What the API server has at a path of PATHS; None when it is not there. Raises `RefusedError`, 403 too."""
+        try:
+            return self._ask("GET", kind, name=name, query=query)
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def exists(self, kind: str, name: str) -> bool | None:
+        """Whether an object that a manifest names is there (`kind` as in PATHS); None: this user may not know."""
+        try:
+            return self.find(kind, name) is not None
+        except RefusedError as error:
+            if error.status == 403:
+                return None
+            raise
+
+    def allows(self, verb: str, group: str, resource: str) -> bool:
+        """Whether this user may do `verb` with `resource` in the namespace."""
+        resource, _, subresource = resource.partition("/")
+        attributes = {
+            "namespace": self.namespace,
+            "verb": verb,
+            "group": group,
+            "resource": resource,
+            "subresource": subresource,
+        }
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        }
+        return bool(self._ask("POST", "review", body=body)["status"].get("allowed"))
+
+    # -------------------------------------------------------------------------------------------------------- transport
+
+    def _delete(self, path: str, name: str, options: dict[str, Any]) -> None:
+        try:
+            self._ask("DELETE", path, name=name, body=options)
+        except RefusedError as error:
+            if error.status not in (404, 409):  # 409: another object has the name by now
+                raise
+
+    def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
+        """One request (`parts` as of `_send`) and its answer, however many tries that takes of those allowed."""
+        for pause in (*RETRY_PAUSES_S, None):
+            try:
+                with self._send(method, path, **parts) as response:
+                    return dict(json.loads(b"".join(self._chunks(response)) or b"{}"))
+            except UnreachableError as error:
+                if pause is None:
+                    raise
+                time.sleep(max(pause, error.retry_after))
+        raise AssertionError("the last try returns or raises")
+
+    @contextlib.contextmanager
+    def _send(
+        self,
+        method: str,
+        path: str,
+        name: str = "",
+        query: Sequence[tuple[str, str]] = (),
+        body: Any = None,
+        kind: str = "json",
+        read_timeout: float = READ_TIMEOUT_S,
+    ) -> Iterator[Any]:
+        """One request whose answer is good and can be read in the context."""
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        request = self._api.param_serialize(
+            method,
+            PATHS[path].format(namespace=self.namespace, name=name),
+            query_params=list(query),
+            header_params={"Accept": "application/json", "Content-Type": f"application/{kind}"},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        if kind != "json":
+            request = (*request[:3], json.dumps(body), request[4])
+        try:
+            response = self._api.call_api(*request, _request_timeout=(CONNECT_TIMEOUT_S, read_timeout)).response
+        except (HTTPError, ApiException, OSError) as error:
+            raise self._unreachable(error) from error
+        try:
+            if not 200 <= response.status <= 299:
+                answer: dict[str, Any] = {}
+                with contextlib.suppress(ValueError):
+                    answer = dict(json.loads(b"".join(self._chunks(response))))
+                if response.status == 429 or response.status >= 500:
+                    failure = UnreachableError(f"{self.server}: {response.status} {_said(answer)}; try again later")
+                    after = response.headers.get("Retry-After", "")
+                    failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S) if after.isdigit() else 0.0
+                    raise failure
+                role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
+                raise self._refusal(method, response.status, answer, role)
+            yield response
+        finally:
+            response.close()
+
+    def _lines(self, response: Any) -> Iterator[bytes]:
+        """Whole lines of an answer as they come; a last one that was cut off is dropped."""
+        buffer = b""
+        for chunk in self._chunks(response):
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            yield from (line for line in lines if line)
+
+    def _chunks(self, response: Any) -> Iterator[bytes]:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield from response.stream()
+        except (HTTPError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        why = shorten(error).rpartition("Failed to establish a new connection: ")[2]
+        return UnreachableError(
+            f"{self.server}: the API server cannot be reached ({why}); check that the cluster is up, the network, "
+            "and --context"
+        )
+
+    def _refusal(self, method: str, status: int, answer: dict[str, Any], role: str = ROLE) -> RefusedError:
+        said = _said(answer)
+        if status == 401:
+            text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
+        elif status == 403 and " cannot " in said and role:
+            text = f"{said}; have the Role {role} of k8s/base bound to you, which grants it"
+        elif status == 403 and " cannot " in said:
+            text = f"{said}; ask whoever owns the cluster"
+        elif status == 404 and "could not find the requested resource" in said:
+            text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
+        else:
+            text = f"{self.server}: {method} refused with {status}: {said}"
+        return RefusedError(text, status)
+
+
+def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
+    """The cluster of a kubeconfig context, or the one this process runs in; nothing is sent yet.
+
+    Raises `ClusterError` when there is no such context, or no configuration at all.
+    """
+    import urllib3
+    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
+
+    configuration = Configuration()
+    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    try:
+        if any(Path(file).expanduser().is_file() for file in files.split(os.pathsep)):
+            load_kube_config(files, context, configuration, persist_config=False)
+        elif os.environ.get("KUBERNETES_SERVICE_HOST") and not context:
+            load_incluster_config(configuration)
+        else:
+            raise ClusterError(
+                f"no cluster: {files} is not there; set KUBECONFIG to the file that your cluster's administrator or "
+                "cloud gave you"
+            )
+    except ConfigException as error:
+        raise ClusterError(
+            f"no cluster: {files}: {shorten(error)}; `kubectl config get-contexts` lists what --context takes"
+        ) from error
+    configuration.retries = urllib3.Retry(False)  # ours are the only ones: each try has its own timeout
+    options = f" --context {context}" if context else ""
+    if namespace and namespace != NAMESPACE:
+        options += f" --namespace {namespace}"
+    return Cluster(ApiClient(configuration), namespace or NAMESPACE, options)
+
+
+def newest_first(jobs: Sequence[JobView]) -> list[JobView]:
+    """RayJobs by the time of their creation."""
+    return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
+
+
+def _said(answer: dict[str, Any]) -> str:
+    return shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))

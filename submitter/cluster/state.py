@@ -1,0 +1,305 @@
+"""The one function that says where a run stands, and why, from all that is known of it. Pure.
+
+KubeRay gives a RayJob two states that may contradict each other, its pods have their own, and the run's own processes
+leave a third in storage (`app.run.status`). What decides:
+
+1. What the driver itself said at its end is the truth about the run: it was there.
+2. Only `jobDeploymentStatus` says whether the operator goes on; `jobStatus` may be of the try before.
+3. A status in storage counts for a RayJob when its owner is that RayJob; a later owner has taken the run over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from app.formatting import in_words
+from app.run.status import RunState, Status
+from submitter.cluster.views import NOISE, JobView, PodView, Trouble, WarningEvent
+from submitter.findings import Diagnosis
+from submitter.runs import SILENCE_S
+
+OPERATOR_OVERDUE_S = 30
+"""An operator looks at a new RayJob within seconds; after this long without, one says so."""
+
+WARNING_FRESH_S = 600
+"""Older warnings have been overcome."""
+
+CLOCK_SKEW_S = 60
+"""How far the clocks of nodes and of the API server may lie apart."""
+
+HEAD_LOST_S = 60
+"""While an operator still calls a job pending whose driver was heard of within this, it is merely behind."""
+
+FAILURES = {
+    "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
+    "again to go on from the last checkpoint",
+    "PreRunningDeadlineExceeded": "its pods were not all ready within preRunningDeadlineSeconds ({start} s)",
+    "JobStatusCheckTimeoutExceeded": "the head did not answer the operator for too long; submit again to go on from "
+    "the last checkpoint",
+    "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended and its submitter did not",
+    "SubmissionFailed": "the job could not be handed to the head",
+    "AppFailed": "the program failed",
+}
+"""What the operator's reasons mean."""
+
+
+def judge(
+    job: JobView,
+    pods: Sequence[PodView] = (),
+    warnings: Sequence[WarningEvent] = (),
+    status: Status | None = None,
+    owner: str = "",
+    stop_wanted: bool = False,
+    now: float = 0.0,
+) -> tuple[RunState, str]:
+    """The state of a run whose newest RayJob is `job`, and a sentence that says why.
+
+    `owner` is who a process of `job` is in storage (`submissions.owner_of`); times are in seconds since the epoch.
+    """
+    own = status if status and is_of(status, job, owner) else None
+    if status and not own and _took_over(status, job):
+        return status.state, _taken_over(status, job)
+    if own and _ended_for_good(own, job, stop_wanted):
+        return own.state, own.reason or _said_ended(own)
+    state, reason = _judge_job(job, pods, warnings, own, now)
+    if state.terminal or not (stop_wanted or job.deleting):
+        return state, reason
+    if job.deleting:
+        return RunState.STOPPING, "its RayJob is being deleted"
+    return (
+        RunState.STOPPING,
+        "told to stop; it saves and ends" if own else "told to stop; it ends when its driver begins",
+    )
+
+
+def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
+    """Whether nothing that the operator still does with the RayJob can change how the run ended.
+
+    A driver also stops when it gets SIGTERM: with its head's node, say, and then the operator begins it anew.
+    """
+    stopped = own.state is RunState.STOPPED and (stop_wanted or job.deployment_status == "Complete")
+    return own.state is RunState.SUCCEEDED or stopped
+
+
+def is_of(status: Status, job: JobView, owner: str) -> bool:
+    """Whether a status was written by a process of `job`, and not by one of a deleted RayJob of the same name."""
+    mine = status.owner == owner if owner else status.owner.partition("#")[0] == job.name
+    return mine and status.time >= job.created - CLOCK_SKEW_S
+
+
+def _judge_job(
+    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], last: Status | None, now: float
+) -> tuple[RunState, str]:
+    """What the operator says, and the run's own processes: `last` may be of the try before, `own` is of this one."""
+    deployment, ray = job.deployment_status, job.job_status
+    own = last if last and last.time >= job.try_began else None
+    if deployment == "ValidationFailed":
+        return RunState.FAILED, f"the operator refuses the manifest: {job.message}"
+    if deployment == "Failed":
+        return RunState.FAILED, _failure(job, pods, warnings, own, now)
+    if deployment == "Complete":
+        return _completed(ray, own)
+    if deployment in ("Suspending", "Suspended"):
+        queue = f"the queue {job.queue} has not admitted it" if job.queue else "suspend is true in its spec"
+        return RunState.PENDING, f"suspended: {queue}"
+    if deployment == "Retrying":
+        return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; its cluster is made anew"
+    if deployment in ("", "Initializing", "Waiting"):
+        why = explain_pods(job, pods, warnings, now)
+        if job.failed:
+            return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; {why}"
+        if not deployment and now - job.created > OPERATOR_OVERDUE_S:
+            why = (
+                "no operator has looked at its RayJob; check that the KubeRay operator runs and watches this namespace"
+            )
+        return RunState.PENDING, why
+    if ray == "FAILED" or (own and own.state is RunState.FAILED):
+        return _failed_or_retrying(job, own)
+    if ray in ("", "PENDING"):
+        return _about_to_begin(job, pods, warnings, own, now)
+    if own and own.state is RunState.STOPPED:
+        return RunState.STOPPING, "its driver was told to end, and has saved; the operator has not concluded yet"
+    if ray == "STOPPED":
+        return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
+    if ray == "SUCCEEDED":
+        return RunState.RUNNING, "its Ray job has ended well; the operator has not concluded yet"
+    return _running(job, pods, warnings, own, now)
+
+
+def _about_to_begin(
+    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
+) -> tuple[RunState, str]:
+    """The operator waits for the driver to begin: for the first time, or since it lost the head."""
+    if own is None:
+        return RunState.STARTING, "its pods are ready; the driver is about to begin"
+    if not own.state.terminal and now - own.time < HEAD_LOST_S:
+        return own.state, own.reason or _at_work(own)
+    return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
+
+
+def _running(
+    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
+) -> tuple[RunState, str]:
+    why = pods_in_trouble(job, pods, warnings, now)
+    if own is None:
+        return RunState.STARTING, _join("its driver runs, and has left no word in storage yet", why)
+    state = RunState.STARTING if own.state is RunState.LOST else own.state
+    silent = now - own.time
+    if state is RunState.RUNNING and silent > SILENCE_S:
+        return state, _join(f"no news from it for {in_words(silent)}, though its Ray job runs", why)
+    default = "" if why or state is not RunState.RUNNING else _at_work(own)
+    return state, _join(own.reason or default, why) or str(state)
+
+
+def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
+    if own and own.state is RunState.FAILED:
+        return RunState.FAILED, own.reason or "its driver failed"
+    if ray == "SUCCEEDED":
+        return RunState.SUCCEEDED, "its Ray job succeeded; its driver left no last word in storage"
+    if ray == "STOPPED":
+        return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to go on"
+    if ray == "FAILED":
+        return RunState.FAILED, _last_words(own) or "its Ray job failed"
+    return RunState.LOST, "the operator calls it complete, though its Ray job never ended; submit again to go on"
+
+
+def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
+    """The try has failed, and the operator has not said yet whether there is another."""
+    reason = _last_words(own) or job.message or "its Ray job failed"
+    if job.failed + 1 < job.tries:
+        return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
+    return RunState.FAILED, reason
+
+
+def _failure(
+    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
+) -> str:
+    numbers = {
+        "active": job.spec.get("activeDeadlineSeconds", "?"),
+        "start": job.spec.get("preRunningDeadlineSeconds", "?"),
+    }
+    meaning = FAILURES.get(job.failure, job.failure or "it failed").format(**numbers)
+    said = _last_words(own)
+    if job.failure == "PreRunningDeadlineExceeded":
+        said = pods_in_trouble(job, pods, warnings, now)
+    elif job.failure not in ("DeadlineExceeded", "JobStatusCheckTimeoutExceeded"):
+        said = said or job.message
+    if said and job.failure in ("AppFailed", ""):
+        return said
+    return f"{meaning}: {said}" if said else meaning
+
+
+def _took_over(status: Status, job: JobView) -> bool:
+    """Whether somebody else has had the run since `job` was created."""
+    return (
+        status.owner.partition("#")[0] != job.name
+        and status.began > job.created
+        and (not job.live or status.state in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING))
+    )
+
+
+def _taken_over(status: Status, job: JobView) -> str:
+    reason = f"{status.owner} has taken the run over from {job.name}"
+    return f"{reason}: {status.reason}" if status.reason else reason
+
+
+# ----------------------------------------------------------------------------------------------------------------- pods
+
+
+def explain_pods(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> str:
+    """Why a RayJob's driver has not begun yet, as far as its pods say."""
+    mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+    trouble = pods_in_trouble(job, pods, warnings, now)
+    if trouble:
+        return trouble
+    if not any(pod.head for pod in mine):
+        return "its pods are about to be made"
+    if not any(pod.head and pod.ready for pod in mine):
+        return "the head pod starts"
+    wanted, ready = _count_workers(job, mine)
+    if ready < wanted:
+        return f"{_pods(wanted)} wanted, {ready} running; the others start"
+    return "its pods are ready; the driver is about to begin"
+
+
+def pods_in_trouble(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> str:
+    """What keeps pods from running, with the fix; empty when nothing seems to."""
+    mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+    fresh = [event for event in warnings if now - event.time < WARNING_FRESH_S]
+    head = next((pod for pod in mine if pod.head), None)
+    if head and (why := trouble_of(head, fresh)):
+        return f"the head pod cannot start: {why}"
+    refused = refused_pod(job, fresh)
+    if head is None:
+        return f"the head pod cannot be made: {refused.message}" if refused else ""
+    wanted, ready = _count_workers(job, mine)
+    whys = Counter(str(why) for pod in mine if not pod.head and (why := trouble_of(pod, fresh)))
+    if not whys and refused and len(mine) - 1 < wanted:
+        whys[f"a pod cannot be made: {refused.message}"] += 1
+    if not whys:
+        return ""
+    commonest, _ = whys.most_common(1)[0]
+    return f"{_pods(wanted)} wanted, {ready} running: {commonest}"
+
+
+def refused_pod(job: JobView, warnings: Sequence[WarningEvent]) -> WarningEvent | None:
+    """The newest warning that says why a pod of the RayJob was not even made: a quota, or a policy."""
+    return next(
+        (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
+    )
+
+
+def trouble_of(pod: PodView, warnings: Sequence[WarningEvent]) -> Trouble | None:
+    """What keeps a pod from running, by its own status or by warnings about it; None when nothing seems to."""
+    if pod.ready or pod.trouble:
+        return pod.trouble
+    for event in warnings:
+        if event.object == pod.name and event.reason not in NOISE:
+            kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
+            return Trouble(kind, f"{event.reason}: {event.message}")
+    return None
+
+
+def count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
+    """Worker pods of the training group that there are to be now, and those that run."""
+    return _count_workers(job, [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting])
+
+
+def _count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
+    workers = [pod for pod in pods if not pod.head and pod.group == job.training_group]
+    return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
+
+
+# ------------------------------------------------------------------------------------------------------------ sentences
+
+
+def _pods(count: int) -> str:
+    return f"{count} worker pod" if count == 1 else f"{count} worker pods"
+
+
+def _tries(job: JobView) -> str:
+    return f"try {max(job.failed, 1)} of {job.tries} failed"
+
+
+def _because(own: Status | None, job: JobView) -> str:
+    said = _last_words(own) or job.message or FAILURES.get(job.failure, "").partition(";")[0].partition(" (")[0]
+    return f": {said}" if said else ""
+
+
+def _last_words(own: Status | None) -> str:
+    return own.reason if own and own.state in (RunState.FAILED, RunState.LOST) else ""
+
+
+def _said_ended(own: Status) -> str:
+    return f"at step {own.step}" if own.state is RunState.SUCCEEDED else f"stopped at step {own.step}"
+
+
+def _at_work(own: Status) -> str:
+    if not own.world_size:
+        return "its driver has begun"
+    return "1 worker trains" if own.world_size == 1 else f"{own.world_size} workers train"
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,251 @@
+"""`sunspot audit`: proves which rows each epoch consumed, and that no checkpoint is damaged and no receipt missing.
+
+The rows are proved from the record of the steps that made the newest whole checkpoint. Every attempt that took a step
+owes a receipt, one that was superseded too; only versions that wrote none owe none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from app.errors import DamageError, NotFoundError
+from app.formatting import plural
+from app.run import Run
+from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
+from app.run.checkpoints import MANIFEST, classify, list_directories, read_back
+from app.run.history import read_audit, read_journal
+from app.run.incidents import find_gaps, read_receipts, without_receipts
+from submitter.output import print_json, print_table, warn
+
+if TYPE_CHECKING:
+    import pyarrow
+
+MOST_NAMED = 5
+"""Faults of one kind that are named one by one; the others are counted."""
+
+NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
+
+
+@dataclass(frozen=True)
+class Data:
+    """How an epoch is cut into optimizer steps, as `run.json` has it."""
+
+    rows: int
+    steps_per_epoch: int
+    batch: int
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch of a step, both from 1."""
+        return (step - 1) // self.steps_per_epoch + 1
+
+    def rows_of(self, step: int) -> int:
+        """How many rows a step consumes: the last of an epoch takes what is left, be it less or one more."""
+        before = (step - 1) % self.steps_per_epoch
+        return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch consumed."""
+
+    epoch: int
+    rows: int
+    missing: int
+    "Rows of the data that it did not consume; 0 while it is unfinished."
+    repeated: int
+    "Rows that it consumed again."
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a run's records prove of it, up to its newest whole checkpoint."""
+
+    step: int
+    "Of that checkpoint."
+    epochs: list[Epoch]
+    "Empty: its rows were not recorded."
+    wrong_rows: list[str]
+    "A line for each record of rows that cannot be right."
+    damaged: list[str]
+    "A line for each checkpoint that stands and is not whole."
+    gaps: list[str]
+    "A line for each receipt that is missing."
+    notes: list[str]
+    "What could not be proved, and why."
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that is off, besides rows that are missing or repeated."""
+        return [*self.wrong_rows, *self.damaged, *self.gaps]
+
+    @property
+    def verdict(self) -> str:
+        """What is off, in a sentence; empty when nothing is."""
+        missing, repeated = sum(e.missing for e in self.epochs), sum(e.repeated for e in self.epochs)
+        parts = []
+        if missing or repeated or self.wrong_rows:
+            parts.append(f"{missing} rows missing, {repeated} repeated, up to step {self.step}")
+        if self.damaged:
+            parts.append(f"{plural(len(self.damaged), 'checkpoint')} damaged")
+        if self.gaps:
+            parts.append(f"{plural(len(self.gaps), 'receipt')} missing")
+        return "; ".join(parts)
+
+
+def audit(run: Run, as_json: bool) -> None:
+    """Print what each epoch consumed up to the newest whole checkpoint.
+
+    Raises `DamageError` for rows, checkpoints or receipts that are off, and `NotFoundError` when no rows were recorded.
+    """
+    proof = prove(run)
+    if proof.epochs and as_json:
+        print_json([asdict(epoch) for epoch in proof.epochs])
+    elif proof.epochs:
+        print_epochs(proof)
+    conclude(run, proof)
+    if not proof.epochs:
+        raise NotFoundError(f"{run.location}: {NO_ROWS}")
+
+
+def prove(run: Run) -> Proof:
+    """Check all that a run has recorded of its rows, its receipts and its checkpoints, of which every byte is read.
+
+    Raises `NotFoundError` when there is no whole checkpoint, `DamageError` when what there is cannot be read.
+    """
+    # In this order: whoever committed what is listed had begun before, and is among the attempts.
+    directories = list_directories(run)
+    attempts = read_attempts(run)
+    spans = lineage(attempts)
+    counted, _, _ = classify(directories, spans)
+    checked = read_back(run, counted)
+    damaged = [f"{checkpoint.name}: damaged, {'; '.join(faults)}" for checkpoint, faults in checked if faults]
+    whole = [checkpoint for checkpoint, faults in checked if not faults]
+    if not whole:
+        for text in damaged:
+            warn(text)
+        error = DamageError if damaged else NotFoundError
+        raise error(f"{run.location}: no whole checkpoint, so there is no model whose rows could be proved")
+
+    step = whole[-1].step
+    epochs, wrong_rows = prove_rows(run, _cut(spans, step), step)
+    stepped = find_stepped(run, attempts, [name for name, files in directories.items() if MANIFEST in files])
+    gaps = find_gaps(attempts, read_receipts(read_journal(run, "events")), stepped)
+    old = without_receipts(attempts)
+    notes = []
+    if len(attempts) > 1 and old:
+        notes.append(
+            f"what interrupted the attempts {old[0]} to {old[-1]} is not proved: their version wrote no receipts"
+        )
+    return Proof(step, epochs, wrong_rows, damaged, gaps, notes)
+
+
+def print_epochs(proof: Proof) -> None:
+    """Print what each epoch consumed, for people."""
+    columns = ["epoch", "rows", "missing", "repeated"]
+    print_table(columns, [[e.epoch, e.rows, e.missing, e.repeated] for e in proof.epochs])
+
+
+def conclude(run: Run, proof: Proof) -> None:
+    """Name on stderr all that is off, and raise `DamageError` for it."""
+    for text in (*proof.notes, *proof.faults):
+        warn(text)
+    if proof.verdict:
+        raise DamageError(f"{run.location}: {proof.verdict}")
+
+
+def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
+    """The attempts that have left a trace of a step they took: in the metric history, or as a checkpoint.
+
+    What an attempt writes of the very step that it starts from, it has only evaluated.
+    """
+    traces = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics")]
+    traces += [(attempt_of(name), step_of(name)) for name in committed]
+    starts = {attempt.number: attempt.step for attempt in attempts}
+    return {attempt for attempt, step in traces if attempt in starts and step > starts[attempt]}
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
+    """What each epoch consumed up to step `end`, and a line for each record that cannot be right; none, if none is.
+
+    Raises `DamageError` for a record that cannot be read.
+    """
+    tables = [table for table in read_audit(run, spans) if len(table)]
+    if not tables:
+        return [], []
+    record = run.read_json("run.json")
+    data = Data(record["rows"], record["steps_per_epoch"], int(record["settings"]["SUNSPOT_GLOBAL_BATCH_SIZE"]))
+    wrong = [*find_strangers(tables, data), *find_wrong_steps(tables, data, end)]
+    return list(count_rows(tables, data, end)), wrong
+
+
+def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Epoch]:
+    """Count the rows of every epoch up to step `end`."""
+    import pyarrow
+    import pyarrow.compute as pc
+
+    # Epoch by epoch: a set of one epoch's rows stays in the cache, one of all (epoch, row) takes ten times as long.
+    consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, data.epoch_of(end) + 1)}
+    for table in tables:
+        of_row = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)
+        for epoch in pc.unique(of_row).to_pylist():
+            consumed[epoch] += table["row"].filter(pc.equal(of_row, epoch)).chunks
+    for epoch, chunks in consumed.items():
+        rows = pyarrow.chunked_array(chunks, pyarrow.int64())
+        known = rows.filter(_in_data(rows, data))
+        distinct = pc.count_distinct(known).as_py()
+        finished = epoch * data.steps_per_epoch <= end
+        yield Epoch(epoch, len(rows), data.rows - distinct if finished else 0, len(known) - distinct)
+
+
+def find_strangers(tables: list[pyarrow.Table], data: Data) -> list[str]:
+    """A line for each row that is not in the data."""
+    import pyarrow.compute as pc
+
+    strangers: list[tuple[int, int]] = []
+    for table in tables:
+        found = table.filter(pc.invert(_in_data(table["row"], data)))
+        strangers += zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True)
+    return _shorten(f"step {step}: row {row} is not one of 0..{data.rows - 1}" for step, row in strangers)
+
+
+def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[str]:
+    """A line for each step up to `end` that consumed another number of rows than it had to."""
+    import pyarrow
+
+    counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])
+    found = dict(zip(counted["step"].to_pylist(), counted["count_all"].to_pylist(), strict=True))
+    unrecorded = [step for step in range(1, end + 1) if step not in found]
+    wrong = [step for step in sorted(found) if found[step] != data.rows_of(step)]
+    return [
+        *_shorten(f"steps {first}..{last}: not recorded" for first, last in _ranges(unrecorded)),
+        *_shorten(f"step {step}: {found[step]} rows instead of {data.rows_of(step)}" for step in wrong),
+    ]
+
+
+def _cut(spans: list[Span], end: int) -> list[Span]:
+    """The spans up to step `end`."""
+    return [span._replace(upto=end if span.upto is None else min(span.upto, end)) for span in spans if span.after < end]
+
+
+def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
+    import pyarrow.compute as pc
+
+    return pc.and_(pc.greater_equal(rows, 0), pc.less(rows, data.rows))
+
+
+def _ranges(steps: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each stretch of consecutive steps."""
+    firsts = [step for step, before in zip(steps, [None, *steps], strict=False) if before != step - 1]
+    lasts = [step for step, behind in zip(steps, [*steps[1:], None], strict=False) if behind != step + 1]
+    return zip(firsts, lasts, strict=True)
+
+
+def _shorten(lines: Iterable[str]) -> list[str]:
+    named = list(lines)
+    more = len(named) - MOST_NAMED
+    return named if more <= 0 else [*named[:MOST_NAMED], f"and {more} more like it"]

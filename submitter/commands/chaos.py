@@ -1,0 +1,297 @@
+"""`sunspot chaos`: reclaims and kills parts of a live run on purpose, says what each blow cost, then audits the run."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from app.errors import ClusterError, GaveUpError, NotFoundError, SettingsError, StorageError
+from app.formatting import in_words, plural
+from app.run import Run
+from app.run.attempts import attempt_of, read_attempts
+from app.run.checkpoints import MANIFEST, list_directories
+from app.run.history import read_journal
+from app.run.incidents import Receipt, describe, read_receipts
+from app.run.status import RunState
+from submitter.cluster.api import Cluster, UnreachableError
+from submitter.cluster.views import PodView
+from submitter.cluster.watch import Outage, RunSnapshot, command_arguments, not_found_message, observe_run
+from submitter.commands.audit import NO_ROWS, conclude, print_epochs, prove
+from submitter.output import print_json_line, warn
+
+LOOK_EVERY_S = 2.0
+
+READY_WITHIN_S = 600.0
+"""How long a blow waits for a pod that it may hit: a cloud takes minutes to bring a node."""
+
+RECOVERED_WITHIN_S = 600.0
+"""How long a run may take to come back from the last blow, and to commit a checkpoint."""
+
+AT_ONCE_S = 1
+"""The grace period of a kill, the shortest there is: with 0, only the object goes at once, and kubelets give what runs
+in it a SIGTERM and its whole own grace period (kubernetes#120449), which is a notice."""
+
+
+class Kind(enum.StrEnum):
+    """What is done to a run."""
+
+    RECLAIM = "reclaim"
+    "The pod of a training worker is told to go, with its own grace period: what a cloud's notice comes to."
+    KILL = "kill"
+    "The pod of a training worker is ended at once."
+    HEAD = "head"
+    "The head's pod, and with it the driver, is ended at once."
+
+    @property
+    def verb(self) -> str:
+        return "reclaim" if self is Kind.RECLAIM else "kill"
+
+    @property
+    def victim(self) -> str:
+        return "head" if self is Kind.HEAD else "training worker"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The blows that a run is to take; its text completes "this would"."""
+
+    kinds: tuple[Kind, ...]
+    "Of each blow, in their order."
+    every_s: float
+    "From one blow to the next."
+    seed: int
+
+    def __str__(self) -> str:
+        parts = [f"{kind.verb} {plural(self.kinds.count(kind), kind.victim)}" for kind in Kind if kind in self.kinds]
+        apart = f", {self.every_s:g} s apart," if len(self.kinds) > 1 else ""
+        return f"{' and '.join(parts)}{apart}"
+
+
+@dataclass
+class Fault:
+    """A pod that was deleted."""
+
+    number: int
+    kind: Kind
+    pod: PodView
+    step: int
+    "The newest that the run's own processes had told of."
+    attempt: int
+    "The newest attempt when it fell: any later one is its consequence. No clocks are compared, as they may disagree."
+    receipt: Receipt | None = None
+
+
+def make_plan(kinds: Sequence[str], every_s: float, blows: int, seed: int | None) -> Plan:
+    """So many blows: each kind as often as any other, in random order. `kinds` are words or comma lists of them.
+
+    Raises `SettingsError` for a word that is none.
+    """
+    words = [word.strip() for text in kinds for word in text.split(",")]
+    unknown = [word for word in words if word not in list(Kind)]
+    if unknown:
+        raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(Kind)}")
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    order = [Kind(words[number % len(words)]) for number in range(blows)]
+    Random(seed).shuffle(order)
+    return Plan(tuple(order), every_s, seed)
+
+
+def chaos(cluster: Cluster | None, run: Run, plan: Plan, as_json: bool, without: str = "") -> None:
+    """Strike a live run as planned, wait until it has recovered, and audit it; ends early when the run does.
+
+    Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
+    checkpoints and receipts are audited. Raises `NotFoundError` when the run is not live, `ClusterError`, `GaveUpError`
+    when a pod or the recovery is waited for in vain, and `DamageError` when the audit finds a fault.
+    """
+    if cluster is None:
+        raise ClusterError(without)
+    storm = FaultInjector(cluster, run, as_json)
+    storm.refuse_unless_live()
+    storm.say({"event": "begin", "seed": plan.seed, "kinds": plan.kinds}, f"seed {plan.seed}: {', '.join(plan.kinds)}")
+    random = Random(plan.seed)
+    for number, kind in enumerate(plan.kinds, 1):
+        if number > 1:
+            storm.watch(plan.every_s)
+        if not storm.ended:
+            storm.strike(kind, random)
+    storm.watch_recovery()
+    if storm.ended:
+        about = f"the run has ended after {plural(len(storm.blows), 'blow')} of {len(plan.kinds)}: {storm.ended}"
+        storm.say({"event": "ended", "reason": storm.ended, "blows": len(storm.blows)}, about)
+
+    proof = prove(run)
+    if as_json:
+        epochs = [asdict(epoch) for epoch in proof.epochs]
+        print_json_line({"time": time.time(), "event": "audit", "epochs": epochs, "faults": proof.faults})
+    elif proof.epochs:
+        print_epochs(proof)
+    conclude(run, proof)
+    if not proof.epochs:
+        warn(f"checkpoints and receipts are in order; which rows were consumed is not proved: {NO_ROWS}")
+
+
+class FaultInjector:
+    """The blows that a run has taken so far, and what became of them."""
+
+    def __init__(self, cluster: Cluster, run: Run, as_json: bool) -> None:
+        self._cluster, self._run, self._as_json = cluster, run, as_json
+        self._outage = Outage(run)
+        self._step = 0
+        self._attempt = 0
+        self.blows: list[Fault] = []
+        self.ended = ""
+        "How the run has ended; empty while it lives."
+
+    def refuse_unless_live(self) -> None:
+        """Raise what keeps the run from being struck."""
+        seen = observe_run(self._cluster, self._run)
+        if seen.cluster_trouble:
+            raise ClusterError(seen.cluster_trouble)
+        if seen.storage_trouble:
+            raise StorageError(seen.storage_trouble)
+        if not seen.known:
+            raise NotFoundError(not_found_message(self._cluster, self._run, seen))
+        self._take_step(seen)
+        live = next((job for job in seen.jobs if job.live), None)
+        if not live or seen.verdict()[0].terminal:
+            state, reason = seen.verdict()
+            raise NotFoundError(f"{self._run.name} is not live but {state}: {reason}; submit it first")
+        if live.spec.get("clusterSelector"):
+            raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
+
+    def strike(self, kind: Kind, random: Random) -> None:
+        """Delete a pod of this kind as soon as one is ready, unless the run ends before."""
+        deadline, waiting = time.monotonic() + READY_WITHIN_S, False
+        while not (pod := self._delete_one(kind, random)):
+            if not waiting:
+                warn(f"waiting for a ready {kind.victim}")
+                waiting = True
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self._run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so blow "
+                    f"{len(self.blows) + 1} did not fall; "
+                    f"`sunspot status {command_arguments(self._cluster, self._run)}` says why"
+                )
+            self.watch(LOOK_EVERY_S)
+            if self.ended:
+                return
+        blow = Fault(len(self.blows) + 1, kind, pod, self._step, self._newest_attempt())
+        self.blows.append(blow)
+        self.say(
+            {"event": "blow", "blow": blow.number, "kind": kind, "pod": pod.name, "node": pod.node, "step": blow.step},
+            f"blow {blow.number}: {kind}, {pod.name} on {pod.node}, at step {blow.step}",
+        )
+
+    def watch(self, seconds: float) -> None:
+        """Let time pass, telling of receipts as they appear; less of it when the run ends."""
+        until = time.monotonic() + seconds
+        while not self.ended and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_EVERY_S))
+            self._look()
+
+    def watch_recovery(self) -> None:
+        """Return when the run has come back from every blow and has committed a checkpoint since, or has ended."""
+        deadline, told = time.monotonic() + RECOVERED_WITHIN_S, ""
+        while not self.ended and (missing := self._find_missing()):
+            if missing != told:
+                warn(f"waiting for {missing}")
+                told = missing
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self._run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
+                    f"It goes on; `sunspot audit {command_arguments(None, self._run)}` audits it"
+                )
+            self.watch(LOOK_EVERY_S)
+
+    def say(self, record: dict[str, Any], text: str) -> None:
+        """Print one line on stdout, for people or as JSON."""
+        if self._as_json:
+            print_json_line({"time": time.time(), **record})
+        else:
+            print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+    def _delete_one(self, kind: Kind, random: Random) -> PodView | None:
+        """The pod that was deleted; None when none is ready, or the API server is out of reach."""
+        try:
+            pods = find_pods(self._cluster, self._run, kind)
+            if not pods:
+                return None
+            pod = random.choice(pods)
+            self._cluster.delete_pod(pod, None if kind is Kind.RECLAIM else AT_ONCE_S)
+            return pod
+        except UnreachableError as error:
+            warn(str(error))
+            return None
+
+    def _look(self) -> None:
+        """Take notice of all that is new."""
+        seen = observe_run(self._cluster, self._run)
+        self._outage.note(seen)
+        self._take_step(seen)
+        self._take_receipts()
+        state, reason = seen.verdict()
+        # Without the cluster's word, a failure may be followed by another try.
+        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not seen.cluster_trouble):
+            self.ended = f"{state}, {reason}"
+
+    def _take_step(self, seen: RunSnapshot) -> None:
+        if seen.status:
+            self._step = seen.status.step
+
+    def _take_receipts(self) -> None:
+        """Tell of each receipt for a blow that has none yet; storage that is away is asked again later."""
+        if all(blow.receipt for blow in self.blows):
+            return
+        try:
+            receipts = read_receipts(read_journal(self._run, "events"))
+        except StorageError:
+            return
+        for receipt in receipts:
+            blows = [blow for blow in self.blows if not blow.receipt and blow.attempt < receipt.attempt]
+            for blow in blows:
+                blow.receipt = receipt
+            if blows:
+                numbers = [blow.number for blow in blows]
+                times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
+                self.say(
+                    {**receipt.record(), "blows": numbers, **times},
+                    f"recovered from {'blow' if len(numbers) == 1 else 'blows'} {', '.join(map(str, numbers))}: "
+                    f"{describe(receipt)}",
+                )
+
+    def _newest_attempt(self) -> int:
+        try:
+            self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self._run)), 0)
+        except StorageError as error:
+            warn(str(error))
+        return self._attempt
+
+    def _find_missing(self) -> str:
+        """What is to come before the run has recovered from the last blow."""
+        last = self.blows[-1]
+        if not last.receipt:
+            return f"the receipt of blow {last.number}"
+        try:
+            names = [name for name, files in list_directories(self._run).items() if MANIFEST in files]
+        except StorageError:
+            names = []
+        committed = any(attempt_of(name) > last.attempt for name in names)
+        return "" if committed else f"a checkpoint after blow {last.number}"
+
+
+def find_pods(cluster: Cluster, run: Run, kind: Kind) -> list[PodView]:
+    """The pods that a blow of this kind may hit now: ready, and of the RayCluster of the run's newest live RayJob."""
+    jobs, _ = cluster.list_jobs(run.name)
+    live = next((job for job in jobs if job.live), None)
+    if not live:
+        return []
+    ready = [pod for pod in cluster.list_pods([live]) if pod.ready and not pod.deleting]
+    if kind is Kind.HEAD:
+        return [pod for pod in ready if pod.head]
+    workers = [pod for pod in ready if not pod.head and pod.group == live.training_group]
+    return sorted(workers, key=lambda pod: pod.name)

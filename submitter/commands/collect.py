@@ -1,0 +1,147 @@
+"""`sunspot checkpoints gc`: what of a run's checkpoints is of no use any more, and its removal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from app.errors import ConflictError, StorageError, SupersededError
+from app.formatting import as_bytes, in_words
+from app.run import Run
+from app.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, step_of
+from app.run.checkpoints import (
+    MANIFEST,
+    by_step,
+    check_listed,
+    delete_checkpoint,
+    expired,
+    find_newest_good,
+    leads_to_newest,
+    list_directories,
+    retention,
+)
+from app.run.status import RunState
+from submitter.output import print_json, print_table, warn
+from submitter.runs import read_state
+
+ABANDONED_S = 24 * 3600
+"""What a process that may still live has begun is left alone until it has not been touched for this long. In S3 a file
+shows only when it is complete: no single one takes a day, nor does a commit that storage keeps refusing."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something to remove, and why."""
+
+    name: str
+    "Of the checkpoint, or key of the object whose upload was never finished."
+    bytes: int
+    why: str
+    remove: Callable[[], None]
+
+
+def collect(run: Run, keep: int | None, really: bool, as_json: bool) -> None:
+    """Print what is of no use, and with `really` remove it; `keep` stands in for CHECKPOINTS_TO_KEEP.
+
+    The newest good checkpoint, every byte of which is read first, is never among it. Raises `ConflictError` when
+    another process takes the run over meanwhile.
+    """
+    removals = list(plan(run, keep, time.time()))
+    removed: list[Removal] = []
+    try:
+        if really:
+            for removal in removals:
+                removal.remove()
+                removed.append(removal)
+    finally:
+        _print(removals, removed, really, as_json)
+
+
+def plan(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
+    """What is of no use in the run, at the moment `now` (seconds since the epoch)."""
+    yield from _plan_checkpoints(run, keep, now)
+    try:
+        unfinished = run.storage.list_unfinished(run.name)
+    except StorageError as error:  # some servers know no such listing, some users may not see it
+        warn(f"unfinished uploads are not looked for: {error}")
+        return
+    for upload in unfinished:
+        age = now - upload.modified
+        if age > ABANDONED_S:
+            why = f"upload begun {in_words(age)} ago and never finished"
+            yield Removal(upload.key, upload.size, why, lambda upload=upload: run.storage.discard(upload))  # type: ignore[misc]
+
+
+def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
+    # In this order: whoever committed what is listed had begun before, and is among the attempts.
+    directories = list_directories(run)
+    attempts = read_attempts(run)
+    ended = read_state(run)[0] in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
+    newest, passed_over = find_newest_good(run, attempts)
+    if newest is None:
+        if directories:
+            warn("no checkpoint is whole, so none is removed: what is left may be all there is")
+        return
+
+    def removal(name: str, why: str) -> Removal:
+        size = sum(entry.size for entry in directories[name].values())
+
+        def remove() -> None:
+            try:
+                ensure_owner(run, attempts[-1])
+            except SupersededError as error:
+                raise ConflictError(f"{run.location}: a new attempt has begun meanwhile; look again") from error
+            delete_checkpoint(run, name)
+
+        return Removal(name, size, why, remove)
+
+    spans = lineage(attempts)
+    faults = dict(text.split(": ", 1) for text in passed_over)
+    counted = []
+    for name in by_step(directories):
+        files, number = directories[name], attempt_of(name)
+        if number > attempts[-1].number:
+            continue
+        if MANIFEST not in files:
+            age = now - max(entry.modified for entry in files.values())
+            if number < attempts[-1].number:
+                yield removal(name, "incomplete, and its attempt is superseded")
+            elif ended:
+                yield removal(name, "incomplete, and the run has ended")
+            elif age > ABANDONED_S:
+                yield removal(name, f"incomplete, and untouched for {in_words(age)}")
+        elif not leads_to_newest(name, spans):
+            yield removal(name, "of a superseded attempt: it does not lead to the newest one")
+        elif step_of(name) > newest.step:
+            if name in faults:
+                yield removal(name, faults[name])
+        else:
+            counted.append(name)
+
+    checked = check_listed(run, counted, directories)
+    whole = [checkpoint for checkpoint, wrong in checked if not wrong or checkpoint.name == newest.name]
+    for checkpoint, wrong in checked:
+        if checkpoint not in whole:
+            yield removal(checkpoint.name, f"damaged, {'; '.join(wrong)}")
+    kept, metric, order = retention(attempts)
+    kept = keep or kept
+    for checkpoint in expired(whole, kept, metric, order):
+        if checkpoint.name != newest.name:
+            yield removal(checkpoint.name, f"neither the newest nor among the best {kept} by {metric} ({order})")
+
+
+def _print(removals: list[Removal], removed: list[Removal], really: bool, as_json: bool) -> None:
+    if as_json:
+        print_json([{"name": r.name, "bytes": r.bytes, "why": r.why, "removed": r in removed} for r in removals])
+        return
+    done = removed if really else removals
+    if done:
+        print_table(["name", "bytes", "why"], [[r.name, r.bytes, r.why] for r in done])
+    size = as_bytes(sum(r.bytes for r in done))
+    if not removals:
+        print("nothing to remove")
+    elif really:
+        print(f"removed {len(removed)} of {len(removals)}: {size} freed")
+    else:
+        print(f"{len(removals)} to remove: {size}; --yes removes them")

@@ -1,0 +1,116 @@
+"""`sunspot dashboard`: the Ray dashboard of a live run on a port of this machine, its token added on the way."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import threading
+import time
+from typing import Any
+
+from app.errors import ClusterError, NotFoundError, StorageError
+from app.run import Run
+from submitter.cluster.api import Cluster, RefusedError, UnreachableError
+from submitter.cluster.forward import LocalPort
+from submitter.cluster.views import pod_view
+from submitter.cluster.watch import command_arguments, not_found_message, observe_run
+from submitter.output import print_json_line, warn
+
+PORT = 8265
+"""Ray's own, on the head."""
+
+LOOK_EVERY_S = 3.0
+"""How soon a head that went away is noticed."""
+
+
+def show(cluster: Cluster | None, run: Run, port: int, as_json: bool, without: str = "") -> None:
+    """Forward the dashboard until Ctrl-C, and say where it is.
+
+    Raises `NotFoundError` when the run has no head, or none any more, `ClusterError` when the API server refuses, and
+    `SettingsError` when the port is taken.
+    """
+    if cluster is None:
+        raise ClusterError(without)
+    head = _find_head(cluster, run)
+    name = head["metadata"]["name"]
+    token, doubt = _read_token(cluster, head)
+    cluster.dial(name, PORT).close()  # what it refuses, it refuses now
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with LocalPort(port, lambda: cluster.dial(name, PORT), headers) as local:
+        threading.Thread(target=local.serve_forever, daemon=True).start()
+        try:
+            if as_json:
+                print_json_line({"run": run.name, "url": local.url, "pod": name, "token_added": bool(token)})
+            else:
+                print(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
+            if token:
+                warn("its token is added to every request, so all who use this machine can use it, until Ctrl-C")
+            if doubt:
+                warn(doubt)
+            _watch(cluster, run, head)
+        except KeyboardInterrupt:
+            warn("")
+        finally:
+            local.shutdown()
+
+
+def _find_head(cluster: Cluster, run: Run) -> dict[str, Any]:
+    """The pod of the run's newest head that is ready."""
+    for job in cluster.list_jobs(run.name)[0]:
+        ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
+        if ready and (found := cluster.find("pod", ready[0].name)):
+            return found
+    seen = observe_run(cluster, run)
+    if not seen.known and seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    if not seen.known:
+        raise NotFoundError(not_found_message(cluster, run, seen))
+    state, reason = seen.verdict()
+    raise NotFoundError(
+        f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; "
+        f"`sunspot report {command_arguments(None, run)}` shows what is in storage"
+    )
+
+
+def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
+    """The token that the head wants, and what hinders its reading; both empty where it wants none."""
+    environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
+    variable = environment.get("RAY_AUTH_TOKEN", {})
+    if "value" in variable:
+        return str(variable["value"]), ""
+    source = variable.get("valueFrom", {}).get("secretKeyRef")
+    if not source:
+        return "", ""
+    why = f"there is no such Secret in namespace {cluster.namespace}"
+    try:
+        secret = cluster.find("Secret", source["name"])
+        if secret:
+            return base64.b64decode(secret["data"][source["key"]]).decode(), ""
+    except (RefusedError, KeyError, ValueError) as error:
+        why = str(error)
+    return (
+        "",
+        f"the dashboard will ask for its token, {source['key']} of Secret {source['name']}, unreadable here: {why}",
+    )
+
+
+def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:
+    """Return never; raises `NotFoundError` when the head has gone."""
+    name, away = head["metadata"]["name"], False
+    while True:
+        time.sleep(LOOK_EVERY_S)
+        try:
+            now = cluster.find("pod", name)
+        except UnreachableError as error:
+            if not away:
+                warn(f"still forwarding, as far as that goes: {error}")
+            away = True
+            continue
+        away = False
+        same = now is not None and now["metadata"].get("uid") == head["metadata"].get("uid")
+        if now is None or not same or pod_view(now).deleting or now.get("status", {}).get("phase") != "Running":
+            why = ""
+            with contextlib.suppress(ClusterError, StorageError):
+                state, reason = observe_run(cluster, run).verdict()
+                why = f"; {run.name} is {state}, {reason}"
+            raise NotFoundError(f"the head {name} is gone, and its dashboard with it{why}")

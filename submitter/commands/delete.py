@@ -1,0 +1,369 @@
+"""`sunspot delete`: shows what there is of a run, asks, and removes it from the cluster and from storage.
+
+A mark is put down first and goes last (`app.run.status`): interrupted anywhere in between, the run is shown as
+being deleted, nothing trains it, and the same command goes on. What a process that still lives writes meanwhile is
+removed too, or told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError, SunspotError
+from app.formatting import as_bytes, in_words, plural
+from app.run import Run, copies_of
+from app.run.checkpoints import MANIFEST, NAME
+from app.run.search import read_results
+from app.run.status import MARK, clear_deletion, mark_deletion
+from app.settings import PREFIX
+from app.storage.base import Entry, Unfinished
+from submitter.cluster.api import Cluster
+from submitter.cluster.views import JobView, PodView
+from submitter.cluster.watch import (
+    GONE_WITHIN_S,
+    STORAGE_PATH,
+    RunSnapshot,
+    await_gone,
+    command_arguments,
+    not_found_message,
+    observe_run,
+)
+from submitter.manifest.render import settings_of
+from submitter.output import print_json, print_table, warn
+
+MOST_ROUNDS = 3
+"""How often what was written meanwhile is removed too: who writes then still is no straggler."""
+
+MOST_NAMED = 3
+"""Objects that are named when some came back."""
+
+RECORDS = ("run.json", "status.json", "submissions")
+"""What a run is known by: it goes last."""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """All there is of a run."""
+
+    run: Run
+    seen: RunSnapshot
+    entries: tuple[Entry, ...]
+    "Every object of it in storage, without the mark."
+    unfinished: tuple[Unfinished, ...]
+    copies: tuple[Path, ...]
+    "Files in this machine's shared memory, which a failed run leaves for its next start."
+    dataset: str
+    "Where its rows come from; empty: from no place of the user's."
+    trials: tuple[str, ...] = ()
+    "Of a search: the runs that are its trials."
+
+    @property
+    def jobs(self) -> tuple[JobView, ...]:
+        return self.seen.jobs
+
+    @property
+    def pods(self) -> list[PodView]:
+        """Those that go with the RayJobs: a cluster that was borrowed stays."""
+        own = {job.cluster for job in self.jobs if not is_borrowed(job)}
+        return [pod for pod in self.seen.pods if pod.cluster in own]
+
+    @property
+    def not_submitted(self) -> list[str]:
+        """RayJobs that somebody else applied."""
+        manifests = {entry.key.rpartition("/")[2].partition("-")[2] for entry in self.entries}
+        return [job.name for job in self.jobs if f"{job.name}.yaml" not in manifests]
+
+    @property
+    def files(self) -> int:
+        return len(self.entries)
+
+    @property
+    def bytes(self) -> int:
+        """In storage, and in this machine's memory."""
+        stored = sum(entry.size for entry in self.entries) + sum(upload.size for upload in self.unfinished)
+        return stored + sum(path.stat().st_size for path in self.copies if path.exists())
+
+    @property
+    def takes_dataset(self) -> bool:
+        """Whether the dataset lies in the run's own folder."""
+        return bool(self.dataset) and f"{self.dataset}/".startswith(f"{self.run.location}/")
+
+
+def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, without: str = "") -> None:
+    """Print all there is of the run and, with `yes` or when the user at the terminal agrees, remove it.
+
+    Raises `NotFoundError` when nothing is there, `ConflictError` when the run is live or something goes on writing it,
+    `GaveUpError` when its pods do not go, `ClusterError` and `StorageError`; what is left then is said on stderr.
+    """
+    remains = find_remains(cluster, run, without)
+    if not as_json:
+        _print(cluster, remains)
+    if kept := remains.not_submitted:
+        warn(
+            f"{', '.join(kept)} did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out there "
+            "first, or it is made again, and the run begins anew"
+        )
+    if not yes:
+        if as_json or not _ask(run):
+            _conclude(remains, remains, False, as_json)
+            return
+        remains = find_remains(cluster, run, without)  # whoever was asked may have taken an hour
+    try:
+        _remove(cluster, remains)
+    except (SunspotError, KeyboardInterrupt):
+        left = _find_left(cluster, run, without)
+        if as_json:
+            _conclude(remains, left, False, as_json)
+        what = _sum_up(left) if left else "what cannot be listed now"
+        warn(f"{run.name} is half-deleted; left: {what}. `sunspot delete {command_arguments(cluster, run)}` goes on")
+        raise
+    _conclude(remains, None, True, as_json)
+    if run.storage.keeps_versions():
+        warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
+
+
+def find_remains(cluster: Cluster | None, run: Run, without: str = "") -> Remains:
+    """All there is of a run that may be deleted.
+
+    Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live, `ClusterError` and
+    `StorageError` when that cannot be seen.
+    """
+    seen = observe_run(cluster, run, without, lambda job: keeps_in(job, run))
+    if seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    if cluster and seen.cluster_trouble:
+        raise ClusterError(
+            f"{seen.cluster_trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
+            "KUBECONFIG=/dev/null deletes what is in storage"
+        )
+    if not seen.known:
+        raise NotFoundError(not_found_message(cluster, run, seen))
+    state, reason = seen.verdict()
+    going = bool(seen.job and seen.job.deleting)
+    if any(job.live for job in seen.jobs) or not (state.terminal or going):
+        unseen = f" (the cluster was not asked: {seen.cluster_trouble})" if seen.cluster_trouble else ""
+        raise ConflictError(
+            f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; "
+            f"`sunspot stop {command_arguments(cluster, run)}` saves and ends it, then delete it"
+        )
+    entries = tuple(_list(run))
+    copies = tuple(path for path in copies_of(run.location).rglob("*") if path.is_file())
+    results = read_results(run)
+    trials = tuple(trial.run for trial in results.trials) if results else ()
+    return Remains(run, seen, entries, tuple(_list_unfinished(run)), copies, _find_dataset(run, entries), trials)
+
+
+def keeps_in(job: JobView, run: Run) -> bool:
+    """Whether a RayJob is of this very run: another storage may have one of the same name."""
+    path = settings_of(job.raw).get(STORAGE_PATH)
+    return path is None or path.rstrip("/") == run.storage.locate("").rstrip("/")
+
+
+def is_borrowed(job: JobView) -> bool:
+    """Whether it runs in a RayCluster that is not its own."""
+    return bool(job.spec.get("clusterSelector"))
+
+
+def in_order(run: Run, keys: Sequence[str]) -> list[list[str]]:
+    """Keys of a run's objects in the order in which they go, those of a group together.
+
+    Attempts first: whoever still trains the run commits nothing any more. Then manifests, as a checkpoint without one
+    is none; at the end what the run is known by.
+    """
+    attempts: list[str] = []
+    manifests: list[str] = []
+    rest: list[str] = []
+    records: list[str] = []
+    for key in keys:
+        top = key.removeprefix(run.key("")).partition("/")[0]
+        if top == "attempts":
+            attempts.append(key)
+        elif top in RECORDS:
+            records.append(key)
+        elif key.endswith(f"/{MANIFEST}"):
+            manifests.append(key)
+        else:
+            rest.append(key)
+    return [group for group in (attempts, manifests, rest, records) if group]
+
+
+# ------------------------------------------------------------------------------------------------------------- removing
+
+
+def _remove(cluster: Cluster | None, remains: Remains) -> None:
+    run = remains.run
+    mark_deletion(run, f"{getpass.getuser()}@{socket.gethostname()}")
+    if cluster and remains.jobs:
+        for job in remains.jobs:
+            cluster.delete_job(job)
+        warn(f"waiting until {plural(len(remains.jobs), 'RayJob')} and the pods are gone")
+        if not await_gone(cluster, remains.jobs, GONE_WITHIN_S):
+            raise GaveUpError(
+                f"{remains.jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}; nothing was "
+                "removed from storage, which they may still write"
+            )
+    _empty(run)
+    shutil.rmtree(copies_of(run.location), ignore_errors=True)
+    clear_deletion(run)
+    run.storage.delete_folders(run.name)
+    _refuse_if_back(run, run.storage.list(run.name))
+
+
+def _empty(run: Run) -> None:
+    """Remove every object of the run but the mark, and what was written meanwhile."""
+    left = _list(run)
+    for _ in range(MOST_ROUNDS):
+        for upload in _list_unfinished(run):
+            run.storage.discard(upload)
+        for group in in_order(run, [entry.key for entry in left]):
+            run.storage.delete_many(group)
+        left = _list(run)
+        if not left:
+            return
+    _refuse_if_back(run, left)
+
+
+def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
+    if entries:
+        names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MOST_NAMED])
+        raise ConflictError(
+            f"{run.location}: something goes on writing it ({names}); a process of the run still lives somewhere. It "
+            "can commit no checkpoint any more; end it, and delete again"
+        )
+
+
+def _list(run: Run) -> list[Entry]:
+    return [entry for entry in run.storage.list(run.name) if entry.key != run.key(MARK)]
+
+
+def _list_unfinished(run: Run) -> Sequence[Unfinished]:
+    try:
+        return run.storage.list_unfinished(run.name)
+    except StorageError as error:  # some servers know no such listing, some users may not see it
+        warn(f"unfinished uploads are not looked for: {error}")
+        return ()
+
+
+def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
+    if run.key("run.json") not in {entry.key for entry in entries}:
+        return ""
+    with contextlib.suppress(NotFoundError, ValueError, KeyError, TypeError):
+        dataset = str(run.read_json("run.json")["settings"][PREFIX + "DATASET"])
+        return dataset.rstrip("/") if "/" in dataset else ""
+    return ""
+
+
+def _find_left(cluster: Cluster | None, run: Run, without: str) -> Remains | None:
+    """What is left of a run that could not be removed; None when that cannot be seen."""
+    with contextlib.suppress(SunspotError):
+        seen = observe_run(cluster, run, without, lambda job: keeps_in(job, run))
+        entries = tuple(run.storage.list(run.name))
+        return Remains(run, seen, entries, tuple(_list_unfinished(run)), (), "")
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- showing
+
+
+def _ask(run: Run) -> bool:
+    """Whether the user at the terminal wants it; without a terminal, nobody does."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(f"remove all of it, for ever? y or {run.name}: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip() in ("y", "yes", run.name)
+
+
+def _print(cluster: Cluster | None, remains: Remains) -> None:
+    run, (state, reason) = remains.run, remains.seen.verdict()
+    print(f"{run.name}: {state}, {reason}")
+    objects = [[thing["kind"], thing["name"], ""] for thing in _objects(remains)]
+    stored = [[kind["kind"], _count(kind), as_bytes(kind["bytes"])] for kind in _kinds(remains)]
+    print_table(["what", "which", "size"], objects + stored)
+    if cluster and objects:
+        print(f"in namespace {cluster.namespace} of {cluster.server}, and in {run.location}")
+    else:
+        print(f"in {run.location}")
+    if remains.seen.cluster_trouble:
+        warn(f"only what is in storage: {remains.seen.cluster_trouble}")
+    if remains.takes_dataset:
+        print(f"the dataset {remains.dataset} lies in the run, and goes with it")
+    elif remains.dataset:
+        print(f"the dataset {remains.dataset} is not touched: no run makes its dataset")
+    if trials := remains.trials:
+        print(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
+
+
+def _count(kind: dict[str, Any]) -> str:
+    files = plural(kind["files"], "file")
+    return f"{kind['checkpoints']}, in {files}" if "checkpoints" in kind else files
+
+
+def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bool) -> None:
+    """Print what became of it; `left` is what is there now."""
+    if as_json:
+        print_json(
+            {
+                "run": remains.run.name,
+                "removed": removed,
+                "storage": remains.run.location,
+                "objects": _objects(remains),
+                "files": remains.files,
+                "bytes": remains.bytes,
+                "kinds": _kinds(remains),
+                "dataset": remains.dataset or None,
+                "dataset_removed": removed and remains.takes_dataset,
+                "trials_kept": list(remains.trials),
+                "left": {"objects": _objects(left), "files": left.files, "bytes": left.bytes} if left else None,
+            }
+        )
+    elif removed:
+        print(f"removed: {_sum_up(remains)}")
+    else:
+        print(f"nothing was removed: {_sum_up(remains)}; --yes removes it")
+
+
+def _sum_up(remains: Remains) -> str:
+    jobs, pods = len(remains.jobs), len(remains.pods)
+    parts = [plural(jobs, "RayJob") + (f" with {plural(pods, 'pod')}" if pods else "")] if jobs else []
+    parts.append(f"{plural(remains.files, 'file')}, {as_bytes(remains.bytes)}")
+    return "; ".join(parts)
+
+
+def _objects(remains: Remains) -> list[dict[str, str]]:
+    """What Kubernetes has of the run: RayJobs, and what goes with them."""
+    found = [{"kind": "RayJob", "name": job.name} for job in remains.jobs]
+    clusters = dict.fromkeys(pod.cluster for pod in remains.pods)  # with their Services and the Secret of their token
+    found += [{"kind": "RayCluster", "name": name} for name in clusters]
+    return found + [{"kind": "Pod", "name": pod.name} for pod in remains.pods]
+
+
+def _kinds(remains: Remains) -> list[dict[str, Any]]:
+    """What lies in storage and in memory, by kind: the run's folders, and what lies beside them."""
+    run = remains.run
+    groups: dict[str, list[Entry]] = {}
+    for entry in remains.entries:
+        top, slash, _ = entry.key.removeprefix(run.key("")).partition("/")
+        groups.setdefault(top if slash else "records", []).append(entry)
+    found = [
+        {"kind": kind, "files": len(entries), "bytes": sum(entry.size for entry in entries)}
+        for kind, entries in sorted(groups.items())
+    ]
+    for kind in found:
+        if kind["kind"] == "checkpoints":
+            names = {entry.key.split("/")[2] for entry in groups["checkpoints"] if entry.key.count("/") > 2}
+            kind["checkpoints"] = sum(bool(NAME.fullmatch(name)) for name in names)
+    for name, sizes in (
+        ("unfinished uploads", [upload.size for upload in remains.unfinished]),
+        ("copies in this machine's memory", [path.stat().st_size for path in remains.copies if path.exists()]),
+    ):
+        if sizes:
+            found.append({"kind": name, "files": len(sizes), "bytes": sum(sizes)})
+    return found

@@ -1,0 +1,177 @@
+"""`sunspot checkpoints get`: a checkpoint in a directory, every byte as the manifest says; interrupted, it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from app.errors import DamageError, NotFoundError, SettingsError, StorageError
+from app.formatting import as_bytes
+from app.run import Run
+from app.run.checkpoints import MANIFEST, Checkpoint, choose
+from app.storage.base import CHUNK
+from submitter.output import print_json, warn
+
+FILES_AT_ONCE = 4
+
+TRIES = 4
+"""Times that one file is begun, or gone on with after storage broke off."""
+
+PART = ".part"
+"""What the name of an unfinished file ends in."""
+
+
+def get(run: Run, which: str, output: str | None, as_json: bool) -> None:
+    """Download the checkpoint called `which`, or the 'newest' or the 'best' whole one, into the directory `output`.
+
+    Files that are there already and whole are kept, and those begun are gone on with; `manifest.json` comes last.
+    Raises `NotFoundError` when there is none, `DamageError`, and `SettingsError` for a directory of something else.
+    """
+    checkpoint = choose(run, which, warn)
+    if checkpoint.damage:
+        raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
+    _refuse_if_cut(run, checkpoint)
+    directory = Path(output or checkpoint.name).absolute()
+    with _disk_errors():
+        manifest = _begin(run, checkpoint, directory)
+        kept = _fetch_all(run, checkpoint, directory)
+        os.replace(manifest, directory / MANIFEST)
+    if as_json:
+        print_json(
+            {
+                "name": checkpoint.name,
+                "step": checkpoint.step,
+                "directory": str(directory),
+                "files": sorted(checkpoint.files),
+                "bytes": checkpoint.bytes,
+                "kept": kept,
+            }
+        )
+    else:
+        were_there = f", {len(kept)} of them were there already" if kept else ""
+        count = len(checkpoint.files)
+        files = f"{count} file{'' if count == 1 else 's'}{were_there}"
+        print(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
+
+
+def _refuse_if_cut(run: Run, checkpoint: Checkpoint) -> None:
+    """Raise `DamageError` for a file that is missing or has another size, before anything is fetched."""
+    there = {entry.key: entry.size for entry in run.storage.list(run.key("checkpoints", checkpoint.name))}
+    for file, expected in checkpoint.files.items():
+        size = there.get(run.key("checkpoints", checkpoint.name, file))
+        if size != expected["size"]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {expected['size']}"
+            raise DamageError(f"{checkpoint.name}: {file} {found}")
+
+
+def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
+    """Make the directory and mark it as this checkpoint's, by its manifest under a name that counts for nothing yet."""
+    content = run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST))
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = directory / (MANIFEST + PART)
+    if any(directory.iterdir()):
+        known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
+        if content not in known:
+            raise SettingsError(
+                f"{directory} is not empty, and holds no download of {checkpoint.name}; choose another --output"
+            )
+    mark.write_bytes(content)
+    return mark
+
+
+def _fetch_all(run: Run, checkpoint: Checkpoint, directory: Path) -> list[str]:
+    """Fetch the files, a few at once; returns those that were there already."""
+    given_up = threading.Event()
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
+        fetched = {
+            file: pool.submit(_fetch, run, checkpoint, file, _inside(directory, file), given_up)
+            for file in checkpoint.files
+        }
+        try:
+            return [file for file, was_there in fetched.items() if was_there.result()]
+        except BaseException:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _inside(directory: Path, file: str) -> Path:
+    path = (directory / file).resolve()
+    if not path.is_relative_to(directory.resolve()) or path.name == MANIFEST:
+        raise DamageError(f"{MANIFEST} lists {file}, which no checkpoint has")
+    return path
+
+
+def _fetch(run: Run, checkpoint: Checkpoint, file: str, target: Path, given_up: threading.Event) -> bool:
+    """Fetch one file; True when it was there already."""
+    key, expected = run.key("checkpoints", checkpoint.name, file), checkpoint.files[file]
+    wanted = (expected["size"], expected["sha256"])
+    if target.is_file() and target.stat().st_size == wanted[0] and (wanted[0], _hash(target).hexdigest()) == wanted:
+        return True
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + PART)
+    failure: Exception | None = None
+    for _ in range(TRIES):
+        try:
+            began, size, sha256 = _go_on(run, key, part, wanted[0], given_up)
+        except NotFoundError as error:
+            if run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST)):
+                raise DamageError(f"{checkpoint.name}: {file} is missing") from error
+            raise NotFoundError(f"{checkpoint.name}: deleted meanwhile") from error
+        except StorageError as error:
+            failure = error
+            continue
+        if given_up.is_set():
+            return False  # nobody waits for it, and what came is kept
+        if (size, sha256) == wanted:
+            os.replace(part, target)
+            return False
+        part.unlink()
+        failure = DamageError(
+            f"{run.storage.locate(key)}: {size} bytes with SHA-256 {sha256[:12]}... came, instead of {wanted[0]} with "
+            f"{wanted[1][:12]}..."
+        )
+        if not began:  # else the part that was there may have been of something else
+            break
+    assert failure
+    raise failure
+
+
+def _go_on(run: Run, key: str, part: Path, size: int, given_up: threading.Event) -> tuple[int, int, str]:
+    """Fetch what `part` lacks. Returns its size before, its size now, and the SHA-256 of the whole."""
+    sha, began = hashlib.sha256(), part.stat().st_size if part.is_file() else 0
+    if began > size:
+        part.unlink()
+        began = 0
+    if began:
+        sha = _hash(part)
+    now = began
+    with open(part, "ab") as sink:
+        if now < size:
+            with run.storage.open(key, began) as source:
+                while not given_up.is_set() and (chunk := source.read(CHUNK)):
+                    sink.write(chunk)
+                    sha.update(chunk)
+                    now += len(chunk)
+    return began, now, sha.hexdigest()
+
+
+def _hash(path: Path) -> Any:
+    with open(path, "rb") as source:
+        return hashlib.file_digest(source, "sha256")
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or 'the directory'}: cannot be written: {error.strerror or error}"
+        ) from error

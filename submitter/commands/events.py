@@ -1,0 +1,75 @@
+"""`sunspot events`: what happened to a run besides training, and each start of its workers."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from app.errors import NotFoundError
+from app.formatting import as_time, plural
+from app.run import Run
+from app.run.attempts import Attempt, read_attempts
+from app.run.history import read_journal
+from app.run.incidents import TIER, describe, read_receipts
+from submitter.output import print_json, print_table, warn
+
+
+def show(run: Run, stacks: bool, as_json: bool) -> None:
+    """Print the events of all attempts by time, those that were superseded too: they happened.
+
+    With `stacks`, below the table, where each rank stood that hung; `as_json` has every field of every event.
+    """
+    events = read_events(run)
+    if as_json:
+        print_json(events)
+        return
+    rows = [[as_time(e["time"]), e["attempt"], e["step"], e["event"], _detail(e)] for e in events]
+    print_table(["time", "attempt", "step", "event", "detail"], rows)
+    hung = [event for event in events if event.get("stacks")]
+    if hung and not stacks:
+        warn("--stacks shows where the ranks stood that hung")
+    for event in hung if stacks else ():
+        print(f"\nattempt {event['attempt']}, step {event['step']}: {event.get('detail')}")
+        print(textwrap.indent(event["stacks"].rstrip(), "    "))
+
+
+def _detail(event: dict[str, Any]) -> str | None:
+    receipts = read_receipts([event])
+    return describe(receipts[0]) if receipts else event.get("detail")
+
+
+def read_events(run: Run) -> list[dict[str, Any]]:
+    """Every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
+    attempts = read_attempts(run)
+    found = [*map(_began, attempts), *read_journal(run, "events"), *_errors(run, attempts)]
+    return sorted(found, key=lambda event: (event["time"], event["attempt"]))
+
+
+def _began(attempt: Attempt) -> dict[str, Any]:
+    workers = attempt.about.get("world_size")
+    by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
+    where = " in memory" if attempt.about.get(TIER) == "memory" else ""
+    return {
+        "time": attempt.time,
+        "attempt": attempt.number,
+        "step": attempt.step,
+        "event": "attempt began",
+        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}{where}",
+    }
+
+
+def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
+    """The errors that ended attempts for good. One whose record cannot be read is told all the same."""
+    steps = {attempt.number: attempt.step for attempt in attempts}
+    for entry in run.storage.list(run.key("attempts")):
+        number, _, kind = entry.key.rpartition("/")[2].partition("-")
+        if kind != "error.json" or not number.isdigit():
+            continue
+        event = {"attempt": int(number), "step": steps.get(int(number), 0), "event": "failed for good"}
+        try:
+            record = json.loads(run.storage.read(entry.key))
+            yield {**event, "time": record["time"], "detail": f"{record['type']}: {record['message']}"}
+        except (NotFoundError, ValueError, KeyError):
+            yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}

@@ -1,0 +1,74 @@
+"""`sunspot metrics`: how a run's numbers went, along the steps that made its model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from app.formatting import plural
+from app.run import Run
+from app.run.attempts import lineage, read_attempts
+from app.run.history import read_journal
+from submitter.output import print_json, print_table, write_file
+
+if TYPE_CHECKING:
+    import pyarrow
+
+LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
+"""What a terminal has no room for; CSV, JSON and Parquet have it."""
+
+
+def show(run: Run, form: Literal["table", "csv", "json"]) -> None:
+    """Print the records of the metric history that count, oldest first."""
+    records = _read(run)
+    columns = _columns(records)
+    if form == "json":
+        print_json(records)
+    elif form == "csv":
+        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    else:
+        shown = [name for name in columns if name not in LEFT_OUT_OF_TABLE]
+        print_table(shown, [[record.get(name) for name in shown] for record in records])
+
+
+def write_parquet(run: Run, output: str, as_json: bool) -> None:
+    """Write them to a Parquet file: a row for each record, nested values (`ranks`) as lists of structs.
+
+    Raises `StorageError` when that cannot be written.
+    """
+    import pyarrow.parquet
+
+    table = to_table(_read(run))
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, compression="zstd")
+    path = write_file(Path(output), buffer.getvalue())
+    if as_json:
+        print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
+    else:
+        print(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
+
+
+def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
+    """The records as a table; what one of them lacks is null."""
+    import pyarrow
+
+    names = dict.fromkeys(name for record in records for name in record)
+    return pyarrow.table({name: [record.get(name) for record in records] for name in names})
+
+
+def _read(run: Run) -> list[dict[str, Any]]:
+    return read_journal(run, "metrics", lineage(read_attempts(run)))
+
+
+def _columns(records: list[dict[str, Any]]) -> list[str]:
+    """The names of all plain values, each where it first appears; a nested value has no place in a row."""
+    columns: dict[str, bool] = {}
+    for record in records:
+        for name, value in record.items():
+            columns[name] = columns.get(name, True) and not isinstance(value, (list, dict))
+    return [name for name, plain in columns.items() if plain]

@@ -1,0 +1,166 @@
+"""What must be so before a job is sent: asked of the cluster and of storage, every problem told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from app.errors import ClusterError, ConflictError, NotFoundError, StorageError
+from app.run import Run
+from app.settings import PREFIX, differences
+from submitter.cluster.api import Cluster
+from submitter.cluster.views import JobView
+from submitter.manifest.render import image_problem
+
+NEEDED = {
+    ("ray.io", "rayjobs"): ("create", "get", "list", "watch", "patch", "delete"),
+    ("", "pods"): ("get", "list"),
+    ("", "events"): ("list",),
+}
+"""What the verbs of this command do, by API group and resource."""
+
+REVIEWS_AT_ONCE = 8
+
+
+def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
+    """Ask everything, change nothing: what the API server would make of the manifest, and warnings.
+
+    Raises `ClusterError` or `StorageError` with every problem, each with its fix.
+    """
+    images = {pod["image"] for pod in _containers(manifest)}
+    warnings = [problem for image in sorted(images) if (problem := image_problem(image))]
+    expected, in_cluster = None, []
+    try:
+        in_cluster = _find_cluster_problems(cluster, manifest, warnings)
+        if not in_cluster:
+            expected = cluster.apply(manifest, dry_run=True)
+    except ClusterError as error:
+        in_cluster.append(str(error))
+    in_storage = _find_storage_problems(run)
+    problems = in_cluster + in_storage
+    if problems:
+        kind = ClusterError if in_cluster else StorageError
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "\n".join(f"  {line}" for line in problems)
+        raise kind(f"{count}, and nothing was sent:\n{lines}")
+    return expected, warnings
+
+
+def check_identity(run: Run, variables: Mapping[str, str]) -> None:
+    """Refuse settings of a job under which the run cannot go on: it would find out by itself, but minutes later.
+
+    What the job leaves to its image cannot be compared here. Raises `ConflictError` with a diff.
+    """
+    try:
+        begun = run.read_json("run.json")["settings"]
+    except NotFoundError:
+        return
+    wanted = {name: variables[name] for name in begun if name in variables}
+    # A path inside the image was made absolute there.
+    kept = {name: begun[name] for name in wanted if not begun[name].endswith(f"/{wanted[name]}")}
+    changed = differences(kept, {name: wanted[name] for name in kept})
+    if changed:
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise ConflictError(
+            f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
+            f"set them back, or choose another {PREFIX}RUN_NAME"
+        )
+
+
+def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings: list[str]) -> list[str]:
+    namespace = cluster.namespace
+    if not cluster.has_ray_jobs():
+        return [
+            f"{cluster.server} knows no RayJobs (ray.io/v1); install the KubeRay operator with its CRDs, 1.7 or later"
+        ]
+    if cluster.exists("namespace", namespace) is False:
+        return [f"there is no namespace {namespace}; `kubectl apply -k k8s/base` makes sunspot, or choose --namespace"]
+    problems = find_missing_rights(cluster)
+    for kind, name in sorted(set(find_references(manifest))):
+        there = cluster.exists(kind, name)
+        if there is False:
+            problems.append(f"{kind} {name} is not in namespace {namespace}; {how_to_make(kind, name, namespace)}")
+        elif there is None:
+            warnings.append(f"whether {kind} {name} is there cannot be seen from here; pods cannot start without it")
+    return problems
+
+
+def find_missing_rights(cluster: Cluster) -> list[str]:
+    """What this user may not do that the verbs do, a line for each resource, with the fix."""
+    asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
+    with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
+        allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
+    problems = []
+    for group, resource in NEEDED:
+        missing = [
+            verb for (verb, g, r), good in zip(asked, allowed, strict=True) if (g, r) == (group, resource) and not good
+        ]
+        if missing:
+            problems.append(
+                f"no permission to {', '.join(missing)} {resource} in namespace {cluster.namespace}; have the Role "
+                "sunspot-submitter of k8s/base bound to you, which grants it"
+            )
+    return problems
+
+
+def _find_storage_problems(run: Run) -> list[str]:
+    try:
+        run.storage.prove(run.name)
+        return []
+    except StorageError as error:
+        if "AWS_ENDPOINT_URL" not in str(error):
+            return [str(error)]
+        return [
+            f"{error}. By this shell's AWS_ENDPOINT_URL, that is: the pods' may be another one, reached only inside "
+            "the cluster. Where none can be reached from here, apply what `sunspot render` prints"
+        ]
+
+
+def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Kind and name of the objects without which the pods of a RayJob cannot start."""
+    for pod in _pods(manifest):
+        if "serviceAccountName" in pod:
+            yield "ServiceAccount", pod["serviceAccountName"]
+        if "priorityClassName" in pod:
+            yield "PriorityClass", pod["priorityClassName"]
+        yield from (("Secret", secret["name"]) for secret in pod.get("imagePullSecrets", ()))
+        for volume in pod.get("volumes", ()):
+            yield from _named(
+                volume, secret="Secret", configMap="ConfigMap", persistentVolumeClaim="PersistentVolumeClaim"
+            )
+    for container in _containers(manifest):
+        for source in container.get("envFrom", ()):
+            yield from _named(source, secretRef="Secret", configMapRef="ConfigMap")
+        for variable in container.get("env", ()):
+            yield from _named(variable.get("valueFrom", {}), secretKeyRef="Secret", configMapKeyRef="ConfigMap")
+
+
+def _pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = manifest["spec"].get("rayClusterSpec", {})
+    groups = [cluster.get("headGroupSpec"), *cluster.get("workerGroupSpecs", ())]
+    return [group["template"]["spec"] for group in groups if group]
+
+
+def _containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [c for pod in _pods(manifest) for c in (*pod.get("initContainers", ()), *pod["containers"])]
+
+
+def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
+    for field, kind in kinds.items():
+        reference = source.get(field)
+        if reference and not reference.get("optional"):
+            yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
+
+
+def how_to_make(kind: str, name: str, namespace: str) -> str:
+    """How an object comes to be that pods cannot start without."""
+    if kind == "Secret":
+        return (
+            f"create it: kubectl -n {namespace} create secret generic {name} --from-literal=AWS_ACCESS_KEY_ID=... "
+            "--from-literal=AWS_SECRET_ACCESS_KEY=... (with AWS_ENDPOINT_URL for other servers than Amazon's), or "
+            "whatever else the pods take from it"
+        )
+    if kind == "ServiceAccount":
+        return "`kubectl apply -k k8s/base` makes Sunspot's own; another one is yours to make"
+    return "create it, or take it out of the profile"

@@ -1,0 +1,26 @@
+"""`sunspot report`: all that storage has to say of a run, in one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.errors import NotFoundError
+from app.formatting import as_bytes
+from app.report import gather, render
+from app.report.search import gather_search, render_search
+from app.run import Run
+from submitter.output import print_json, write_file
+from submitter.runs import read_state
+
+
+def write(run: Run, output: str | None, as_json: bool) -> None:
+    """Write the report to `output`, or RUN-report.html. Raises `StorageError` when that cannot be written."""
+    try:
+        page = render_search(*gather_search(run))
+    except NotFoundError:  # no search
+        page = render(gather(run, *read_state(run)))
+    path = write_file(Path(output or f"{run.name}-report.html"), page)
+    if as_json:
+        print_json({"run": run.name, "path": str(path), "bytes": len(page)})
+    else:
+        print(f"{path}: {as_bytes(len(page))}; a browser shows it")

@@ -1,0 +1,162 @@
+"""`sunspot status`: where one run stands, its cluster and its storage in one view."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from app.errors import ClusterError, NotFoundError, StorageError
+from app.formatting import as_time, in_words, plural
+from app.run import Run
+from submitter.cluster.api import Cluster
+from submitter.cluster.state import count_workers
+from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, not_found_message, observe_run
+from submitter.manifest.render import settings_of
+from submitter.output import print_json, warn
+from submitter.runs import RunView, read_view
+
+
+def show(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
+    """Print the run's state, and all that is known of it: from both sides, or from the one that answers.
+
+    Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
+    """
+    seen, view = gather(cluster, run, without)
+    if seen.cluster_trouble:
+        warn(f"from storage alone, without the cluster: {seen.cluster_trouble}")
+    if seen.storage_trouble:
+        warn(f"from the cluster alone, without storage: {seen.storage_trouble}")
+    others = [job.name for job in seen.jobs[1:] if job.live]
+    if others:
+        warn(f"also live, and superseded by {seen.jobs[0].name} once that trains: {', '.join(others)}")
+    record = summarize(cluster, run, seen, view)
+    if as_json:
+        print_json(record)
+    else:
+        _print(record, view)
+
+
+def gather(cluster: Cluster | None, run: Run, without: str = "") -> tuple[RunSnapshot, RunView | None]:
+    """All that cluster and storage know of a run; what one does not say, the first result explains.
+
+    Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
+    """
+    seen = observe_run(cluster, run, without)
+    view = None
+    if not seen.storage_trouble:
+        try:
+            with contextlib.suppress(NotFoundError):  # nothing of it there yet
+                view = read_view(run)
+        except StorageError as error:
+            seen = replace(seen, storage_trouble=str(error))
+    if not seen.known and not view:
+        _refuse(cluster, run, seen)
+    return seen, view
+
+
+def summarize(cluster: Cluster | None, run: Run, seen: RunSnapshot, view: RunView | None) -> dict[str, Any]:
+    """Everything that is shown, under the names of the JSON document; None is what is not known."""
+    state, reason = seen.verdict()
+    record: dict[str, Any] = {
+        "run": run.name,
+        "state": state,
+        "reason": reason,
+        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "checkpoint_age_s", "goodput", "loss")),
+        **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts")),
+        **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
+        **dict.fromkeys(("save_s", "notice_s", "memory_every")),
+        **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
+        "namespace": cluster.namespace if cluster and seen.job else None,
+        "storage": run.location,
+        "logs": run.storage.locate(run.key("logs")),
+    }
+    if view:
+        record |= {
+            "step": view.step,
+            "total_steps": view.total_steps or None,
+            "epoch": view.epoch,
+            "checkpoint": view.checkpoint.name if view.checkpoint else None,
+            "checkpoint_age_s": view.checkpoint_age_s,
+            "goodput": view.goodput,
+            "loss": view.loss,
+            "rows_per_s": None if state.terminal else view.rows_per_s,
+            "seconds_left": None if state.terminal else view.seconds_left,
+            "attempt": view.attempts[-1].number if view.attempts else 0,
+            "restarts": view.restarts,
+            "incidents": len(view.incidents),
+            "incidents_by_cause": Counter(receipt.cause for receipt in view.incidents),
+            "steps_replayed": sum(receipt.replayed for receipt in view.incidents),
+        }
+    if seen.status:
+        record["workers_running"] = 0 if state.terminal else seen.status.world_size
+        record["warning"] = "" if state.terminal else seen.status.warning
+        record |= {name: getattr(seen.status, name) for name in ("save_s", "notice_s", "memory_every")}
+    if seen.job:
+        record["pods_wanted"], record["pods_running"] = count_workers(seen.job, seen.pods)
+        record["job"] = seen.job.name
+        record["workers_wanted"] = settings_of(seen.job.raw).get(NUM_WORKERS)
+        record["try"], record["tries"] = min(seen.job.failed + 1, seen.job.tries), seen.job.tries
+    return record
+
+
+def _print(record: dict[str, Any], view: RunView | None) -> None:
+    def line(name: str, text: str) -> None:
+        if text:
+            print(f"  {name + ':':12}{text}")
+
+    print(f"{record['run']}: {record['state']}")
+    line("reason", record["reason"])
+    line("warning", record["warning"])
+    if record["job"]:
+        line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
+        line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
+    if record["attempt"]:
+        line("attempt", f"{record['attempt']}, {record['workers_running'] or 0} workers train")
+    if record["total_steps"]:
+        line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")
+    if record["loss"] is not None:
+        line("loss", f"{record['loss']:.4g}")
+    if record["rows_per_s"]:
+        line("rows/s", f"{record['rows_per_s']:.0f}")
+    if record["seconds_left"] is not None:
+        line("left", in_words(record["seconds_left"]))
+    if view and record["attempt"]:
+        age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
+        line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
+        for text in view.passed_over:
+            line("", f"passed over {text}")
+        line("saves", _about_saves(record))
+        line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
+        line("incidents", _sum_up(record))
+        line("begun", as_time(view.attempts[0].time))
+    line("storage", record["storage"])
+    line("logs", record["logs"])
+
+
+def _about_saves(record: dict[str, Any]) -> str:
+    """`4.1 s to commit, of a notice of 30 s; copied in memory every 41 steps`: what an incident can cost."""
+    parts = []
+    if record["save_s"]:
+        notice = f", of a notice of {record['notice_s']:.0f} s" if record["notice_s"] else ""
+        parts.append(f"{record['save_s']:.1f} s to commit{notice}")
+    if record["memory_every"]:
+        parts.append(f"copied in memory every {plural(record['memory_every'], 'step')}")
+    return "; ".join(parts)
+
+
+def _sum_up(record: dict[str, Any]) -> str:
+    """`3 (2 reclaim, 1 node lost), 14 steps replayed`."""
+    if not record["incidents"]:
+        return "0"
+    causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())
+    return f"{record['incidents']} ({causes}), {plural(record['steps_replayed'], 'step')} replayed"
+
+
+def _refuse(cluster: Cluster | None, run: Run, seen: RunSnapshot) -> None:
+    if seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    if cluster and seen.cluster_trouble:
+        raise ClusterError(seen.cluster_trouble)
+    raise NotFoundError(not_found_message(cluster, run, seen))

@@ -1,0 +1,124 @@
+"""`sunspot stop` and `sunspot resume`: have a run save and stand still, and let it go on."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+
+from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError
+from app.run import Run
+from app.run.attempts import newest_submission
+from app.run.status import RunState, clear_stop, request_stop
+from submitter.cluster.api import Cluster
+from submitter.cluster.watch import (
+    GONE_WITHIN_S,
+    Follower,
+    RunSnapshot,
+    await_gone,
+    command_arguments,
+    not_found_message,
+    observe_run,
+)
+from submitter.commands.submit import bring_up, tell
+from submitter.output import print_json, warn
+
+
+def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json: bool, without: str = "") -> None:
+    """Leave the stop marker, wait until the run has saved and ended, then delete its RayJobs and so its cluster.
+
+    Raises `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
+    """
+    seen = _observe(cluster, run, without)
+    state, reason = seen.verdict()
+    if state is RunState.SUCCEEDED:
+        _tell(run, state, f"there is nothing to stop: {reason}", as_json)
+        return
+    request_stop(run, f"{getpass.getuser()}@{socket.gethostname()}")
+    if not wait:
+        _tell(
+            run, RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended", as_json
+        )
+        return
+    began = time.monotonic()
+    works = seen.driver_began and state is not RunState.RETRYING
+    if not state.terminal and (works or not seen.job):
+        seen = _await_end(cluster, run, timeout, without)
+        state, reason = seen.verdict()
+    if cluster and seen.jobs:
+        for job in seen.jobs:
+            cluster.delete_job(job)
+        left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
+        if not await_gone(cluster, seen.jobs, left):
+            raise GaveUpError(f"{run.name} has ended ({reason}), but its pods are still there; they go by themselves")
+    if state not in (RunState.SUCCEEDED, RunState.FAILED):
+        state = RunState.STOPPED
+    _tell(run, state, f"{_saved(seen)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json)
+
+
+def resume(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
+    """Clear the stop marker, and bring to life again what was submitted last.
+
+    Raises `NotFoundError` when there is no such run, `ClusterError` when there is no cluster to submit to.
+    """
+    seen = _observe(cluster, run, without)
+    submission = newest_submission(run)
+    if submission is None:
+        clear_stop(run)
+        how = "`make train` again, or for GitOps a commit that raises GENERATION"
+        _tell(
+            run,
+            seen.verdict()[0],
+            f"it may train again; it was not started by `sunspot submit`, so start it: {how}",
+            as_json,
+        )
+        return
+    if cluster is None or seen.cluster_trouble:
+        raise ClusterError(seen.cluster_trouble)
+    import yaml
+
+    job, text = submission
+    outcome = bring_up(cluster, run, yaml.safe_load(text), text, None)
+    tell(cluster, run, job, outcome, dry_run=False, as_json=as_json)
+
+
+def _observe(cluster: Cluster | None, run: Run, without: str) -> RunSnapshot:
+    """What is known; raises when storage is out of reach, nothing is known, or the run is being deleted."""
+    seen = observe_run(cluster, run, without)
+    if seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    if not seen.known:
+        raise NotFoundError(not_found_message(cluster, run, seen))
+    if seen.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {seen.verdict()[1]}")
+    if seen.cluster_trouble:
+        warn(f"only the storage was asked: {seen.cluster_trouble}")
+    return seen
+
+
+def _await_end(cluster: Cluster | None, run: Run, timeout: float, without: str) -> RunSnapshot:
+    deadline = time.monotonic() + timeout
+    follower = Follower(cluster, run, without)
+    for seen in follower:
+        state, reason = seen.verdict()
+        if state.terminal and follower.settled:
+            return seen
+        if time.monotonic() > deadline:
+            raise GaveUpError(
+                f"{run.name} has not ended after {timeout:.0f} s ({state}: {reason}); its stop marker stands, and "
+                f"`sunspot stop {command_arguments(cluster, run)}` waits again"
+            )
+    raise AssertionError("following never ends by itself")
+
+
+def _saved(seen: RunSnapshot) -> str:
+    if seen.status and seen.status.checkpoint:
+        return f"saved as {seen.status.checkpoint}"
+    return "it had not saved anything yet"
+
+
+def _tell(run: Run, state: RunState, reason: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"run": run.name, "state": state, "reason": reason})
+    else:
+        print(f"{run.name}: {state}, {reason}")

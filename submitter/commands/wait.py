@@ -1,0 +1,169 @@
+"""`sunspot wait`: progress until the run ends; the exit code says how it ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError, SunspotError
+from app.formatting import in_words
+from app.run import Run
+from app.run.status import RunState
+from submitter.cluster.api import Cluster
+from submitter.cluster.watch import Follower, Outage, RunSnapshot, command_arguments, not_found_message, observe_run
+from submitter.output import print_json_line, warn
+
+PROGRESS_EVERY_S = 10.0
+"""How often a line tells of progress when nothing else changes."""
+
+
+def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, without: str = "") -> None:
+    """Follow the run to its end; the job goes on whatever happens here.
+
+    Returns when the run succeeded or was stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when
+    it is being deleted, `NotFoundError` when there is no such run, `GaveUpError` after `timeout` seconds, and
+    `ClusterError` when the API server stays away.
+    """
+    _refuse_if_unknown(cluster, run, without)
+    deadline = time.monotonic() + timeout if timeout is not None else None
+    show = LiveLine(run) if sys.stdout.isatty() and not as_json else Lines(run, as_json)
+    try:
+        state, reason = _follow(cluster, run, deadline, timeout, show, without)
+    except KeyboardInterrupt:
+        show.close()
+        again = command_arguments(cluster, run)
+        warn(f"\nthe run goes on; `sunspot wait {again}` comes back to it, `sunspot stop {again}` ends it")
+        raise
+    finally:
+        show.close()
+    if state in (RunState.FAILED, RunState.LOST):
+        raise SunspotError(f"{run.name} {state}: {reason}")
+    if state is RunState.DELETING:
+        raise ConflictError(f"{run.name} is {state}: {reason}")
+
+
+def _follow(
+    cluster: Cluster | None,
+    run: Run,
+    deadline: float | None,
+    timeout: float | None,
+    show: Lines,
+    without: str,
+) -> tuple[RunState, str]:
+    """Show everything until the run has ended; returns how."""
+    outage = Outage(run)
+    follower = Follower(cluster, run, without)
+    for seen in follower:
+        state, reason = seen.verdict()
+        outage.note(seen if cluster else None)
+        show(seen, state, reason)
+        # Without the cluster's word, a failure may be followed by another try.
+        sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and seen.cluster_trouble)
+        if state.terminal and sure and (follower.settled or seen.storage_trouble):
+            return state, reason
+        if deadline is not None and time.monotonic() > deadline:
+            raise GaveUpError(
+                f"{run.name} is {state} after {timeout:g} s: {reason}. It goes on; "
+                f"`sunspot wait {command_arguments(cluster, run)}` comes back to it"
+            )
+    raise AssertionError("following never ends by itself")
+
+
+def _refuse_if_unknown(cluster: Cluster | None, run: Run, without: str) -> None:
+    """A first look, for what waiting cannot mend: raises what is wrong."""
+    seen = observe_run(cluster, run, without)
+    if seen.known:
+        return
+    if cluster and seen.cluster_trouble:
+        raise ClusterError(seen.cluster_trouble)
+    if seen.storage_trouble:
+        raise StorageError(seen.storage_trouble)
+    raise NotFoundError(not_found_message(cluster, run, seen))
+
+
+# ------------------------------------------------------------------------------------------------------------- display
+
+
+class Lines:
+    """A line for every change of the state or its reason, and one for progress now and then."""
+
+    def __init__(self, run: Run, as_json: bool, progress_every_s: float = PROGRESS_EVERY_S) -> None:
+        self._run, self._as_json, self._progress_every_s = run, as_json, progress_every_s
+        self._before: tuple[RunState, str] | None = None
+        self._step = -1
+        self._at = 0.0
+
+    def __call__(self, seen: RunSnapshot, state: RunState, reason: str) -> None:
+        step = seen.status.step if seen.status else 0
+        goes_on = state is RunState.RUNNING and step != self._step
+        due = goes_on and time.monotonic() - self._at >= self._progress_every_s
+        if (state, reason) == self._before and not due:
+            return
+        self._before, self._step, self._at = (state, reason), step, time.monotonic()
+        if self._as_json:
+            about = {"time": seen.time, "run": self._run.name, "state": state, "reason": reason}
+            print_json_line({**about, **progress(seen)})
+        else:
+            print(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(seen, state, reason)}", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class LiveLine(Lines):
+    """On a terminal: the lines of changes, and below them one that moves."""
+
+    def __init__(self, run: Run) -> None:
+        from rich.console import Console
+
+        super().__init__(run, as_json=False, progress_every_s=float("inf"))
+        self._began = time.monotonic()
+        self._status = Console(highlight=False, markup=False, emoji=False).status("")
+        self._status.start()
+
+    def __call__(self, seen: RunSnapshot, state: RunState, reason: str) -> None:
+        super().__call__(seen, state, reason)
+        training = state is RunState.RUNNING
+        self._status.update(
+            describe(seen, state, "") if training else f"{state}, {in_words(time.monotonic() - self._began)}"
+        )
+
+    def close(self) -> None:
+        self._status.stop()
+
+
+def describe(seen: RunSnapshot, state: RunState, reason: str) -> str:
+    """One line for people: how far it is while it trains, else why it stands where it stands."""
+    if state in (RunState.FAILED, RunState.LOST):
+        return "for good"  # the error with which the command ends says why
+    about = progress(seen)
+    if state is not RunState.RUNNING or not about["total_steps"]:
+        return reason
+    parts = [f"step {about['step']} of {about['total_steps']}", f"epoch {about['epoch']}"]
+    if about["loss"] is not None:
+        parts.append(f"loss {about['loss']:.4g}")
+    if about["rows_per_s"] is not None:
+        parts.append(f"{about['rows_per_s']:.0f} rows/s")
+    if about["seconds_left"] is not None:
+        parts.append(f"{in_words(about['seconds_left'])} left")
+    return "  ".join(part for part in (*parts, reason) if part)
+
+
+def progress(seen: RunSnapshot) -> dict[str, Any]:
+    """How far the run is, as its own processes said last."""
+    status = seen.status
+    if status is None:
+        return dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s", "seconds_left"))
+    left = None
+    if status.state is RunState.RUNNING and status.step_time_s is not None:
+        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (seen.time - status.time))
+    return {
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "epoch": status.epoch,
+        "checkpoint": status.checkpoint,
+        "loss": status.loss,
+        "rows_per_s": status.rows_per_s,
+        "seconds_left": left,
+    }

@@ -1,0 +1,244 @@
+"""What must be so in a cluster before a run, and what should be: each looked at by itself, whatever the others say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from app.errors import ClusterError
+from app.formatting import as_bytes, plural
+from app.storage.probe import Check, Result, failure
+from submitter.cluster.api import Cluster, RefusedError, UnreachableError
+from submitter.commands.preflight import find_missing_rights, find_references, how_to_make
+from submitter.doctor.nodes import find_places, requests_of
+from submitter.manifest.profile import QUEUE, manifests, read_documents
+from submitter.manifest.render import Rendered
+from submitter.manifest.shape import parse_quantity
+
+OPERATOR = "app.kubernetes.io/component=kuberay-operator"
+"""The label of the operator's pods, by which k8s/base lets them in."""
+
+LEAST_OPERATOR = (1, 7)
+
+LEVEL = "pod-security.kubernetes.io/enforce"
+
+APPLY_BASE = "`kubectl apply -k k8s/base` makes it"
+
+
+def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """Every check of the cluster for a run like `rendered`; without an API server, only that."""
+    try:
+        version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
+        yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
+    except ClusterError as error:
+        yield failure("API server", error)
+        return
+    checks: list[tuple[str, Callable[[Cluster, Rendered], Iterable[Check]]]] = [
+        ("KubeRay", _check_resources),
+        ("KubeRay operator", _check_operator),
+        ("namespace", _check_namespace),
+        ("permissions", _check_rights),
+        ("objects", _check_references),
+        ("k8s/base", _check_base),
+        ("manifest", _check_manifest),
+        ("nodes", _check_nodes),
+        ("queue", _check_queue),
+        ("quota", _check_quota),
+    ]
+    for name, check in checks:
+        try:
+            yield from check(cluster, rendered)
+        except RefusedError as error:
+            if error.status != 403:
+                yield failure(name, error)
+                continue
+            yield Check(name, Result.WARNING, "this user may not see that", str(error))
+        except UnreachableError as error:
+            yield failure(name, error)
+            return
+
+
+def _check_resources(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    fix = "install the KubeRay operator with its CRDs, 1.7 or later"
+    known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
+    missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
+    if missing:
+        yield Check("KubeRay", Result.FAILED, f"the API server knows no {' and no '.join(missing)} (ray.io/v1)", fix)
+    else:
+        yield Check("KubeRay", Result.OK, "the API server knows RayJobs and RayClusters (ray.io/v1)")
+
+
+def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    name = "KubeRay operator"
+    pods = (cluster.find("all pods", query=[("labelSelector", OPERATOR)]) or {}).get("items", ())
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if not running:
+        # Not a failure: a cloud may run it where nobody sees it.
+        fix = "install it, or see why it does not run; one with other labels has to be let in by k8s/base/network.yaml"
+        yield Check(name, Result.WARNING, f"no pod labelled {OPERATOR} runs in any namespace", fix)
+        return
+    image = running[0]["spec"]["containers"][0]["image"]
+    where = f"{image} in namespace {running[0]['metadata'].get('namespace', '')}"
+    found = re.search(r":v?(\d+)\.(\d+)", image)
+    if found and (int(found[1]), int(found[2])) < LEAST_OPERATOR:
+        yield Check(name, Result.WARNING, where, "upgrade it: what is rendered is for 1.7 or later")
+    else:
+        yield Check(name, Result.OK, where)
+
+
+def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    there = cluster.find("namespace", cluster.namespace)
+    if there is None:
+        fix = "`kubectl apply -k k8s/base` makes sunspot, or choose --namespace"
+        yield Check("namespace", Result.FAILED, f"there is no namespace {cluster.namespace}", fix)
+        return
+    level = there["metadata"].get("labels", {}).get(LEVEL, "privileged")
+    seen = f"{cluster.namespace} is held to the Pod Security Standard {level}"
+    if level == "restricted":
+        yield Check("namespace", Result.OK, seen)
+    else:
+        fix = f"runs need no more than restricted: label it {LEVEL}=restricted, as k8s/base does"
+        yield Check("namespace", Result.WARNING, seen, fix)
+
+
+def _check_rights(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    missing = find_missing_rights(cluster)
+    if not missing:
+        yield Check("permissions", Result.OK, f"whatever the verbs need in namespace {cluster.namespace}")
+    for problem in missing:
+        said, _, fix = problem.rpartition("; ")
+        yield Check("permissions", Result.FAILED, said, fix)
+
+
+def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """What pods cannot start without."""
+    for kind, name in sorted(set(find_references(rendered.manifest))):
+        there = cluster.exists(kind, name)
+        if there:
+            yield Check(f"{kind} {name}", Result.OK, "is there")
+        elif there is None:
+            yield Check(f"{kind} {name}", Result.WARNING, "this user may not see it; pods cannot start without it")
+        else:
+            seen = f"is not in namespace {cluster.namespace}; pods cannot start without it"
+            yield Check(f"{kind} {name}", Result.FAILED, seen, how_to_make(kind, name, cluster.namespace))
+
+
+def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """What protects runs, and is not missed by any pod."""
+    for kind in ("NetworkPolicy", "PodDisruptionBudget"):
+        names = [item["metadata"]["name"] for item in _base_objects() if item["kind"] == kind]
+        there = {name: cluster.exists(kind, name) for name in names}
+        missing = [name for name in names if there[name] is False]
+        hidden = [name for name in names if there[name] is None]
+        if missing:
+            seen = f"{', '.join(missing)} of k8s/base {'is' if len(missing) == 1 else 'are'} not in {cluster.namespace}"
+            yield Check(kind, Result.WARNING, seen, APPLY_BASE)
+        elif hidden:
+            yield Check(
+                kind, Result.WARNING, f"this user may not see {', '.join(hidden)}", "have somebody look who may"
+            )
+        else:
+            yield Check(kind, Result.OK, f"{', '.join(names)} of k8s/base {'is' if len(names) == 1 else 'are'} there")
+
+
+def _base_objects() -> Iterator[dict[str, Any]]:
+    for file in sorted((manifests() / "base").glob("*.yaml")):
+        yield from (item for item in read_documents(file) if "metadata" in item)
+
+
+def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """The API server's own word: fields that an older KubeRay lacks, limits, other admission."""
+    try:
+        cluster.apply(rendered.manifest, dry_run=True)
+        yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
+    except RefusedError as error:
+        if error.status == 404:
+            return  # KubeRay, or the namespace: said already
+        yield failure("manifest", error)
+
+
+def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Each group's name, the pods that it begins with, and their spec."""
+    cluster = manifest["spec"]["rayClusterSpec"]
+    groups = [("head", 1, cluster["headGroupSpec"])]
+    groups += [(group["groupName"], int(group["replicas"]), group) for group in cluster["workerGroupSpecs"]]
+    return [(name, pods, group["template"]["spec"]) for name, pods, group in groups]
+
+
+def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    nodes = (cluster.find("nodes") or {}).get("items", [])
+    for name, wanted, pod in groups_of(rendered.manifest):
+        places = find_places(pod, nodes)
+        others = "; ".join(f"{number} {why}" for why, number in places.why_not.most_common())
+        seen = f"{places.nodes} of {plural(len(nodes), 'node')} match{'es' if places.nodes == 1 else ''}"
+        seen += f", with room for {places.pods} such pods were they empty, and {wanted} wanted"
+        seen += f" (the others: {others})" if others else ""
+        if places.pods >= wanted:
+            yield Check(f"nodes for {name}", Result.OK, seen)
+        else:
+            fix = "unless an autoscaler brings such nodes, add them, or correct selectors and resources in the profile"
+            yield Check(f"nodes for {name}", Result.WARNING, seen, fix)
+
+
+def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    name = rendered.manifest["metadata"]["labels"].get(QUEUE)
+    if not name:
+        return
+    queue = cluster.find("LocalQueue", name) or cluster.find("older LocalQueue", name)
+    if queue is None:
+        seen = f"there is no LocalQueue {name} in namespace {cluster.namespace}, or no Kueue"
+        yield Check("queue", Result.FAILED, seen, "create it, correct --queue or the profile, or leave it out")
+        return
+    conditions = {c["type"]: c for c in queue.get("status", {}).get("conditions", ())}
+    active = conditions.get("Active", {})
+    if active.get("status") == "False":
+        seen = f"LocalQueue {name} admits nothing: {active.get('message', '')}"
+        yield Check("queue", Result.FAILED, seen, "create or mend its ClusterQueue")
+    else:
+        yield Check("queue", Result.OK, f"LocalQueue {name} is there")
+
+
+def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    quotas = (cluster.find("quotas") or {}).get("items", [])
+    if not quotas:
+        yield Check("quota", Result.OK, f"none in namespace {cluster.namespace}")
+    needed = what_it_takes(rendered.manifest)
+    for quota in quotas:
+        name = quota["metadata"]["name"]
+        hard = {**quota.get("spec", {}).get("hard", {}), **quota.get("status", {}).get("hard", {})}
+        used = quota.get("status", {}).get("used", {})
+        short, never = [], False
+        for resource, limit in hard.items():
+            need, most, taken = (
+                needed.get(resource, 0.0),
+                parse_quantity(limit),
+                parse_quantity(used.get(resource, "0")),
+            )
+            if need and taken + need > most:
+                never = never or need > most
+                figures = [_amount(resource, value) for value in (need, most - taken, most)]
+                short.append("{}: {} needed, {} free of {}".format(resource, *figures))
+        if short:
+            fix = "wait until others end, raise it, or ask for less in the profile"
+            result = Result.FAILED if never else Result.WARNING
+            yield Check("quota", result, f"{name}: {'; '.join(short)}", fix)
+        else:
+            yield Check("quota", Result.OK, f"{name} has room for a run")
+
+
+def _amount(resource: str, value: float) -> str:
+    return as_bytes(int(value)) if "memory" in resource or "storage" in resource else f"{value:g}"
+
+
+def what_it_takes(manifest: dict[str, Any]) -> dict[str, float]:
+    """What a run begins with, under the names of a ResourceQuota."""
+    takes: dict[str, float] = {"count/rayjobs.ray.io": 1.0, "pods": 0.0}
+    for _, pods, pod in groups_of(manifest):
+        takes["pods"] += pods
+        for kind in ("requests", "limits"):
+            for name, amount in requests_of(pod, kind).items():
+                for resource in (f"{kind}.{name}", *([name] if kind == "requests" else [])):
+                    takes[resource] = takes.get(resource, 0.0) + pods * amount
+    takes["count/pods"] = takes["pods"]
+    return takes

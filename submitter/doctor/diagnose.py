@@ -1,0 +1,100 @@
+"""`sunspot doctor RUN`: why a run is pending, slow, stuck, climbing in memory or failed, and what to do about it."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from app.errors import StorageError
+from app.run import Run
+from app.run.failures import read_failures
+from app.run.status import RunState
+from submitter.cluster.api import Cluster
+from submitter.cluster.watch import RunSnapshot
+from submitter.commands.status import gather
+from submitter.doctor.pending import find_pending
+from submitter.doctor.training import Case, diagnose, figures
+from submitter.findings import Diagnosis, Finding, Severity, in_order
+from submitter.output import print_json, warn
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, and what could not be looked at."""
+
+    state: RunState
+    reason: str
+    findings: list[Finding]
+    unseen: list[str]
+
+
+def examine(cluster: Cluster | None, run: Run, without: str = "") -> Report:
+    """Look at a run from all sides that answer; `without` says why there is no cluster to ask.
+
+    Raises `NotFoundError` when neither side knows the run, and what keeps one from answering when the other does not.
+    """
+    seen, view = gather(cluster, run, without)
+    state, reason = seen.verdict()
+    findings, unseen = [], _unseen(seen)
+    if seen.job:
+        findings += find_pending(seen.job, seen.pods, seen.warnings, state, seen.time)
+    if view:
+        failures = []
+        try:
+            failures = read_failures(run)
+        except (StorageError, ValueError, TypeError) as error:
+            unseen.append(f"the errors of its processes: {error}")
+        case = Case(view, state, reason, failures, seen.pods, seen.time)
+        findings += [finding for finding in diagnose(case) if not _said(finding, findings)]
+        if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
+            evidence, about = figures(case)
+            if state in (RunState.RUNNING, RunState.SUCCEEDED):
+                findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", about))
+    if not findings:
+        findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
+    return Report(state, reason, in_order(findings), unseen)
+
+
+def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, without: str = "") -> None:
+    """Print what was found, what explains most first; with `stacks`, whole stacks and tracebacks below."""
+    report = examine(cluster, run, without)
+    if as_json:
+        findings = [finding.record() for finding in report.findings]
+        print_json(
+            {
+                "run": run.name,
+                "state": report.state,
+                "reason": report.reason,
+                "findings": findings,
+                "unseen": report.unseen,
+            }
+        )
+        return
+    print(f"{run.name}: {report.state}")
+    for number, finding in enumerate(report.findings, 1):
+        print(f"\n{number}. {finding.finding} ({finding.severity})")
+        print(textwrap.indent(f"{finding.evidence}\nto do: {finding.advice}", "   "))
+        for trace in finding.traces if stacks else ():
+            print(textwrap.indent(trace.rstrip(), "       "))
+    if not stacks and any(finding.traces for finding in report.findings):
+        warn("--stacks shows whole stacks and tracebacks")
+    for text in report.unseen:
+        warn(f"not looked at: {text}")
+
+
+def _unseen(seen: RunSnapshot) -> list[str]:
+    """What could not be asked, and why."""
+    texts = []
+    if seen.cluster_trouble:
+        texts.append(f"the cluster: {seen.cluster_trouble}")
+    elif not seen.job:
+        texts.append("pods and their events: the run has no RayJob")
+    if seen.storage_trouble:
+        texts.append(f"what the run left in storage: {seen.storage_trouble}")
+    return texts
+
+
+def _said(finding: Finding, findings: list[Finding]) -> bool:
+    """Whether what the cluster says explains the end better than the run's own state does."""
+    ends = (Diagnosis.DEADLINE, Diagnosis.REFUSED)
+    return finding.finding is Diagnosis.FAILED and not finding.traces and any(f.finding in ends for f in findings)

@@ -1,0 +1,58 @@
+"""`sunspot doctor` without a run: whether this cluster and this bucket are fit for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from app.errors import ClusterError, StorageError
+from app.storage.probe import Check, Result, failure, probe_path
+from submitter.cluster.api import Cluster
+from submitter.doctor.cluster_checks import check_cluster
+from submitter.manifest.render import Rendered
+from submitter.output import print_json
+
+
+def examine(cluster: Cluster | None, rendered: Rendered, from_pods: bool, as_json: bool, without: str = "") -> None:
+    """Look at everything that a run like `rendered` needs, and print what was seen and what to do.
+
+    Storage is tried from here, and with `from_pods` from pods like the run's too. Raises `ClusterError` or
+    `StorageError` when a check failed.
+    """
+    checks: list[Check] = []
+    in_cluster = False
+    for check, of_cluster in _every_check(cluster, rendered, from_pods, without):
+        checks.append(check)
+        in_cluster |= of_cluster and check.result is Result.FAILED
+        if not as_json:
+            _print(check)
+    failed = [check for check in checks if check.result is Result.FAILED]
+    if as_json:
+        print_json({"fit": not failed, "checks": [asdict(check) for check in checks]})
+    if failed:
+        kind = ClusterError if in_cluster else StorageError
+        raise kind(f"not fit for a run: {len(failed)} of {len(checks)} checks failed ({failed[0].check} first)")
+    if not as_json:
+        warnings = sum(check.result is Result.WARNING for check in checks)
+        print(f"fit for a run: {len(checks)} checks, {warnings} with a warning")
+
+
+def _every_check(
+    cluster: Cluster | None, rendered: Rendered, from_pods: bool, without: str
+) -> Iterator[tuple[Check, bool]]:
+    """Each check, and whether the cluster's own."""
+    if cluster is None:
+        yield failure("API server", ClusterError(without)), True
+    else:
+        yield from ((check, True) for check in check_cluster(cluster, rendered))
+    yield from ((check, False) for check in probe_path(rendered.settings.storage_path))
+    if from_pods and cluster:
+        from submitter.doctor.probe_pods import try_from_pods
+
+        yield from ((check, True) for check in try_from_pods(cluster, rendered))
+
+
+def _print(check: Check) -> None:
+    print(f"{check.result:8} {check.check}: {check.seen}", flush=True)
+    if check.fix and check.result is not Result.OK:
+        print(f"{'':8} -> {check.fix}", flush=True)

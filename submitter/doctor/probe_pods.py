@@ -1,0 +1,124 @@
+"""A run's storage, tried from two pods made like its head and its workers: the same nodes, account, Secret and network.
+
+They are deleted whatever happens, have no label of a run, and end by themselves when nobody is left to delete them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from app.errors import ClusterError
+from app.formatting import in_words
+from app.storage.probe import Check, Result
+from submitter.cluster.api import Cluster, UnreachableError
+from submitter.cluster.views import pod_view
+from submitter.manifest.render import RUN_LABEL, Rendered
+from submitter.output import warn
+
+LABEL = "sunspot/doctor"
+
+WITHIN_S = 600.0
+"""A cloud takes minutes to bring a node, and a node minutes to pull an image."""
+
+LOOK_EVERY_S = 2.0
+
+MESSAGE = "/dev/termination-log"
+"""What a container writes there, up to 4096 bytes, is part of its pod's status."""
+
+LONGEST_SAID = 400
+
+
+def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """Every check of storage as a head's pod sees it, then a worker's. Raises nothing but for interrupts."""
+    mark = uuid.uuid4().hex[:8]
+    pods = [make_pod(rendered.manifest, kind, mark) for kind in ("head", "worker")]
+    created: list[dict[str, Any]] = []
+    try:
+        for pod in pods:
+            created.append(cluster.create_pod(pod))  # noqa: PERF401  # what was made goes when the next is refused
+        names = [pod["metadata"]["name"] for pod in created]
+        warn(f"waiting for the pods {' and '.join(names)}, for at most {in_words(WITHIN_S)}")
+        ended = _await_end(cluster, names)
+        for kind, name in zip(("head", "worker"), names, strict=True):
+            yield from read_checks(kind, ended[name])
+    except ClusterError as error:
+        yield Check("from pods", Result.FAILED, str(error))
+    finally:
+        for pod in created:
+            try:
+                cluster.delete_pod(pod_view(pod), 1)
+            except ClusterError as error:
+                warn(f"pod {pod['metadata']['name']} is left, and ends by itself; delete it: {error}")
+
+
+def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
+    """A pod like those of the run's head or training workers that tries the storage instead of running Ray."""
+    spec = manifest["spec"]["rayClusterSpec"]
+    group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
+    template = copy.deepcopy(group["template"])
+    labels = {name: value for name, value in template["metadata"]["labels"].items() if name != RUN_LABEL}
+    pod = template["spec"]
+    pod |= {"restartPolicy": "Never", "activeDeadlineSeconds": int(WITHIN_S), "terminationGracePeriodSeconds": 1}
+    pod.pop("topologySpreadConstraints", None)  # it counts the pods of the run
+    container = pod["containers"][0]
+    container |= {
+        "command": ["python", "-m", "app.storage.probe", "--output", MESSAGE],
+        "terminationMessagePath": MESSAGE,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    metadata = {"name": f"sunspot-doctor-{kind}-{mark}", "labels": {**labels, LABEL: mark}}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+
+
+def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
+    """The pods when they have ended, or as they are when that takes too long; None is one that is gone."""
+    deadline, told = time.monotonic() + WITHIN_S, ""
+    latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
+    while True:
+        with contextlib.suppress(UnreachableError):
+            latest = {name: cluster.find("pod", name) for name in names}
+        living = [pod for pod in latest.values() if pod and not has_ended(pod)]
+        if not living or time.monotonic() > deadline:
+            return latest
+        trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).trouble))
+        if trouble and trouble != told:
+            warn(trouble)
+            told = trouble
+        time.sleep(LOOK_EVERY_S)
+
+
+def has_ended(pod: dict[str, Any]) -> bool:
+    """Whether nothing will become of it any more."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
+    """What a pod that has ended found out, or why it did not."""
+    name = f"from a {kind} pod"
+    if pod is None:
+        yield Check(name, Result.FAILED, "the pod was gone before it had said anything", "try again")
+        return
+    node = pod["spec"].get("nodeName", "")
+    [container] = pod.get("status", {}).get("containerStatuses") or [{}]
+    ended = container.get("state", {}).get("terminated") or {}
+    said = str(ended.get("message", ""))
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        for record in json.loads(said):
+            check = Check(**{**record, "result": Result(record["result"])})
+            yield Check(f"{name}: {check.check}", check.result, f"on {node}: {check.seen}", check.fix)
+        return
+    trouble = pod_view(pod).trouble
+    if trouble:
+        yield Check(name, Result.FAILED, f"the pod did not run: {trouble}")
+    elif not has_ended(pod):
+        yield Check(name, Result.FAILED, f"the pod had not ended after {in_words(WITHIN_S)}", "see its events")
+    else:
+        last = " ".join(said.split())[-LONGEST_SAID:]
+        fix = "the image must be of this version of Sunspot, or made from one that is"
+        yield Check(name, Result.FAILED, f"on {node}: ended with {ended.get('exitCode')}: {last}", fix)

@@ -1,0 +1,1 @@
+"""From a profile and settings to the manifest of a RayJob, without a cluster."""

@@ -1,0 +1,220 @@
+"""The pods of a manifest: the head and the worker groups, for a profile and a shape."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from app.settings import PREFIX
+from submitter.manifest.profile import Machine, Profile, Toleration, Worker
+from submitter.manifest.render import (
+    AUTOSCALER,
+    AUTOSCALER_ACCOUNT,
+    AUTOSCALER_LABEL,
+    DRAIN,
+    DRAIN_MARGIN,
+    GPU,
+    LEAST_DRAIN_MARGIN_S,
+    NOTICE,
+    RUN_LABEL,
+    TRIAL_MEMORY,
+    _escape,
+    _parse_runtime_env,
+    to_yaml,
+)
+from submitter.manifest.shape import SLOT, Shape, parse_quantity, whole_cpus
+
+
+def _make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]) -> None:
+    """Shape the job's own cluster."""
+    cluster, head, workers = job["spec"]["rayClusterSpec"], _head(job), _workers(job)
+    for group in (head, workers):
+        _patch_pod(group["template"], profile, run, variables)
+    _set_machine(head, profile.head or Machine())
+    if shape.runs > 1:
+        memory = parse_quantity(_ray(head)["resources"]["limits"]["memory"]) + (shape.runs - 1) * parse_quantity(
+            TRIAL_MEMORY
+        )
+        _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
+    if profile.spot:
+        elsewhere = {"key": profile.spot.label, "operator": "NotIn", "values": [profile.spot.value]}
+        head["template"]["spec"]["affinity"] = {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]
+                }
+            }
+        }
+        _send_to_spot(workers, profile)
+    if shape.data:
+        cluster["workerGroupSpecs"].append(_data_group(workers, shape))
+
+    _set_pods(workers, shape.pods.least, shape.pods.most)
+    machine = profile.worker or Worker()
+    _set_machine(workers, machine)
+    workers["resources"] |= {"CPU": str(shape.cpus), SLOT: str(shape.workers_per_pod)}
+    _place(workers, machine, run)
+    if shape.gpus:
+        _add_gpus(workers, machine, shape.gpus)
+    if shape.autoscaled:
+        _add_autoscaler(cluster, profile)
+
+
+def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
+    """What heads and workers have in common."""
+    metadata, spec = template["metadata"], template["spec"]
+    container = spec["containers"][0]
+    metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
+    if profile.annotations:
+        metadata["annotations"] = {**metadata.get("annotations", {}), **profile.annotations}
+    for target, field, value in (
+        (spec, "serviceAccountName", profile.service_account),
+        (spec, "terminationGracePeriodSeconds", profile.notice_s),
+        (spec, "priorityClassName", profile.priority_class),
+        (spec, "imagePullSecrets", [{"name": name} for name in profile.image_pull_secrets or ()] or None),
+        (container, "image", profile.image),
+        (container, "imagePullPolicy", profile.image_pull_policy),
+    ):
+        if value is not None:
+            target[field] = value
+
+    if profile.env_from_secrets is not None:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in profile.env_from_secrets]
+    environment = {entry["name"]: entry for entry in container["env"] if not entry["name"].startswith(PREFIX)}
+    values = {**(profile.env or {}), **variables}
+    if profile.notice_s:
+        values = {DRAIN: str(_drain_s(profile.notice_s)), **values}
+    values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
+    for name, value in values.items():
+        environment[name] = {"name": name, "value": _escape(value)}
+    for name, source in (profile.env_secrets or {}).items():
+        environment[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
+    container["env"] = list(environment.values())
+
+
+def _set_machine(group: dict[str, Any], machine: Machine) -> None:
+    """Requests, limits, the volumes that count against them, and the nodes that a group's pods may go to."""
+    spec = group["template"]["spec"]
+    resources = _ray(group)["resources"]
+    if machine.cpu:
+        resources["requests"]["cpu"] = machine.cpu
+    for name, amount, volume in (
+        ("memory", machine.memory, "shared-mem"),
+        ("ephemeral-storage", machine.ephemeral_storage, "tmp"),
+    ):
+        if amount:
+            resources["requests"][name] = resources["limits"][name] = amount
+            next(v for v in spec["volumes"] if v["name"] == volume)["emptyDir"]["sizeLimit"] = amount
+    _select_nodes(group, machine.node_selector, machine.tolerations)
+
+
+def _select_nodes(
+    group: dict[str, Any], labels: Mapping[str, str] | None, tolerations: list[Toleration] | None
+) -> None:
+    spec = group["template"]["spec"]
+    if labels:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **labels}
+    if tolerations:
+        spec["tolerations"] = [
+            *spec.get("tolerations", ()),
+            *(toleration.model_dump(exclude_none=True) for toleration in tolerations),
+        ]
+
+
+def _send_to_spot(group: dict[str, Any], profile: Profile) -> None:
+    assert profile.spot
+    tolerations = profile.spot.tolerations
+    if tolerations is None:
+        tolerations = [Toleration(key=profile.spot.label, operator="Exists")]
+    _select_nodes(group, {profile.spot.label: profile.spot.value}, tolerations)
+
+
+def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
+    """Spread the pods over nodes (k8s/rayjob.yaml), or pack them into a zone."""
+    spec = group["template"]["spec"]
+    (constraint,) = spec["topologySpreadConstraints"]
+    selector = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
+    constraint["labelSelector"] = selector
+    if machine.placement == "pack":
+        del spec["topologySpreadConstraints"]
+        near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
+        spec["affinity"] = {
+            "podAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]
+            }
+        }
+
+
+def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
+    resource = machine.gpu_resource or GPU
+    resources = _ray(group)["resources"]
+    resources["requests"][resource] = resources["limits"][resource] = str(gpus)
+    group["resources"]["GPU"] = str(gpus)
+    _select_nodes(group, machine.gpu_selector, [Toleration(key=resource, operator="Exists")])
+
+
+def _data_group(workers: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """A group of CPU pods like the training pods, for Ray Data."""
+    assert shape.data
+    group = copy.deepcopy(workers)
+    group["groupName"] = "data"
+    del group["template"]["spec"]["topologySpreadConstraints"]
+    _set_pods(group, shape.data.min, shape.data.max)
+    _set_machine(group, shape.data)
+    group["resources"] = {"CPU": str(whole_cpus(shape.data.cpu)), "GPU": "0"}
+    return group
+
+
+def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
+    """The least to begin with, as the job is not submitted before all of them are ready."""
+    group["replicas"] = group["minReplicas"] = least
+    group["maxReplicas"] = most
+
+
+def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
+    """Ray's autoscaler, beside the head: it changes the RayCluster's replicas, so this pod alone gets a token."""
+    head = cluster["headGroupSpec"]["template"]
+    container = head["spec"]["containers"][0]
+    cluster["enableInTreeAutoscaling"] = True
+    cluster["autoscalerOptions"] = {
+        **AUTOSCALER,
+        "imagePullPolicy": container["imagePullPolicy"],
+        "securityContext": container["securityContext"],
+    }
+    head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
+    head["spec"]["automountServiceAccountToken"] = True
+    head["spec"]["serviceAccountName"] = profile.service_account or AUTOSCALER_ACCOUNT
+
+
+def _set_variable(job: dict[str, Any], name: str, value: str) -> None:
+    """Set a variable of the program's: on every pod, or in the runtime environment of a job without pods."""
+    spec = job["spec"]
+    if "rayClusterSpec" not in spec:
+        spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**_parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
+        return
+    for group in (spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]):
+        _ray(group)["env"].append({"name": name, "value": value})
+
+
+def _drain_s(notice_s: int) -> int:
+    """How long Ray may drain so that it ends before the node does."""
+    return notice_s - max(LEAST_DRAIN_MARGIN_S, math.ceil(notice_s * DRAIN_MARGIN))
+
+
+def _head(job: Mapping[str, Any]) -> dict[str, Any]:
+    head: dict[str, Any] = job["spec"]["rayClusterSpec"]["headGroupSpec"]
+    return head
+
+
+def _workers(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The group of the training pods: always the first."""
+    group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    return group
+
+
+def _ray(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The container that Ray runs in: always the first."""
+    container: dict[str, Any] = group["template"]["spec"]["containers"][0]
+    return container

@@ -1,0 +1,321 @@
+"""A profile: what one environment differs in from k8s/rayjob.yaml, as one small YAML file.
+
+Shipped ones lie in k8s/profiles and are named; a user's own is given by path, and may extend any other. The text below
+each field is its documentation; what it takes is the fix that is named when a value is wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from app.errors import SettingsError, shorten
+from app.settings import PREFIX
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+
+RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE)
+"""Beginnings of labels and annotations that are the renderer's, or have an option of their own."""
+
+LEAST_NOTICE_S = 5
+"""With less there is no time to save in, once Ray has heard of it."""
+
+
+def _to_text(value: Any) -> Any:
+    """A number as YAML has it (`cpu: 6`) is as good as its text."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def _to_setting(value: Any) -> Any:
+    """A setting as its variable would hold it; YAML has numbers, true and mappings of its own."""
+    if isinstance(value, (bool, dict)):
+        return json.dumps(value)
+    return _to_text(value)
+
+
+def _setting_name(name: Any) -> Any:
+    return name.upper().removeprefix(PREFIX) if isinstance(name, str) else name
+
+
+def _no_setting(name: str) -> str:
+    if name.upper().startswith(PREFIX):
+        raise ValueError("a setting")
+    return name
+
+
+def _not_reserved(name: str) -> str:
+    if name.startswith(RESERVED):
+        raise ValueError("reserved")
+    return name
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^[0-9]+(\.[0-9]+|m)?$")]
+
+Bytes = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
+
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_setting)]
+
+Key = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
+
+OwnKey = Annotated[Key, AfterValidator(_not_reserved)]
+
+LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
+
+Seconds = Annotated[int, Field(ge=1)]
+
+LABELS = (
+    'labels with their values, values in quotes, e.g. {team: vision, paid: "true"}; not those that are Sunspot\'s own'
+)
+
+VARIABLES = "variables with their values, values in quotes; settings of Sunspot go below settings"
+
+CPU = "CPUs, e.g. 4 or 500m"
+
+BYTES = "bytes, e.g. 16Gi"
+
+
+def _takes(takes: str, default: Any = None) -> Any:
+    return Field(default, description=takes)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Toleration(_Part):
+    """As Kubernetes has it."""
+
+    key: Key | None = _takes("the key of a taint")
+    operator: Literal["Exists", "Equal"] | None = _takes("Exists or Equal")
+    value: LabelValue | None = _takes("the value of a taint, in quotes")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = _takes(
+        "NoSchedule, PreferNoSchedule or NoExecute"
+    )
+    tolerationSeconds: int | None = _takes("seconds")  # Kubernetes' own name
+
+
+class Spot(_Part):
+    """How spot nodes are known: workers go to them, the head never."""
+
+    label: Key = _takes("the label that spot nodes have", ...)
+    value: LabelValue = _takes("that label's value, in quotes", ...)
+    tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
+    "By default a taint of the same key, whatever its value."
+
+
+class Machine(_Part):
+    """What one pod gets, and where it may go."""
+
+    cpu: Cpus | None = _takes(CPU)
+    "Asked of Kubernetes; there is no limit."
+    memory: Bytes | None = _takes(BYTES)
+    "Asked for, and the limit; /dev/shm counts as part of it."
+    ephemeral_storage: Bytes | None = _takes(BYTES)
+    "Asked for, and the limit: Ray's logs and what spills from its object store."
+    node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
+    tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
+
+
+class Worker(Machine):
+    """A training pod."""
+
+    num_cpus: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
+    "CPUs as Ray counts them; by default `cpu`, rounded down."
+    gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
+    "GPUs of one pod; each has a training worker."
+    gpu_resource: Key | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
+    "Also the key of the taint that is tolerated."
+    gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
+    "The labels of nodes with the GPU that is wanted."
+    placement: Literal["spread", "pack"] | None = _takes("spread or pack")
+    "spread: over nodes, as far as possible. pack: in one zone, as far as possible."
+
+
+class DataWorkers(Machine):
+    """CPU pods for Ray Data (LOADER=ray), so that a task that reads never buys a node with a GPU."""
+
+    cpu: Cpus = _takes(CPU, ...)
+    memory: Bytes = _takes(BYTES, ...)
+    min: Annotated[int, Field(ge=0)] = _takes("a whole number from 0", 0)
+    max: Annotated[int, Field(ge=1)] = _takes("a whole number from 1, and not below min", ...)
+
+    @field_validator("max")
+    @classmethod
+    def _not_below_min(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("min", 0):
+            raise ValueError("below min")
+        return value
+
+
+class SecretKey(_Part):
+    """One value in a Secret."""
+
+    secret: ObjectName = _takes("the name of a Secret", ...)
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = _takes("a key in that Secret", ...)
+
+
+class Profile(_Part):
+    """What one environment differs in. What is left out stays as it is in k8s/rayjob.yaml."""
+
+    extends: Text | None = _takes("the name of a profile, or a path from this file")
+    "Another profile, which this one adds to; null takes a value of it away."
+    notice_s: Annotated[int, Field(ge=LEAST_NOTICE_S)] | None = _takes(f"whole seconds from {LEAST_NOTICE_S}")
+    "How long before a node goes its pods are told; Ray's drain and the pods' grace come from it."
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = _takes(
+        "the name of a namespace"
+    )
+    image: Text | None = _takes("the reference of an image")
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
+    image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
+    service_account: ObjectName | None = _takes("the name of a service account")
+    "For workload identity: of all pods, an autoscaling head's too."
+    env: dict[Variable, str] | None = _takes(VARIABLES)
+    env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
+    "Secrets whose every key becomes a variable. All must exist."
+    env_secrets: dict[Variable, SecretKey] | None = _takes(
+        "variables with the Secret of each, e.g. {TOKEN: {secret: hub, key: token}}"
+    )
+    priority_class: ObjectName | None = _takes("the name of a PriorityClass")
+    labels: dict[OwnKey, LabelValue] | None = _takes(LABELS)
+    annotations: dict[OwnKey, str] | None = _takes(LABELS.replace("labels", "annotations"))
+    "Labels and annotations go onto the RayJob and its pods."
+    settings: (
+        dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
+    ) = _takes("settings with their values, e.g. {EPOCHS: 5}")
+    spot: Spot | None = _takes("label and value of spot nodes")
+    head: Machine | None = _takes("what the head gets: cpu, memory and so on")
+    worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
+    data_workers: DataWorkers | None = _takes("a group of CPU pods: cpu, memory, min and max")
+    pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
+    "Until every pod is ready."
+    active_deadline_s: Seconds | None = _takes("whole seconds from 1")
+    "Most time of one attempt; none by default."
+    ttl_s: Annotated[int, Field(ge=0)] | None = _takes("whole seconds from 0")
+    "How long the cluster stays after the job has ended."
+    backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
+    "Attempts after the first, each on a cluster of its own."
+    queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
+
+
+def manifests() -> Path:
+    """The folder k8s: beside this package in the repository, within it when installed."""
+    submitter = Path(__file__).resolve().parents[1]
+    within = submitter / "k8s"
+    return within if within.is_dir() else submitter.parent / "k8s"
+
+
+def read_yaml(path: Path) -> Any:
+    """Parse one YAML document; raises `SettingsError` when it cannot be read or parsed."""
+    documents = read_documents(path)
+    if len(documents) > 1:
+        raise SettingsError(f"{path}: {len(documents)} YAML documents; keep one")
+    return documents[0] if documents else None
+
+
+def read_documents(path: Path) -> list[Any]:
+    """Parse every YAML document of a file; raises `SettingsError` when it cannot be read or parsed."""
+    import yaml
+
+    try:
+        return list(yaml.load_all(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror or shorten(error)}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: no YAML: {shorten(error)}") from error
+
+
+def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
+    """The profile called `name`, or at that path, upon those it extends, and `given` values upon them all.
+
+    Raises `SettingsError` with every problem.
+    """
+    contents: list[Mapping[str, Any]] = [given]
+    seen: list[Path] = []
+    path: Path | None = _find(name, Path())
+    while path:
+        if path in seen:
+            raise SettingsError(f"{seen[-1]}: extends {path.name}, which extends it; take one of the two away")
+        seen.append(path)
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise SettingsError(f"{path}: no profile: it must be a mapping, such as notice_s: 30")
+        contents.append(content)
+        below = content.get("extends")
+        path = _find(below, path.parent) if isinstance(below, str) and below else None
+    merged = functools.reduce(_merge, reversed(contents))
+    try:
+        return Profile.model_validate(merged)
+    except ValidationError as error:
+        problems = sorted(_explain(problem) for problem in error.errors(include_url=False))
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SettingsError(f"{count} with profile {name}:\n" + "\n".join(f"  {line}" for line in problems)) from None
+
+
+def _find(name: str, folder: Path) -> Path:
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return folder / name
+    shipped = {path.stem: path for path in sorted((manifests() / "profiles").glob("*.yaml"))}
+    if name not in shipped:
+        nearest = difflib.get_close_matches(name, shipped, n=1, cutoff=0.0)[0]
+        raise SettingsError(
+            f"no profile {name!r}; did you mean {nearest}? There are {', '.join(shipped)}; your own is given by its "
+            "path, as ./mine.yaml"
+        )
+    return shipped[name]
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` upon `under`: mappings by key, everything else replaced; null takes away what lies under it."""
+    merged = dict(under)
+    for key, value in over.items():
+        if value is None and key in merged:
+            del merged[key]
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _explain(problem: Any) -> str:
+    """One of pydantic's problems in the words of the profile: where, the value seen, the fix."""
+    *above, last = names = [str(part) for part in problem["loc"] if part != "[key]"]
+    model: type[BaseModel] | None = Profile
+    takes = ""
+    for name in names:
+        if model and name in model.model_fields:
+            field = model.model_fields[name]
+            takes, model = field.description or "", _model_of(field.annotation)
+    where = ".".join(names)
+    if model and problem["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.0)[0]
+        return f"{where}: no such key; did you mean {'.'.join([*above, nearest])}?"
+    if problem["type"] == "missing":
+        return f"{where}: missing; set it to {takes}"
+    return f"{where}={problem['input']!r}: set it to {takes}"
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The part of a profile that a field, or each item of it, is."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_of, get_args(annotation))), None)

@@ -1,0 +1,396 @@
+"""From a profile and settings to the RayJob that is applied. Pure: the same inputs give the same bytes.
+
+k8s/rayjob.yaml is read, patched as data, and written in its own order. The inputs are the arguments, the profile and
+the SUNSPOT_ variables of the environment; no cluster, no network, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.errors import SettingsError, shorten
+from app.search_space import Search, load_search
+from app.settings import PREFIX, Settings
+from submitter.manifest.pods import _head, _make_cluster, _ray, _set_variable, _workers
+from submitter.manifest.profile import QUEUE, Profile, Worker, load_profile, manifests, read_yaml
+from submitter.manifest.shape import Shape, choose_shape
+
+RUN_LABEL = "sunspot/run"
+
+AUTOSCALER_LABEL = "sunspot/autoscaler"
+"""On heads with Ray's autoscaler: k8s/base lets these, and no other pods, talk to the API server."""
+
+GENERATION = "sunspot/generation"
+
+DERIVED = "sunspot/derived"
+
+AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
+
+GPU = "nvidia.com/gpu"
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+NOTICE = PREFIX + "NOTICE_S"
+
+CLUSTER_SELECTOR = "ray.io/cluster"
+
+DRAIN_MARGIN = 0.1
+
+LEAST_DRAIN_MARGIN_S = 2
+"""What the drain leaves of the notice: Ray still has to end its processes."""
+
+HASH_DIGITS = 8
+
+SEARCH = "python -m app.tune"
+"""What a job runs whose settings hold an expression of a search space."""
+
+TRIAL_MEMORY = "2Gi"
+"""More memory of the head for each trial more that trains at the same time: all drivers are there. One's processes had
+1.55 GB together (Ray 2.60), and the head of a search of two at once, with 5Gi, killed some of them over and over."""
+
+AUTOSCALER: dict[str, Any] = {
+    "version": "v2",
+    # Ray's own 60 s may send a node away again before the running workers have stopped to take it in.
+    "idleTimeoutSeconds": 180,
+    "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
+    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+}
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value in the manifest, and where it came from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What `submit` applies, and what it was made of."""
+
+    manifest: dict[str, Any]
+    settings: Settings
+    "As the job will read them; of a search, without those that it varies."
+    namespace: str
+    derived: list[Derived]
+
+    @property
+    def name(self) -> str:
+        """The RayJob's name: the run's, and a hash of the whole specification."""
+        return str(self.manifest["metadata"]["name"])
+
+    def to_yaml(self) -> str:
+        """The manifest as YAML, in the order of k8s/rayjob.yaml."""
+        return to_yaml(self.manifest)
+
+
+def render(
+    profile: str,
+    overrides: Mapping[str, str],
+    *,
+    image: str | None = None,
+    namespace: str | None = None,
+    cluster: str | None = None,
+    queue: str | None = None,
+    generation: int = 1,
+) -> Rendered:
+    """Make the RayJob of a run.
+
+    `overrides` are settings (variable, with or without the prefix: value), which win over the environment, and it over
+    the profile. With `cluster`, the job goes into that RayCluster instead of one of its own. `generation` is part of
+    the name: another number starts a finished job again. Raises `SettingsError` with every problem.
+    """
+    options = {"image": image, "namespace": namespace, "queue": queue}
+    chosen = load_profile(profile, {name: value for name, value in options.items() if value is not None})
+    # Through JSON, as YAML's aliases would let one change show in several places.
+    job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
+    given = _gather(_ray(_head(job))["env"], chosen, profile, overrides)
+    search = load_search({name: value for name, (value, _) in given.items()})
+    settings = search.settings
+
+    base_cpus = int(_workers(job)["resources"]["CPU"])
+    at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
+    shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
+    problems += _find_problems(settings, chosen, shape, cluster, generation)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+
+    variables, derived = _resolve(search, given, shape)
+    if shape:
+        _make_cluster(job, chosen, shape, settings.run_name, variables)
+        derived += _explain(job, chosen, shape, profile)
+    else:
+        _select_cluster(job, str(cluster), variables)
+    _set_job(job, chosen, settings.run_name, generation)
+    if search.dimensions:
+        job["spec"]["entrypoint"] = SEARCH
+        derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
+
+    # Before what follows from it is written in; the wording of the reasons is no part of the specification.
+    name = f"{settings.run_name}-{_digest(job)}"
+    job["metadata"]["name"] = name
+    _set_variable(job, PREFIX + "JOB_ID", name)
+    job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
+    settings = load_search({**{n: v for n, (v, _) in given.items()}, **settings_of(job)}).settings
+    return Rendered(job, settings, job["metadata"]["namespace"], derived)
+
+
+def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
+    spec = manifest["spec"]
+    if spec.get("rayClusterSpec"):
+        variables = {entry["name"]: _unescape(entry.get("value", "")) for entry in _ray(_head(manifest)).get("env", ())}
+    else:
+        variables = _parse_runtime_env(spec.get("runtimeEnvYAML", ""))
+    return {name: value for name, value in variables.items() if name.startswith(PREFIX)}
+
+
+def image_problem(reference: str) -> str:
+    """What is wrong with an image that may be another one tomorrow; empty when it names a version or a digest."""
+    name = reference.rpartition("/")[2]
+    if "@sha256:" in name:
+        return ""
+    tag = name.partition(":")[2]
+    if tag and tag != "latest":
+        return ""
+    return (
+        f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
+        "what they have; name a tag, or better a digest (@sha256:...)"
+    )
+
+
+def to_yaml(value: Any) -> str:
+    """YAML in the order of `value`, the same wherever it is written."""
+    import yaml
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
+        pass
+
+    def represent(dumper: Any, text: str) -> Any:
+        bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
+        # What else there is, in quotes: Go reads 1e-3 as a number, and y as true, which PyYAML would leave bare.
+        style = "|" if "\n" in text else None if bare else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
+    plain = json.loads(json.dumps(value))  # the same object in two places would come out as an alias
+    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=2**30, allow_unicode=True))
+
+
+def write_directory(rendered: Rendered, path: str) -> list[Path]:
+    """Write what Argo CD, Flux or `kubectl apply -k` takes: the manifest and its kustomization. Returns both paths."""
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["rayjob.yaml"],
+    }
+    contents = {"rayjob.yaml": rendered.to_yaml(), "kustomization.yaml": to_yaml(kustomization)}
+    written = []
+    for name, text in contents.items():
+        file = Path(path) / name
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"--output {path}: {error.strerror or shorten(error)}; name a directory") from error
+        written.append(file)
+    return written
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def _gather(
+    base: list[dict[str, str]], profile: Profile, name: str, overrides: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Every setting that was given, by variable: its value and who gave it last. An empty override takes it away."""
+    # The notice is that of the pods: it follows from the profile, or a cluster that runs has set it.
+    of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
+    layers: list[tuple[Mapping[str, str], str]] = [
+        (of_base, "k8s/rayjob.yaml"),
+        (profile.settings or {}, f"profile {name}"),
+        ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
+        (overrides, "given"),
+    ]
+    return {
+        PREFIX + variable.upper().removeprefix(PREFIX): (value, source)
+        for layer, source in layers
+        for variable, value in layer.items()
+    }
+
+
+def _resolve(
+    search: Search, given: Mapping[str, tuple[str, str]], shape: Shape | None
+) -> tuple[dict[str, str], list[Derived]]:
+    """The variables of the job, in the order of the settings, each with its source.
+
+    Only what was given or had to be chosen: the rest is left to the image, which may have a task of its own.
+    """
+    every = {**search.settings.environment(), **search.given}
+    chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
+    for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
+        chosen.setdefault(variable, (every[variable], "default"))
+    if shape:
+        use_gpu, per_worker = PREFIX + "USE_GPU", PREFIX + "RESOURCES_PER_WORKER"
+        chosen[use_gpu] = ("true" if shape.gpus else "false", shape.why_gpu or chosen[use_gpu][1])
+        per_worker_json = json.dumps(shape.per_worker, sort_keys=True)
+        chosen[per_worker] = (per_worker_json, shape.why_resources or chosen[per_worker][1])
+    ordered = {variable: chosen[variable] for variable in every if variable in chosen}
+    return (
+        {variable: value for variable, (value, _) in ordered.items()},
+        [Derived(variable, value, source) for variable, (value, source) in ordered.items()],
+    )
+
+
+def _find_problems(
+    settings: Settings, profile: Profile, shape: Shape | None, cluster: str | None, generation: int
+) -> list[str]:
+    """What no cluster could make work, whatever else is right."""
+    problems = []
+    if not settings.storage_path.startswith("s3://"):
+        problems.append(
+            f"{PREFIX}STORAGE_PATH={settings.storage_path}: pods come and go, and share no disk; set it to s3://bucket/prefix"
+        )
+    if settings.job_id:
+        problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
+    if "notice_s" in settings.model_fields_set:
+        problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
+    if generation < 1:
+        problems.append(f"generation {generation}: set it to a whole number from 1")
+    if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
+        problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
+    if cluster is not None:
+        problems += [
+            f"{variable}={value}: Ray would expand the $ in a job for a cluster that runs; do without it"
+            for variable, value in settings.environment().items()
+            if "$" in value
+        ]
+    if profile.queue and cluster is not None:
+        problems.append(
+            f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods; leave out the queue, "
+            "or the cluster"
+        )
+    if profile.queue and shape and shape.autoscaled:
+        changing = "data_workers (min below max)" if not shape.pods.elastic else f"{PREFIX}NUM_WORKERS={shape.pods}"
+        problems.append(
+            f"queue {profile.queue}: Kueue admits a fixed number of pods, and {changing} may change it; "
+            "set it to one number, or leave the queue out"
+        )
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+
+def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -> None:
+    """What concerns the RayJob itself, wherever its pods are."""
+    metadata, spec = job["metadata"], job["spec"]
+    metadata["namespace"] = profile.namespace or metadata["namespace"]
+    metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
+    metadata["annotations"] = {GENERATION: str(generation), **(profile.annotations or {})}
+    if profile.queue:
+        metadata["labels"][QUEUE] = profile.queue
+    for field, value in {
+        "preRunningDeadlineSeconds": profile.pre_running_deadline_s,
+        "activeDeadlineSeconds": profile.active_deadline_s,
+        "backoffLimit": profile.backoff_limit if "backoffLimit" in spec else None,
+        "ttlSecondsAfterFinished": profile.ttl_s if "ttlSecondsAfterFinished" in spec else None,
+    }.items():
+        if value is not None:
+            spec[field] = value
+
+
+def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
+    """Send the job into a cluster that is kept: it brings no pods, and must not take that cluster away."""
+    spec = job["spec"]
+    for field in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
+        del spec[field]
+    spec["clusterSelector"] = {CLUSTER_SELECTOR: cluster}
+    spec["runtimeEnvYAML"] = to_yaml({"env_vars": dict(variables)})
+
+
+def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
+    """The choices besides the settings."""
+    spec, workers, head = job["spec"], _workers(job), _head(job)["template"]["spec"]
+    worker = workers["template"]["spec"]
+
+    def source(value: object) -> str:
+        return "k8s/rayjob.yaml" if value is None else f"profile {name}"
+
+    machine = profile.worker or Worker()
+    notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
+    drain = next(entry["value"] for entry in _ray(workers)["env"] if entry["name"] == DRAIN)
+    per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
+    found = [
+        ("image", _ray(workers)["image"], source(profile.image)),
+        ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
+        (
+            "autoscaler",
+            "v2" if shape.autoscaled else "none",
+            "the number of pods may change" if shape.autoscaled else "the number of pods is fixed",
+        ),
+        (
+            "head",
+            "not on spot nodes" if profile.spot else "on any node",
+            "its loss would end every worker" if profile.spot else "the profile has no spot nodes",
+        ),
+        ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
+        (
+            "placement",
+            machine.placement or "spread",
+            f"{source(machine.placement)}: "
+            + (
+                "within a zone the network is faster, and costs nothing"
+                if machine.placement == "pack"
+                else "the loss of a node costs as few workers as can be"
+            ),
+        ),
+        ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
+        (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
+        (NOTICE, drain, f"the time that {DRAIN} leaves"),
+        (
+            "preRunningDeadlineSeconds",
+            str(profile.pre_running_deadline_s or spec["preRunningDeadlineSeconds"]),
+            source(profile.pre_running_deadline_s),
+        ),
+    ]
+    if shape.runs > 1:
+        memory = _ray(_head(job))["resources"]["limits"]["memory"]
+        found.append(("head's memory", memory, f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"))
+    if profile.data_workers:
+        if shape.data:
+            found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
+        else:
+            found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
+    return [Derived(*entry) for entry in found]
+
+
+def _digest(job: Mapping[str, Any]) -> str:
+    without_name = {**job, "metadata": {name: value for name, value in job["metadata"].items() if name != "name"}}
+    return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def _parse_runtime_env(text: str) -> dict[str, str]:
+    import yaml
+
+    return dict((yaml.safe_load(text) or {}).get("env_vars", {}))
+
+
+def _escape(value: str) -> str:
+    """A variable's value as a container's manifest has it, where $(NAME) would be expanded and $$ stands for $."""
+    return value.replace("$", "$$")
+
+
+def _unescape(value: str) -> str:
+    return value.replace("$$", "$")

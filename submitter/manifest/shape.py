@@ -1,0 +1,137 @@
+"""How many pods a run gets, and what one training worker gets of a pod: settings and profile come together here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from app.settings import Settings, Workers
+from submitter.manifest.profile import DataWorkers, Profile, Worker
+
+READING_SHARE = 0.25
+"""Part of a pod's CPUs that LOADER=ray leaves to reading, at least one: without any it never reads a row."""
+
+SLOT = "training-worker"
+"""A resource of our own: each training pod offers as many as it is meant to have workers, and each worker takes one. By
+CPUs alone, two workers would share the pod of one, and the autoscaler would never ask for the second."""
+
+RAY_RESOURCES = ("CPU", "GPU", "memory", SLOT)
+"""What our pods offer: a worker that asked for anything else would wait for ever."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The pods of a run and the resources of a worker, with the reasons."""
+
+    pods: Workers
+    "Training pods; of a search, for all trials that train at once."
+    gpus: int
+    "Of one training pod, each with a training worker of its own. Without GPUs a pod has one worker."
+    cpus: int
+    "Of one training pod, as Ray counts them."
+    per_worker: dict[str, float]
+    data: DataWorkers | None
+    why_gpu: str
+    why_resources: str
+    "Empty where the setting says so itself."
+    runs: int = 1
+    "Trials of a search that train at the same time."
+
+    @property
+    def workers_per_pod(self) -> int:
+        """Training workers of one pod."""
+        return max(1, self.gpus)
+
+    @property
+    def autoscaled(self) -> bool:
+        """Whether the number of pods may change while the run goes on."""
+        return self.pods.elastic or bool(self.data and self.data.min < self.data.max)
+
+
+def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: int = 1) -> tuple[Shape, list[str]]:
+    """The shape, and every reason why it cannot work. `base_cpus`: of a pod, where the profile says nothing; `at_once`:
+    runs that train at the same time.
+    """
+    worker = profile.worker or Worker()
+    problems: list[str] = []
+
+    offered = worker.gpus or 0
+    use_gpu = offered > 0 and settings.use_gpu != "false"
+    why_gpu = ""
+    if settings.use_gpu == "auto":
+        why_gpu = f"the profile's training pods have {offered or 'no'} GPU{'s' * (offered != 1)}"
+    elif settings.use_gpu == "true" and not offered:
+        problems.append("SUNSPOT_USE_GPU=true: the profile has no GPU; set worker.gpus in it, or leave this at auto")
+
+    gpus = offered if use_gpu else 0
+    per_pod = max(gpus, 1)
+    workers = Workers(settings.num_workers.least * at_once, settings.num_workers.most * at_once)
+    if workers.least % per_pod or workers.most % per_pod:
+        each = f" for each of {at_once} trials" if at_once > 1 else ""
+        problems.append(
+            f"SUNSPOT_NUM_WORKERS={settings.num_workers}{each}: each GPU has a worker, and a pod of this profile "
+            f"{gpus} GPUs (worker.gpus); set it to multiples of {gpus}"
+        )
+    pods = Workers(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
+
+    data = profile.data_workers
+    if data and not offered:
+        problems.append("data_workers: the profile has no GPU, so every worker reads as cheaply; take the group away")
+    data = data if use_gpu and settings.loader == "ray" else None
+
+    cpus = worker.num_cpus or (whole_cpus(worker.cpu) if worker.cpu else base_cpus)
+    per_worker, why_resources = _choose_resources(settings, cpus, per_pod)
+    if use_gpu:
+        per_worker = {**per_worker, "GPU": per_worker.get("GPU", 1)}
+    per_worker = {**per_worker, SLOT: 1}
+    shape = Shape(pods, gpus, cpus, per_worker, data, why_gpu, why_resources, at_once)
+    return shape, problems + _find_misfits(settings, shape, per_pod)
+
+
+def whole_cpus(quantity: str) -> int:
+    """CPUs as Ray counts them of what is asked of Kubernetes: rounded down, at least one."""
+    cpus = float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+    return max(1, math.floor(cpus))
+
+
+def _choose_resources(settings: Settings, cpus: int, per_pod: int) -> tuple[dict[str, float], str]:
+    if settings.resources_per_worker:
+        return dict(settings.resources_per_worker), ""
+    reading = max(1, math.floor(cpus * READING_SHARE)) if settings.loader == "ray" else 0
+    each = (cpus - reading) / per_pod
+    rounded = math.floor(each) if each >= 1 else math.floor(each * 100) / 100
+    shared = f" for {per_pod} workers" if per_pod > 1 else ""
+    return {"CPU": rounded}, f"{cpus} CPUs of a pod{shared}" + (
+        f", {reading} of them left for reading" if reading else ""
+    )
+
+
+def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
+    """Why a worker would never be placed, or never get a row: Ray would wait in silence."""
+    asked = f"SUNSPOT_RESOURCES_PER_WORKER={shape.per_worker}".replace("'", '"')
+    cpu, gpu = shape.per_worker.get("CPU", 1), shape.per_worker.get("GPU", 0)
+    problems = [
+        f"{asked}: no pod offers {name}; take it away" for name in shape.per_worker if name not in RAY_RESOURCES
+    ]
+    if gpu != (1 if shape.gpus else 0):
+        problems.append(f"{asked}: a worker has {1 if shape.gpus else 'no'} GPU here; leave GPU out, it is added")
+    if cpu * per_pod > shape.cpus:
+        problems.append(f"{asked}: a pod has {shape.cpus} CPUs for {per_pod}; ask for fewer, or raise worker.cpu")
+    elif settings.loader == "ray" and (cpu <= 0 or (not shape.data and shape.cpus - cpu * per_pod < 1)):
+        problems.append(
+            f"{asked}: of a pod's {shape.cpus} CPUs, LOADER=ray needs one to read with; ask for fewer, or raise "
+            "worker.cpu"
+        )
+    return problems
+
+
+def parse_quantity(quantity: Any) -> float:
+    """A quantity of Kubernetes, such as 250m or 5Gi."""
+    text = str(quantity)
+    units = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+    units |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
+    for unit in sorted(units, key=len, reverse=True):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * units[unit]
+    return float(text)

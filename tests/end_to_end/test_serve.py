@@ -1,0 +1,60 @@
+"""scripts/serve.py: a run's model over HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+import ray
+from PIL import Image
+
+from app.errors import NotFoundError
+from app.predict.classifier import Classifier
+from tests.harness.model_runs import ModelRun
+
+pytest.importorskip("fastapi", reason="Ray Serve is not installed; it comes with the extra 'serve'")
+
+
+def post(port: int, body: bytes) -> tuple[int, object]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/", body)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.slow
+def test_a_png_gets_its_class_and_everything_ends(model_run: ModelRun, ray_address: str) -> None:
+    from ray import serve
+
+    from scripts.serve import serving
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    image = model_run.rows()["image"][0]
+    picture = io.BytesIO()
+    Image.fromarray(image[0]).save(picture, "PNG")
+    [expected], [probabilities] = Classifier("run", storage=model_run.storage).predict(image)
+
+    with serving("run", storage=model_run.storage, port=port):
+        status, said = post(port, picture.getvalue())
+        assert (status, said) == (200, {"prediction": expected, "probabilities": probabilities.tolist()})
+        status, said = post(port, b"no image")
+        assert status == 400
+        assert "the body: neither an image" in str(said)
+
+    assert not serve.status().applications
+    with pytest.raises(OSError, match="refused"):
+        post(port, b"")
+    with (
+        pytest.raises(NotFoundError, match="no checkpoint yet"),
+        serving("nothing", storage=model_run.storage, port=port),
+    ):
+        pytest.fail("it serves nothing")
+    assert ray.is_initialized()

@@ -1,0 +1,106 @@
+"""A run that is told to stop saves, stands still, and goes on without losing or repeating a row."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from app.run.attempts import read_attempts
+from app.run.logs import list_streams, rank_stream, read_stream
+from app.run.status import RunState, clear_stop, read_status, request_stop
+from submitter.doctor.diagnose import examine
+from submitter.findings import Diagnosis
+from tests.conftest import Program
+from tests.harness.training import assert_audit_clean, newest, the_run, wait_for_step
+
+
+def test_a_stopped_run_stands_still_until_it_is_resumed(
+    program: Program, make_data: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "TASK": "tests.tasks.slow",
+        "DATASET": make_data(2000),
+        "GLOBAL_BATCH_SIZE": 20,
+        "EPOCHS": 12,
+        "CHECKPOINT_EVERY_STEPS": 50,
+        "REPORT_EVERY_S": 1,
+    }
+    run = the_run(program)
+    process = program.start(**settings)
+    wait_for_step(run, 50, process)
+    request_stop(run, "a test")
+    output = process.communicate(timeout=150)[0]
+    assert process.returncode == 0, output
+    assert "stopped at step" in output
+    status, stopped_at = read_status(run), newest(run).step
+    assert status
+    assert status.state is RunState.STOPPED
+    assert stopped_at % 50, "stopped where a checkpoint was due anyway, or not at all"
+
+    program.run(**settings)
+    assert "lets it train again" in capfd.readouterr().out
+    assert len(read_attempts(run)) == 1, "it trained although it was to stand still"
+
+    clear_stop(run)
+    process = program.start(**settings)
+    wait_for_step(run, stopped_at + 50, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=150)[0]
+    assert process.returncode == 1, output
+    assert "told to end by SIGTERM" in output
+    terminated_at = newest(run).step
+    assert terminated_at % 50, "it did not save when it was told to end"
+    status = read_status(run)
+    assert status
+    assert status.state is RunState.FAILED
+    assert status.step == terminated_at
+
+    program.run(**settings)
+    assert [attempt.step for attempt in read_attempts(run)] == [0, stopped_at, terminated_at]
+    status = read_status(run)
+    assert status
+    assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 1200, newest(run).name)
+    assert_audit_clean(program)
+
+
+def test_what_workers_print_is_in_the_storage(program: Program, make_data: Callable[..., str]) -> None:
+    run = the_run(program)
+    with pytest.raises(Exception, match="training failed"):
+        program.run(TASK="tests.tasks.talking", DATASET=make_data(100), GLOBAL_BATCH_SIZE=20, MAX_FAILURES=0)
+    for rank in (0, 1):
+        text = read_stream(run, rank_stream(1, rank)).decode()
+        assert f"attempt 1: rank {rank} of 2 on cpu of " in text
+        assert text.count("printed by python") == 1
+        assert "written by a library" in text
+        assert "ValueError: the task is broken" in text, "the end of a failed worker is what one looks for"
+    driver = next(stream for stream in list_streams(run) if stream.startswith("driver-"))
+    text = read_stream(run, driver).decode()
+    assert "from: the beginning" in text
+    assert "the task is broken" in text
+    status = read_status(run)
+    assert status
+    assert status.state is RunState.FAILED
+    assert "the task is broken" in status.reason
+
+    [failed] = examine(None, run).findings
+    assert failed.finding is Diagnosis.FAILED
+    assert failed.about["ranks"] == [0, 1], "one error, that both met"
+    assert str(failed.about["file"]).endswith("tests/tasks/talking.py")
+    assert (failed.about["function"], failed.about["message"]) == ("loss", "the task is broken")
+
+
+def test_output_is_shipped_while_it_goes_on(program: Program, make_data: Callable[..., str]) -> None:
+    run = the_run(program)
+    process = program.start(
+        TASK="tests.tasks.slow", DATASET=make_data(2000), GLOBAL_BATCH_SIZE=20, EPOCHS=1000, NUM_WORKERS=1
+    )
+    deadline = time.monotonic() + 200
+    while not any(b"loss" in read_stream(run, stream) for stream in list_streams(run) if stream.startswith("driver")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.5)
+    request_stop(run, "the end of a test")
+    process.communicate(timeout=150)

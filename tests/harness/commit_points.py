@@ -1,0 +1,139 @@
+"""Kills a process that commits checkpoints at every operation of its storage, one after another.
+
+`python -m tests.harness.commit_points FOLDER` prints a JSON list: for each point, where it died and what stood
+afterwards. A process of its own, so that forking is safe: no thread of the test suite is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.checkpoint.commit import CheckpointCommitter, describe
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.snapshot import Snapshots
+from app.run import Run
+from app.run.attempts import Attempt, claim, read_attempts
+from app.run.checkpoints import find_faults, find_newest_good, list_checkpoints
+from app.run.history import Journal
+from app.settings import Settings
+from app.storage.base import Entry, Writer
+from app.storage.local import LocalStorage
+
+SAVES = 3
+
+
+class DyingStorage(LocalStorage):
+    """Storage whose process is killed before operation number `dies_at`, or in the middle of it."""
+
+    def __init__(self, root: str, dies_at: int, diary: Path) -> None:
+        super().__init__(root)
+        self._left, self._diary = dies_at, diary
+
+    def _point(self, name: str) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._diary.write_text(name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(self, key: str, data: bytes) -> None:
+        self._point(f"before write {key}")
+        super().write(key, data)
+        self._point(f"after write {key}")
+
+    def delete(self, key: str) -> None:
+        self._point(f"before delete {key}")
+        super().delete(key)
+
+    def list(self, prefix: str) -> list[Entry]:
+        self._point(f"before list {prefix}")
+        return super().list(prefix)
+
+    def digest(self, key: str) -> tuple[int, str]:
+        self._point(f"before reading back {key}")
+        return super().digest(key)
+
+    @contextmanager
+    def writer(self, key: str) -> Iterator[Writer]:
+        self._point(f"before upload {key}")
+        with super().writer(key) as writer:
+            store = writer._store  # type: ignore[attr-defined]
+
+            def store_half(view: memoryview) -> None:
+                store(view[: len(view) // 2])
+                self._point(f"in the middle of upload {key}")
+                store(view[len(view) // 2 :])
+
+            writer._store = store_half  # type: ignore[attr-defined]
+            yield writer
+        self._point(f"after upload {key}")
+
+
+def commit(root: str, dies_at: int, diary: Path) -> None:
+    """Save steps 2 .. 1 + SAVES of a run that keeps one checkpoint besides the newest."""
+    run = Run(DyingStorage(root, 0, diary), "run")
+    attempt = Attempt(1, "me", None, 0)
+    claim(run, read_attempts(run), attempt)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    settings = Settings(checkpoints_to_keep=1)
+    journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    snapshots = Snapshots(NodeMemory(run.location, shared=False))
+    saver = CheckpointCommitter(run, attempt, settings, journals, print)
+    for step in range(1, 2 + SAVES):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        journals["metrics"].append({"step": step, "loss": float(step)})
+        about = describe(attempt, step, 10, 10, {"loss": float(step)})
+        snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], needed=True, for_storage=True)
+        assert snapshot
+        saver.commit(snapshot)
+        # The first save stands before the killing begins; each is committed before the next, so that none is skipped.
+        saver.drain()
+        if step == 1:
+            run.storage._left = dies_at  # type: ignore[attr-defined]
+
+
+def judge(root: str) -> dict[str, Any]:
+    """What stands after the kill."""
+    run = Run(LocalStorage(root), "run")
+    checkpoints = list_checkpoints(run)
+    newest, skipped = find_newest_good(run, read_attempts(run))
+    return {
+        "committed": [checkpoint.step for checkpoint in checkpoints],
+        "bad": [checkpoint.name for checkpoint in checkpoints if find_faults(run, checkpoint)],
+        "newest": newest.step if newest else None,
+        "skipped": list(skipped),
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.optim.Adam(
+        [torch.nn.Parameter(torch.zeros(1))]
+    ).step()  # imports seconds' worth on first use: not in each child
+    points = []
+    for dies_at in range(1, 1000):
+        root, diary = str(folder / str(dies_at)), folder / f"{dies_at}.txt"
+        child = os.fork()
+        if child == 0:
+            commit(root, dies_at, diary)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        points.append({"died": diary.read_text() if diary.exists() else None, **judge(root)})
+        if status == 0:
+            break
+    print(json.dumps(points))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

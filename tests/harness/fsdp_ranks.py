@@ -1,0 +1,175 @@
+"""Worker groups without Ray: `python -m tests.harness.fsdp_ranks FOLDER`.
+
+Trains a tiny GPT for STEPS steps, some of them under ddp and some under fsdp, on changing numbers of ranks, as `RUNS`
+says. Each rank is a forked process, and commits as in a run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo  # torch imports it on first use: not in each child
+import torch.distributed as dist
+
+from app.checkpoint.commit import CheckpointCommitter, describe
+from app.checkpoint.files import load_state, write_whole
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.sharded import PartWriter, is_sharded, load_parts, load_whole, parameter_names
+from app.checkpoint.snapshot import Snapshots
+from app.data.order import LEAST_ROWS, Steps
+from app.data.source import read_rows
+from app.observe.metrics import Stopwatch
+from app.parallel import prepare, shard_model, shard_optimizer_state
+from app.run import Run, open_run
+from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from app.run.checkpoints import read_manifest
+from app.run.history import Journal
+from app.settings import Settings
+from app.tasks import gpt
+from app.train.loop import accumulate_gradients
+
+STEPS = 6
+BATCH = 25
+"""Rows of a step: shares, and the number of passes that they take, differ among the ranks."""
+
+ARGUMENTS = {"layers": 2, "width": 50, "heads": 2, "context": 16}
+"""50 is no multiple of three, and a block has more parameters than `LEAST_BLOCK`."""
+
+
+class Group(NamedTuple):
+    """One worker group: where it goes on from, and the step at which it saves."""
+
+    parallel: str
+    ranks: int
+    upto: int
+    origin: tuple[str, int, int] | None = None
+    "Run, step, attempt."
+
+
+RUNS = {
+    "ddp": [Group("ddp", 2, 2), Group("ddp", 2, STEPS, ("ddp", 2, 1))],
+    "fsdp": [
+        Group("fsdp", 2, 2),
+        Group("fsdp", 1, 4, ("fsdp", 2, 1)),
+        Group("fsdp", 3, STEPS, ("fsdp", 4, 2)),
+    ],
+    "to-ddp": [Group("ddp", 2, STEPS, ("fsdp", 2, 1))],
+    "to-fsdp": [Group("fsdp", 2, STEPS, ("ddp", 2, 1))],
+}
+
+
+def settings_of(parallel: str) -> Settings:
+    return Settings(
+        task="app.tasks.gpt",
+        task_args=ARGUMENTS,
+        parallel=parallel,
+        global_batch_size=BATCH,
+        micro_batch_size=5,
+        learning_rate=0.01,
+        checkpoints_to_keep=9,
+    )
+
+
+def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> None:
+    """What one rank does in a group."""
+    meeting = Path(root, f"{name}-{attempt.number}")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=group.ranks)
+    settings, device = settings_of(group.parallel), torch.device("cpu")
+    source, _ = gpt.find_sources(settings)
+    torch.manual_seed(0)
+    model = gpt.build_model(settings, source)
+    origin: tuple[Run, Any] | None = None
+    whole: dict[str, Any] = {}
+    if group.origin:
+        run = open_run(root, group.origin[0])
+        checkpoint = read_manifest(run, checkpoint_name(*group.origin[1:]))
+        assert checkpoint
+        if not is_sharded(checkpoint):
+            whole = {kind: load_state(run, checkpoint, f"{kind}.pt") for kind in ("model", "optimizer")}
+        elif group.parallel == "ddp":
+            whole = load_whole(run, checkpoint)
+        else:
+            origin = (run, checkpoint)
+    if whole:
+        model.load_state_dict(whole["model"])
+    model = shard_model(model, settings, device)
+    optimizer = gpt.build_optimizer(model, settings)
+    if whole:
+        optimizer.load_state_dict(shard_optimizer_state(optimizer, whole["optimizer"]))
+    if origin:
+        load_parts(*origin, model, optimizer)
+
+    rows = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, STEPS * BATCH).items()}
+    worker: Any = SimpleNamespace(settings=settings, task=gpt, world_size=group.ranks, device=device)
+    worker.stand_in = {column: values[:LEAST_ROWS] for column, values in rows.items()}
+    steps, prepared = Steps(STEPS * BATCH, BATCH), prepare_alone(model, group)
+    for step in range(attempt.step, group.upto):
+        begin, end = steps.share(step, group.ranks, rank)
+        batch = {column: values[begin:end] for column, values in rows.items()}
+        accumulate_gradients(worker, prepared, batch, BATCH, Stopwatch(device))
+        optimizer.step()
+        optimizer.zero_grad()
+    commit(open_run(root, name), attempt, settings, group, rank, model, optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def prepare_alone(model: torch.nn.Module, group: Group) -> torch.nn.Module:
+    """What `prepare` does, which asks Ray for the device under ddp."""
+    if group.parallel == "fsdp":
+        return prepare(model)
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def commit(
+    run: Run,
+    attempt: Attempt,
+    settings: Settings,
+    group: Group,
+    rank: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Save as app/train/worker.py does."""
+    write: Any = write_whole
+    if group.parallel == "fsdp":
+        write = PartWriter(rank, group.ranks, parameter_names(model, optimizer), 60, print)
+    elif rank:
+        return
+    journals: dict[str, Journal] = {"events": Journal(run, "events", attempt.number)} if rank == 0 else {}
+    saver = CheckpointCommitter(run, attempt, settings, journals, print, write=write)
+    about = describe(attempt, group.upto, STEPS, STEPS, {"loss": 1.0})
+    snapshots = Snapshots(NodeMemory(run.location, shared=False))
+    snapshot = snapshots.take(about, model, optimizer, {"step": group.upto}, [], needed=True, for_storage=True)
+    assert snapshot
+    saver.commit(snapshot)
+    saver.finish()
+
+
+def main(root: str) -> None:
+    torch.set_num_threads(1)
+    for name, groups in RUNS.items():
+        for group in groups:
+            run = open_run(root, name)
+            attempts = read_attempts(run)
+            start = checkpoint_name(*group.origin[1:]) if group.origin and group.origin[0] == name else None
+            step = group.origin[1] if group.origin else 0
+            attempt = Attempt(len(attempts) + 1, "me", start, step, about={"world_size": group.ranks})
+            assert claim(run, attempts, attempt)
+            children = []
+            for rank in range(group.ranks):
+                if child := os.fork():
+                    children.append(child)
+                    continue
+                train(root, name, attempt, group, rank)
+                os._exit(0)
+            assert all([os.waitpid(child, 0)[1] == 0 for child in children]), f"{name}: {group}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

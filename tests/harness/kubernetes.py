@@ -1,0 +1,390 @@
+"""A small Kubernetes API server over real HTTP: RayJobs, pods, events, access reviews, watches, and faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+JOBS = "/apis/ray.io/v1/namespaces/sunspot/rayjobs"
+CORE = "/api/v1/namespaces/sunspot"
+
+Fault = Callable[["_Handler"], None]
+"""Meets a request in the server's place."""
+
+
+def answer(status: int, message: str = "", **headers: str) -> Fault:
+    """Answer with this status, as the API server does when it refuses."""
+
+    def act(handler: _Handler) -> None:
+        handler.reply(status, {"kind": "Status", "status": "Failure", "message": message, "code": status}, headers)
+
+    return act
+
+
+def hang_up(handler: _Handler) -> None:
+    """Close the connection without an answer, after the request had its effect."""
+    handler.muted = True
+    handler.answer()
+    handler.close_connection = True
+
+
+def drop(handler: _Handler) -> None:
+    """Close the connection without having done anything."""
+    handler.close_connection = True
+
+
+class FakeCluster:
+    """The state of the cluster, which a test changes as an operator would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.pods: list[dict[str, Any]] = []
+        self.deleted: list[tuple[str, int | None]] = []
+        "Names of deleted pods, with the grace period that was asked for."
+        self.on_delete: Callable[[str], Any] = lambda name: None
+        "What happens when a pod was deleted."
+        self.events: list[dict[str, Any]] = []
+        self.objects = {f"{CORE}/secrets/sunspot-storage", f"{CORE}/serviceaccounts/sunspot-train", CORE}
+        "Paths of the other objects that are there."
+        self.documents: dict[str, dict[str, Any]] = {}
+        "The same with content; lists, too."
+        self.on_create: Callable[[dict[str, Any]], Any] = lambda pod: None
+        "What becomes of a pod that was created."
+        self.forbidden: set[str] = set()
+        "`verb resource` that access reviews deny; a path that may not be read."
+        self.has_operator = True
+        self.requests: list[tuple[str, str]] = []
+        self.oldest_version = 0
+        "Watches from before this are refused with 410."
+        self._faults: list[tuple[str, str, Fault, float]] = []
+        self._changes: list[tuple[int, str, dict[str, Any]]] = []
+        self._version = 100
+        self.changed = threading.Condition()
+        self._server: _Server | None = None
+        self._port = 0
+        self.up()
+        self.kubeconfig = folder / "kubeconfig"
+        self.write_kubeconfig()
+
+    # ------------------------------------------------------------------------------------------ what a test does to it
+
+    def write_kubeconfig(self) -> None:
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "users": [{"name": "me", "user": {"token": "t"}}],
+            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "me"}}],
+            "current-context": "fake",
+        }
+        self.kubeconfig.write_text(json.dumps(config))
+
+    def on(self, method: str, part: str, fault: Fault, times: float = float("inf")) -> None:
+        """Meet the next `times` requests of this method whose path has `part` with `fault`."""
+        self._faults.append((method, part, fault, times))
+
+    def down(self) -> None:
+        """Be gone: connections are refused, and those there are break."""
+        assert self._server
+        self._server.end()
+        self._server = None
+        with self.changed:
+            self.changed.notify_all()
+
+    def up(self) -> None:
+        """Be there, at the same address."""
+        self._server = _Server(("127.0.0.1", self._port), self)
+        self._port = self._server.server_address[1]
+
+    @property
+    def ended(self) -> bool:
+        return self._server is None
+
+    def put_job(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Create a RayJob, or replace it."""
+        with self.changed:
+            name = job["metadata"]["name"]
+            kind = "MODIFIED" if name in self.jobs else "ADDED"
+            self._version += 1
+            job["metadata"]["resourceVersion"] = str(self._version)
+            job["metadata"].setdefault("uid", f"uid-{self._version}")
+            job["metadata"].setdefault("namespace", "sunspot")
+            job["metadata"].setdefault("creationTimestamp", timestamp(time.time()))
+            self.jobs[name] = job
+            self._changes.append((self._version, kind, json.loads(json.dumps(job))))
+            self.changed.notify_all()
+            return job
+
+    def set_status(self, name: str, deployment: str, ray: str = "", **more: Any) -> None:
+        """Have a RayJob's status changed, as the operator does."""
+        job = json.loads(json.dumps(self.jobs[name]))
+        job["status"] = {**job.get("status", {}), "jobDeploymentStatus": deployment, "jobStatus": ray, **more}
+        self.put_job(job)
+
+    def delete_job(self, name: str) -> None:
+        with self.changed:
+            job = self.jobs.pop(name)
+            self.pods = [p for p in self.pods if not p["metadata"]["name"].startswith(name)]
+            self._version += 1
+            job["metadata"]["resourceVersion"] = str(self._version)
+            self._changes.append((self._version, "DELETED", job))
+            self.changed.notify_all()
+
+    def delete_pod(self, name: str, grace_s: int | None) -> None:
+        with self.changed:
+            self.pods = [p for p in self.pods if p["metadata"]["name"] != name]
+            self.deleted.append((name, grace_s))
+        self.on_delete(name)
+
+    # ------------------------------------------------------------------------------------------------ what it answers
+
+    def fault_for(self, method: str, path: str) -> Fault | None:
+        for position, (wanted, part, fault, left) in enumerate(self._faults):
+            if method == wanted and part in path and left > 0:
+                self._faults[position] = (wanted, part, fault, left - 1)
+                return fault
+        return None
+
+    def list_jobs(self, labels: str) -> dict[str, Any]:
+        name, equals, value = labels.partition("=")
+        with self.changed:
+            labelled = [(job, job["metadata"].get("labels", {}).get(name)) for job in self.jobs.values()]
+            items = [job for job, found in labelled if found is not None and (not equals or found == value)]
+            return {"metadata": {"resourceVersion": str(self._version)}, "items": items}
+
+    def changes_after(self, version: int) -> list[tuple[int, str, dict[str, Any]]]:
+        return [change for change in self._changes if change[0] > version]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], cluster: FakeCluster) -> None:
+        super().__init__(address, _Handler)
+        self.cluster = cluster
+        self._open: set[Any] = set()
+        self.over = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def end(self) -> None:
+        self.over.set()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is what many tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+    muted = False
+
+    def handle_any(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        target = urlsplit(self.path)
+        self.query = {name: values[0] for name, values in parse_qs(target.query).items()}
+        self.target = target.path
+        cluster = self.server.cluster
+        cluster.requests.append((self.command, self.path))
+        fault = cluster.fault_for(self.command, self.path)
+        if fault:
+            fault(self)
+        else:
+            self.answer()
+
+    do_GET = do_POST = do_PATCH = do_DELETE = handle_any
+
+    def answer(self) -> None:
+        cluster, path, query = self.server.cluster, self.target, self.query
+        if path in cluster.forbidden:
+            self.refuse(403, f'{path} is forbidden: User "me" cannot get it')
+        elif path == "/apis/ray.io/v1":
+            if cluster.has_operator:
+                self.reply(200, {"resources": [{"name": "rayjobs"}, {"name": "rayclusters"}]})
+            else:
+                self.refuse(404, "the server could not find the requested resource")
+        elif path.endswith("selfsubjectaccessreviews"):
+            asked = json.loads(self.body)["spec"]["resourceAttributes"]
+            denied = f"{asked['verb']} {asked['resource']}" in cluster.forbidden
+            self.reply(201, {"status": {"allowed": not denied}})
+        elif path == JOBS and query.get("watch") == "true":
+            self.watch()
+        elif path == JOBS:
+            self.reply(200, cluster.list_jobs(query["labelSelector"]))
+        elif path.startswith(f"{JOBS}/"):
+            self.one_job(path.rpartition("/")[2])
+        elif path == f"{CORE}/pods" and self.command == "POST":
+            pod = json.loads(self.body)
+            pod["metadata"]["uid"] = f"uid-of-{pod['metadata']['name']}"
+            cluster.pods.append(pod)
+            cluster.on_create(pod)
+            self.reply(201, pod)
+        elif path == f"{CORE}/pods":
+            names = query["labelSelector"].partition("(")[2].rstrip(")").split(",")
+            self.reply(200, {"items": [p for p in cluster.pods if p["metadata"]["labels"]["ray.io/cluster"] in names]})
+        elif path.startswith(f"{CORE}/pods/"):
+            self.one_pod(path.rpartition("/")[2])
+        elif path == f"{CORE}/events":
+            self.reply(200, {"items": cluster.events})
+        elif path in cluster.documents:
+            self.reply(200, cluster.documents[path])
+        elif path in cluster.objects:
+            self.reply(200, {"metadata": {"name": path.rpartition("/")[2]}})
+        else:
+            self.refuse(404, f"{path} not found")
+
+    def one_job(self, name: str) -> None:
+        cluster = self.server.cluster
+        if self.command == "PATCH":
+            assert self.headers["Content-Type"] == "application/apply-patch+yaml"
+            assert self.query["fieldManager"] == "sunspot"
+            job = json.loads(self.body)
+            if self.query.get("dryRun") != "All":
+                before = cluster.jobs.get(name)
+                if before is None or before["spec"] != job["spec"]:
+                    job = cluster.put_job({**(before or {}), **job})
+            self.reply(200, job)
+        elif name not in cluster.jobs:
+            self.refuse(404, f'rayjobs.ray.io "{name}" not found')
+        elif self.command == "DELETE":
+            wanted = json.loads(self.body)["preconditions"]["uid"]
+            if wanted != cluster.jobs[name]["metadata"]["uid"]:
+                self.refuse(409, "the UID in the precondition does not match")
+                return
+            cluster.delete_job(name)
+            self.reply(200, {})
+        else:
+            self.reply(200, cluster.jobs[name])
+
+    def one_pod(self, name: str) -> None:
+        found = next((p for p in self.server.cluster.pods if p["metadata"]["name"] == name), None)
+        if found is None:
+            self.refuse(404, f'pods "{name}" not found')
+            return
+        if self.command == "GET":
+            self.reply(200, found)
+            return
+        options, uid = json.loads(self.body), found["metadata"]["uid"]
+        if uid != options["preconditions"]["uid"]:
+            self.refuse(409, "the UID in the precondition does not match")
+        else:
+            self.server.cluster.delete_pod(name, options.get("gracePeriodSeconds"))
+            self.reply(200, {})
+
+    def watch(self) -> None:
+        cluster, version = self.server.cluster, int(self.query["resourceVersion"])
+        if version < cluster.oldest_version:
+            self.refuse(410, "too old resource version")
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        until = time.monotonic() + float(self.query["timeoutSeconds"])
+        while time.monotonic() < until and not self.server.over.is_set():
+            with cluster.changed:
+                changes = cluster.changes_after(version)
+                if not changes:
+                    cluster.changed.wait(0.02)
+            for version, kind, job in changes:  # noqa: B007
+                line = json.dumps({"type": kind, "object": job}).encode() + b"\n"
+                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+                self.wfile.flush()
+        if not self.server.over.is_set():
+            self.wfile.write(b"0\r\n\r\n")
+
+    def refuse(self, status: int, message: str) -> None:
+        answer(status, message)(self)
+
+    def reply(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        if self.muted:
+            return
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        for name, text in (headers or {}).items():
+            self.send_header(name.replace("_", "-"), text)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """`requests` is the log."""
+
+
+def timestamp(moment: float) -> str:
+    """As Kubernetes writes a time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
+
+
+def rayjob(name: str, run: str = "run", created: float | None = None, **spec: Any) -> dict[str, Any]:
+    """A RayJob with two workers."""
+    pod = {
+        "containers": [{"name": "ray", "image": "sunspot:1", "env": [{"name": "SUNSPOT_NUM_WORKERS", "value": "2"}]}]
+    }
+    cluster = {
+        "headGroupSpec": {"template": {"spec": pod}},
+        "workerGroupSpecs": [{"groupName": "workers", "replicas": 2, "template": {"spec": pod}}],
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {
+            "name": name,
+            "uid": f"uid-of-{name}",
+            "labels": {"sunspot/run": run},
+            "creationTimestamp": timestamp(time.time() if created is None else created),
+        },
+        "spec": {"rayClusterSpec": cluster, **spec},
+    }
+
+
+def pod(name: str, cluster: str, head: bool = False, phase: str = "Running", **status: Any) -> dict[str, Any]:
+    """A pod of a RayCluster; ready when it is Running, unless `status` says otherwise."""
+    ready = {"type": "Ready", "status": "True" if phase == "Running" else "False"}
+    labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head" if head else "worker"}
+    labels["ray.io/group"] = "headgroup" if head else "workers"
+    return {
+        "metadata": {"name": name, "uid": f"uid-of-{name}", "labels": labels},
+        "spec": {"nodeName": f"node-of-{name}"},
+        "status": {"phase": phase, "conditions": [ready], **status},
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    """A cluster that KUBECONFIG points to; nothing waits long for it."""
+    fake = FakeCluster(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("submitter.cluster.api.RETRY_PAUSES_S", (0.01, 0.02, 0.04))
+    monkeypatch.setattr("submitter.cluster.watch.WATCH_S", 1)
+    for name, seconds in {"STORAGE_EVERY_S": 0.05, "TICK_S": 0.05, "OUTAGE_PAUSE_S": 0.05}.items():
+        monkeypatch.setattr(f"submitter.cluster.watch.{name}", seconds)
+    monkeypatch.setattr("submitter.commands.submit.LOOK_EVERY_S", 0.02)
+    yield fake
+    if not fake.ended:
+        fake.down()

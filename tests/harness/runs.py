@@ -1,0 +1,96 @@
+"""Writes small real runs into a storage, as the training program does, but without training."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pyarrow as pa
+
+from app.run import Run, to_json
+from app.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
+from app.run.checkpoints import Checkpoint, write_manifest
+from app.run.history import Journal, write_audit
+from app.run.incidents import Cause, Receipt
+
+ROWS, BATCH, STEPS_PER_EPOCH = 22, 5, 5
+"""Four steps of 5 rows and one of 2."""
+
+
+def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int = STEPS_PER_EPOCH) -> Run:
+    """Write what makes it a run."""
+    settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": str(batch)}
+    record = {"settings": settings, "data": "", "rows": rows, "steps_per_epoch": steps_per_epoch}
+    run.storage.write(run.key("run.json"), to_json(record))
+    return run
+
+
+def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **about: Any) -> Attempt:
+    """Begin the next attempt, now or `at` a time; without a `tier`, as versions did that wrote no receipts."""
+    attempts = read_attempts(run)
+    number = attempts[-1].number + 1 if attempts else 1
+    begun = {} if at is None else {"time": at}
+    attempt = Attempt(number, owner, starts_from, step_of(starts_from) if starts_from else 0, about=about, **begun)
+    assert claim(run, attempts, attempt)
+    return attempt
+
+
+def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
+    """Write a whole checkpoint."""
+    name = checkpoint_name(step, attempt.number)
+    files = {}
+    for file in ("model.pt", "optimizer.pt"):
+        with run.storage.writer(run.key("checkpoints", name, file)) as writer:
+            writer.write(f"{file} of {name}".encode())
+        [entry] = run.storage.list(run.key("checkpoints", name, file))
+        files[file] = {"size": writer.size, "sha256": writer.sha256, "version": entry.version}
+    epoch = (step - 1) // STEPS_PER_EPOCH + 1
+    checkpoint = Checkpoint(name, step, epoch, STEPS_PER_EPOCH, 100, attempt_of(name), metrics, files=files)
+    write_manifest(run, checkpoint)
+    return checkpoint
+
+
+def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
+    """Write an attempt's metric history."""
+    journal = Journal(run, "metrics", attempt.number)
+    for record in records:
+        journal.append(record)
+    journal.flush()
+
+
+def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **about: Any) -> Receipt:
+    """Write the receipt of an attempt whose first step was done 10 s after the last one that counts."""
+    times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
+    times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
+    state = {"step": attempt.step, "last_step": attempt.step, "tier": attempt.about["tier"], "detail": ""}
+    world = {"world_before": 2 if since else 0, "world_after": 2}
+    receipt = Receipt(attempt=attempt.number, since=since, cause=cause, **{**times, **state, **world, **about})
+    journal = Journal(run, "events", attempt.number)
+    journal.append(receipt.record())
+    journal.flush()
+    return receipt
+
+
+def rows_of(step: int) -> list[int]:
+    """The rows that a step consumes: an epoch visits each once, in an order of its own."""
+    epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
+    order = random.Random(epoch).sample(range(ROWS), ROWS)
+    return order[place * BATCH : (place + 1) * BATCH]
+
+
+def consumed(first: int, last: int) -> dict[int, list[int]]:
+    """What the steps `first` .. `last` consume."""
+    return {step: rows_of(step) for step in range(first, last + 1)}
+
+
+def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> None:
+    """Record what steps consumed, in one file, the even rows by rank 0 and the odd ones by rank 1."""
+    lines = [(step, row % 2, row) for step, rows in steps.items() for row in rows]
+    table = pa.table(
+        {
+            "step": pa.array([step for step, _, _ in lines], pa.int32()),
+            "rank": pa.array([rank for _, rank, _ in lines], pa.int32()),
+            "row": pa.array([row for _, _, row in lines], pa.int64()),
+        }
+    )
+    write_audit(run, attempt.number, min(steps), max(steps), table)

@@ -1,0 +1,216 @@
+"""A checkpoint's model: nothing is unpickled before it is verified, and it says what the run's evaluation says."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from app.checkpoint.files import load_state
+from app.errors import DamageError, NotFoundError, SettingsError
+from app.predict.classifier import Classifier
+from app.run.checkpoints import MANIFEST, find_faults
+from tests.harness.model_runs import SIDE, TEST_ROWS, ModelRun
+from tests.tasks import tiny
+
+SHAPE = (1, SIDE, SIDE)
+
+
+@pytest.fixture(scope="module")
+def classifier(model_run: ModelRun) -> Classifier:
+    return Classifier("run", storage=model_run.storage)
+
+
+def as_bytes(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+# ------------------------------------------------------------------------------------------------------- what it says
+
+
+def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, model_run: ModelRun) -> None:
+    rows = model_run.rows()
+    predictions, probabilities = classifier.predict(rows["image"])
+    assert (predictions.dtype, predictions.shape) == (np.int64, (TEST_ROWS,))
+    assert (probabilities.dtype, probabilities.shape) == (np.float32, (TEST_ROWS, 3))
+    assert 0.5 < (predictions == rows["label"]).mean() == model_run.newest.metrics["test_accuracy"]
+    assert classifier.about()["name"] == model_run.newest.name
+    assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_forward_pass_runs_in_the_runs_precision(classifier: Classifier, model_run: ModelRun) -> None:
+    images = torch.from_numpy(model_run.rows()["image"][:7])
+    with torch.inference_mode():
+        with torch.autocast("cpu", torch.bfloat16):
+            as_trained = tiny.predict(classifier._model, images).float().softmax(dim=1)
+        in_fp32 = tiny.predict(classifier._model, images).softmax(dim=1)
+    _, probabilities = classifier.predict(images)
+    assert (probabilities == as_trained.numpy()).all()
+    assert (probabilities != in_fp32.numpy()).any()
+
+
+def test_one_image_a_batch_a_tensor_and_files_say_the_same(
+    classifier: Classifier, model_run: ModelRun, tmp_path: Path
+) -> None:
+    images = model_run.rows()["image"][:3]
+    predictions, probabilities = classifier.predict(images)
+    Image.fromarray(images[0, 0]).save(tmp_path / "0.png")
+    np.save(tmp_path / "1.npy", images[1])
+    np.save(tmp_path / "12.npy", images[1:])
+    locked = images.copy()
+    locked.flags.writeable = False
+    for given, of in [
+        (images[0], slice(0, 1)),
+        (torch.from_numpy(images), slice(0, 3)),
+        (locked, slice(0, 3)),
+        (str(tmp_path / "0.png"), slice(0, 1)),
+        ([tmp_path / "0.png", tmp_path / "1.npy"], slice(0, 2)),
+        ([tmp_path / "0.png", tmp_path / "12.npy"], slice(0, 3)),
+    ]:
+        said, how_sure = classifier.predict(given)
+        assert said.tolist() == predictions[of].tolist()
+        assert how_sure == pytest.approx(probabilities[of], abs=0.02)  # bf16, in another batch
+
+
+@pytest.mark.parametrize(
+    ("images", "seen"),
+    [
+        (np.zeros((2, 1, SIDE, SIDE + 1), np.uint8), r"uint8 \[2, 1, 8, 9\]"),
+        (np.zeros((SIDE, SIDE), np.uint8), r"uint8 \[8, 8\]"),
+        (np.zeros((0, *SHAPE), np.uint8), r"uint8 \[0, 1, 8, 8\]"),
+        (np.zeros(SHAPE, np.float32), r"float32 \[1, 8, 8\]"),
+        (torch.zeros(SHAPE), r"float32 \[1, 8, 8\]"),
+        (torch.zeros((1, 1, 1, *SHAPE), dtype=torch.uint8), r"uint8 \[1, 1, 1, 1, 8, 8\]"),
+        ([], "type list"),
+        (None, "type NoneType"),
+    ],
+)
+def test_what_is_no_image_of_the_model_is_refused_by_what_was_expected_and_seen(
+    images: Any, seen: str, classifier: Classifier
+) -> None:
+    with pytest.raises(SettingsError, match=f"^images of {seen}.*(takes uint8 .1, 8, 8.|give an array)"):
+        classifier.predict(images)
+
+
+def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifier, tmp_path: Path) -> None:
+    Image.new("L", (SIDE + 1, SIDE)).save(tmp_path / "wide.png")
+    Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "colour.jpeg")
+    np.save(tmp_path / "floats.npy", np.zeros(SHAPE))
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "pickled.npy").write_bytes(b"")
+    np.save(tmp_path / "pickled.npy", np.array([Trap(tmp_path / "trapped")], dtype=object), allow_pickle=True)
+    for name, seen in {
+        "wide.png": "8 x 9 .*takes 8 x 8, grey",
+        "colour.jpeg": "8 x 8 .*in colour.*takes 8 x 8, grey",
+        "floats.npy": r"float64 \[1, 8, 8\].*takes uint8 \[1, 8, 8\]",
+        "text.png": "neither an image nor an .npy array",
+        "pickled.npy": "cannot be read",
+        "missing.png": "No such file",
+    }.items():
+        with pytest.raises(SettingsError, match=f"{name}: .*{seen}"):
+            classifier.predict(tmp_path / name)
+    assert not (tmp_path / "trapped").exists()
+
+
+# ----------------------------------------------------------------------------------------------- which checkpoint it is
+
+
+def test_newest_best_a_name_and_directories(copied_run: ModelRun, tmp_path: Path) -> None:
+    newest = copied_run.newest
+    names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
+    [older] = names - {newest.name}
+    for which in ("newest", "best"):
+        assert Classifier("run", which, copied_run.storage).name == newest.name
+    assert Classifier("run", older, copied_run.storage).name == older
+    elsewhere = shutil.copytree(copied_run.directory(newest), tmp_path / "elsewhere")
+    assert Classifier("run", str(elsewhere)).name == newest.name
+    assert Classifier(f"{elsewhere}/").name == newest.name
+    for run, which in [("run", "step-00000001-attempt-0001"), ("nothing", "newest"), (str(tmp_path / "not"), "newest")]:
+        with pytest.raises(NotFoundError):
+            Classifier(run, which, copied_run.storage)
+    os.remove(elsewhere / MANIFEST)
+    with pytest.raises(NotFoundError, match=r"holds no manifest\.json"):
+        Classifier(str(elsewhere))
+
+
+def test_a_damaged_newest_one_is_passed_over_with_a_warning_and_refused_by_name(copied_run: ModelRun) -> None:
+    newest = copied_run.newest
+    path = copied_run.directory(newest) / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    passed_over = Classifier("run", storage=copied_run.storage)
+    assert passed_over.step < newest.step
+    assert f"passed over {newest.name}: damaged, optimizer.pt" in "passed over " + passed_over.warnings[0]
+    for words in [("run", newest.name, copied_run.storage), (str(copied_run.directory(newest)),)]:
+        with pytest.raises(DamageError, match=r"damaged, optimizer\.pt has SHA-256"):
+            Classifier(*words)
+
+
+@pytest.mark.parametrize("file", ["model.pt", "extra_state.pt"])
+@pytest.mark.parametrize("matching", [False, True])
+def test_what_a_checkpoint_hides_is_never_executed(
+    file: str, matching: bool, copied_run: ModelRun, tmp_path: Path
+) -> None:
+    newest, trap = copied_run.newest, tmp_path / "trapped"
+    for content in (pickle.dumps(Trap(trap)), as_bytes({"model": Trap(trap)})):
+        if matching:
+            copied_run.replace(newest, file, content)
+            assert not find_faults(copied_run.run, copied_run.newest)
+        else:
+            (copied_run.directory(newest) / file).write_bytes(content)
+        with pytest.raises(DamageError, match="more than tensors" if matching else "damaged"):
+            Classifier("run", newest.name, copied_run.storage)
+        assert not trap.exists()
+
+
+def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: ModelRun) -> None:
+    directory = copied_run.directory(copied_run.newest)
+    content = (directory / MANIFEST).read_bytes()
+    for damaged in (b"", b"[]", b"{}", content.replace(b'"step": ', b'"step": 1')):
+        (directory / MANIFEST).write_bytes(damaged)
+        with pytest.raises(DamageError):
+            Classifier(str(directory))
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: ModelRun) -> None:
+    newest = copied_run.newest
+    about = load_state(copied_run.run, newest, "extra_state.pt")
+    assert about.pop("data") == {"shape": list(SHAPE), "classes": 3}
+    copied_run.replace(newest, "extra_state.pt", as_bytes(about))
+    with pytest.raises(NotFoundError, match="did not record what its model takes; train the run further"):
+        Classifier("run", newest.name, copied_run.storage)
+
+
+def test_a_task_without_predict_is_named(copied_run: ModelRun) -> None:
+    newest = copied_run.newest
+    about = load_state(copied_run.run, newest, "extra_state.pt")
+    about["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
+    copied_run.replace(newest, "extra_state.pt", as_bytes(about))
+    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=tests\.batch_norm_task: defines no predict"):
+        Classifier("run", newest.name, copied_run.storage)
+
+
+def test_a_gpu_that_is_not_there_is_not_waited_for(model_run: ModelRun) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with pytest.raises(SettingsError, match="USE_GPU=true"):
+        Classifier("run", storage=model_run.storage, use_gpu="true")

@@ -1,0 +1,358 @@
+"""PARALLEL=fsdp: the weights of ddp, checkpoints in parts at any world size, and the language model that shows it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from app.checkpoint.commit import CheckpointCommitter, describe
+from app.checkpoint.files import load_state
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.sharded import PartWriter, load_model, load_parts, load_whole
+from app.checkpoint.snapshot import Snapshot, Snapshots
+from app.data.source import read_rows, rows_in
+from app.data.text import REFERENCE, open_text, read_text
+from app.elastic.restore import read_init
+from app.errors import ConflictError, DamageError, DataError, SettingsError
+from app.parallel import Place, find_blocks
+from app.plan import make_plan
+from app.run import Run, open_run
+from app.run.attempts import Attempt, claim, lineage, read_attempts
+from app.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
+from app.run.history import Journal, read_journal
+from app.settings import Settings
+from app.tasks import gpt
+from tests.conftest import REPOSITORY, Program
+from tests.harness.commands import Command
+from tests.harness.fsdp_ranks import STEPS, settings_of
+from tests.harness.runs import begin
+from tests.harness.training import (
+    assert_audit_clean,
+    kill_all,
+    newest,
+    the_run,
+    wait_for_step,
+    weights,
+    worker_processes,
+)
+
+TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
+"""Of weights after the same steps on another number of ranks: sums of gradients are rounded in another order, and Adam
+makes the most of those that are next to nothing. On the same number they are the same to 1e-7."""
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of tests/harness/fsdp_ranks.py, finished."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.harness.fsdp_ranks", str(folder)]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    return folder
+
+
+def of(groups: Path, name: str, step: int = STEPS) -> tuple[Run, Checkpoint]:
+    run = open_run(str(groups), name)
+    return run, at_step(run, step)
+
+
+def at_step(run: Run, step: int) -> Checkpoint:
+    return next(checkpoint for checkpoint in list_checkpoints(run) if checkpoint.step == step)
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], **tolerance: float) -> None:
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_fsdp_has_the_weights_of_ddp(groups: Path) -> None:
+    """With shares that differ, gradients added up over several passes, and steps before from the other's checkpoint."""
+    ddp = load_model(*of(groups, "ddp"))
+    assert_close(load_model(*of(groups, "to-fsdp")), ddp, rtol=0, atol=1e-7)
+    assert_close(load_model(*of(groups, "to-ddp")), ddp, rtol=0, atol=1e-7)
+    before, after = load_model(*of(groups, "ddp", 2)), ddp
+    assert not torch.allclose(before["head.weight"], after["head.weight"], atol=1e-3), "they did train"
+
+
+def test_parts_load_at_any_world_size(groups: Path) -> None:
+    run, final = of(groups, "fsdp")
+    assert [attempt.about["world_size"] for attempt in read_attempts(run)] == [2, 1, 3]
+    assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
+    ours = load_whole(run, final)["optimizer"]
+    theirs = load_state(*of(groups, "ddp"), "optimizer.pt")
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, values in theirs["state"].items():
+        assert ours["state"][number]["step"] == values["step"] == STEPS
+        torch.testing.assert_close(ours["state"][number]["exp_avg"], values["exp_avg"], **TOLERANCE)
+
+
+def test_the_last_checkpoint_has_the_whole_model_too(groups: Path) -> None:
+    run, final = of(groups, "fsdp")
+    _, early = of(groups, "fsdp", 2)
+    assert "model.pt" in final.files
+    assert not {"model.pt", "optimizer.pt"} & early.files.keys()
+    whole = torch.load(run.storage.locate(run.key("checkpoints", final.name, "model.pt")), weights_only=True)
+    assert_close(whole, load_whole(run, final)["model"], rtol=0, atol=0)
+    gpt.build_model(settings_of("ddp"), gpt.find_sources(settings_of("ddp"))[0]).load_state_dict(whole)
+
+
+def test_torch_itself_reads_the_parts(groups: Path) -> None:
+    run, checkpoint = of(groups, "fsdp", 2)
+    expected = load_model(run, checkpoint)
+    state = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}
+    folder = run.storage.locate(run.key("checkpoints", checkpoint.name))
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert_close({name.removeprefix("model."): tensor for name, tensor in state.items()}, expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def copied(groups: Path, run: Run) -> Run:
+    """The run of fsdp as the run of this test."""
+    shutil.copytree(groups / "fsdp", run.location)
+    return begin(run)
+
+
+def test_another_run_begins_with_parts(copied: Run) -> None:
+    copied.storage.delete(copied.key("checkpoints", list_checkpoints(copied)[-1].name, MANIFEST))
+    early = list_checkpoints(copied)[-1]
+    assert early.step == 4
+    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run"))
+    assert_close(given, load_model(copied, early), rtol=0, atol=0)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConflictError, match="do not fit"):
+        load_parts(copied, early, model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("file", ["__1_1.distcp", "part-00001.json", ".metadata", "model.pt"])
+def test_a_damaged_part_is_found_and_passed_over(file: str, copied: Run, sunspot: Command) -> None:
+    assert sunspot("checkpoints", "verify", "run") == 0
+    final = list_checkpoints(copied)[-1]
+    path = Path(copied.storage.locate(copied.key("checkpoints", final.name, file)))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert sunspot("checkpoints", "verify", "run") == 7
+    assert file in sunspot.out + sunspot.err
+    chosen, passed_over = find_newest_good(copied, read_attempts(copied))
+    assert chosen
+    assert chosen.step == 4
+    assert passed_over[0].startswith(f"{final.name}: damaged, {file}")
+    if file != ".metadata":  # which is for others to read
+        with pytest.raises(DamageError, match=file):
+            load_model(copied, final) if file == "model.pt" else load_whole(copied, final)
+
+
+def test_the_verbs_take_checkpoints_in_parts(copied: Run, sunspot: Command, tmp_path: Path) -> None:
+    early = list_checkpoints(copied)[0]
+    assert sunspot("checkpoints", "get", "run", early.name, "--output", str(tmp_path / "out")) == 0
+    there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert there == {*early.files, MANIFEST}
+    assert ".metadata" in there
+    assert sunspot("checkpoints", "ls", "run", "--json") == 0
+    assert {one["verified"] for one in sunspot.json} == {True}
+    (Path(copied.location) / "checkpoints" / early.name / MANIFEST).unlink()
+    assert sunspot("checkpoints", "gc", "run", "--yes") == 0
+    assert early.name not in os.listdir(Path(copied.location) / "checkpoints")
+
+
+class Halves:
+    """A model of which each of two ranks has half of the rows, saved without a process group."""
+
+    def __init__(self, run: Run, timeout_s: float = 30) -> None:
+        self.run, self.said = run, []
+        self.attempt = Attempt(1, "me", None, 0)
+        assert claim(run, [], self.attempt)
+        self.weight = torch.arange(12.0).view(6, 2)
+        settings = Settings(checkpoints_to_keep=9, storage_timeout_s=timeout_s)
+        journals: dict[str, Any] = {"events": Journal(run, "events", 1)}
+        self.savers = [
+            CheckpointCommitter(
+                run, self.attempt, settings, {} if rank else journals, self.said.append, write=self.writer(rank)
+            )
+            for rank in range(2)
+        ]
+
+    def writer(self, rank: int) -> PartWriter:
+        writer = PartWriter(rank, 2, ["weight"], 30, self.said.append)
+        writer._timeout_s = 2.0
+        return writer
+
+    def save(self, rank: int, step: int) -> None:
+        model = nn.Linear(2, 3, bias=False)
+        model.weight.data = self.weight[3 * rank : 3 * rank + 3] + step
+        snapshots = Snapshots(NodeMemory(self.run.location, shared=False))
+        about = describe(self.attempt, step, 100, 100, {"loss": 1.0})
+        snapshot = snapshots.take(about, model, torch.optim.SGD(model.parameters()), {}, [], True, True)
+        assert isinstance(snapshot, Snapshot)
+        snapshot.places = [Place((6, 2), (3 * rank, 0))]
+        self.savers[rank].commit(snapshot)
+
+
+def test_without_every_part_there_is_no_checkpoint(run: Run) -> None:
+    halves = Halves(run)
+    for rank in (1, 0):
+        halves.save(rank, 1)
+    halves.savers[0].drain()
+    halves.save(0, 2)  # rank 1 is killed before its part is whole
+    with pytest.raises(RuntimeError, match="no part of ranks 1"):
+        halves.savers[0].drain()
+    [checkpoint] = list_checkpoints(run)
+    assert checkpoint.step == 1
+    assert torch.equal(load_model(run, checkpoint)["weight"], halves.weight + 1)
+    assert find_newest_good(run, read_attempts(run))[1] == (
+        "step-00000002-attempt-0001: incomplete, it has no manifest",
+    )
+
+
+def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import app.sharded as module
+
+    written: list[int] = []
+    write_part = module.write_part
+    monkeypatch.setattr(module, "write_part", lambda *given: (written.append(given[-1]), write_part(*given)))
+    common, failed = module.write_common, []
+
+    def fail_once(*given: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise module.DamageError("storage had a bad moment")
+        return common(*given)
+
+    monkeypatch.setattr(module, "write_common", fail_once)
+    halves = Halves(run)
+    halves.save(0, 1)
+    threading.Timer(0.7, halves.save, (1, 1)).start()
+    halves.savers[0].drain()
+    [checkpoint] = list_checkpoints(run)
+    assert not find_faults(run, checkpoint)
+    assert sorted(written) == [0, 1]
+
+
+def test_blocks_are_what_models_repeat() -> None:
+    model = gpt.build_model(settings_of("fsdp"), SimpleNamespace(classes=256))  # type: ignore[arg-type]
+    assert list(find_blocks(model)) == list(model.blocks)
+    small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))
+    assert list(find_blocks(small)) == [small[1]]
+
+
+# ------------------------------------------------------------------------------------------------------------- text
+
+
+def test_rows_of_text_follow_each_other() -> None:
+    train, test = open_text("sample", 100)
+    assert test
+    text = read_text(REFERENCE)
+    assert len(text) > 300_000
+    rows = read_rows(train, 0, rows_in(train))["text"]
+    assert rows.shape == (rows_in(train), 101)
+    assert bytes(rows[:, :-1].reshape(-1)) == text[: 100 * len(rows)]
+    assert (rows[1:, 0] == rows[:-1, -1]).all()
+    held_out = read_rows(test, 0, rows_in(test))["text"]
+    assert bytes(held_out[0, :50]) == text[round(len(text) * 0.9) :][:50]
+    assert 0.08 < len(held_out) / (len(held_out) + len(rows)) < 0.12
+    group = train.read(1, np.array([3, 0]))["text"]
+    assert (group == rows[[256 + 3, 256]]).all()
+    assert open_text("sample", 50)[0].fingerprint != train.fingerprint != test.fingerprint
+
+
+def test_any_file_is_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(200)))
+    train, test = open_text(str(file), 10)
+    assert test
+    assert (rows_in(train), rows_in(test)) == (17, 1)
+    settings = Settings(task="app.tasks.gpt", dataset=str(file), task_args={"context": 10}, parallel="fsdp")
+    plan = make_plan(settings, gpt)
+    assert plan.reasons[0] == "data: 17 training rows of 11, 256 classes; 1 held-out rows"
+    assert any("CHECKPOINT_EVERY_S=60" in reason for reason in plan.reasons)
+    with pytest.raises(DataError, match="too few"):
+        open_text(str(file), 500)
+    with pytest.raises(DataError, match="set it to a file"):
+        open_text(str(tmp_path / "nothing"), 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [({"depth": 3}, "depth=3"), ({"width": 30, "heads": 4}, "4 heads"), ({"tied": 1}, "tied=1"), ({"layers": 0}, "=0")],
+)
+def test_sizes_that_make_no_model_are_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        gpt.read_sizes(Settings(task_args=arguments))
+
+
+# -------------------------------------------------------------------------------------------------------- real runs
+
+GPT = {
+    "TASK": "app.tasks.gpt",
+    "TASK_ARGS": '{"layers": 2, "width": 32, "heads": 2, "context": 32}',
+    "GLOBAL_BATCH_SIZE": 64,
+    "MICRO_BATCH_SIZE": 24,
+    "LEARNING_RATE": 0.01,
+    "EPOCHS": 1,
+    "CHECKPOINT_EVERY_STEPS": 10,
+    "CHECKPOINTS_TO_KEEP": 99,
+}
+
+
+def test_a_killed_run_goes_on_at_another_world_size_with_the_weights_of_ddp(program: Program, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(read_text(REFERENCE)[:150_000])
+    settings = {**GPT, "DATASET": text}
+    run = the_run(program)
+    process = program.start(**settings, PARALLEL="fsdp")
+    wait_for_step(run, 10, process)
+    kill_all(process)  # with everything: in the middle of the epoch
+    program.run(**settings, PARALLEL="fsdp", NUM_WORKERS=3)
+    assert [attempt.about["world_size"] for attempt in read_attempts(run)] == [2, 3]
+    resumed = read_attempts(run)[-1]
+    assert 10 <= resumed.step < newest(run).step == 66
+    assert_audit_clean(program)
+    history = read_journal(run, "metrics", lineage(read_attempts(run)))
+    assert sum(record["steps"] for record in history) == 66
+    assert sum(record["rows"] for record in history) == rows_in(open_text(str(text), 32)[0])
+    assert history[-1]["test_bits_per_byte"] < history[0]["bits_per_byte"]
+
+    program.run(**settings, RUN_NAME="ddp")
+    ddp = the_run(program, "ddp")
+    ours, theirs = at_step(run, 10), at_step(ddp, 10)
+    assert "model.pt" not in ours.files
+    assert_close(load_model(run, ours), load_model(ddp, theirs), rtol=0, atol=1e-6)
+    # From there on the ranks were three, and Adam makes something of every rounding.
+    assert newest(run).metrics["test_loss"] == pytest.approx(newest(ddp).metrics["test_loss"], rel=1e-3)
+    assert_close(weights(run), load_whole(run, newest(run))["model"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_and_a_change_of_parallel(program: Program, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(read_text(REFERENCE)[:300_000])
+    settings = {**GPT, "DATASET": text, "LOADER": "ray", "RESOURCES_PER_WORKER": '{"CPU": 0.7}'}
+    run = the_run(program)
+    process = program.start(**settings, PARALLEL="fsdp")
+    wait_for_step(run, 20, process)
+    worker_processes()[-1].kill()
+    wait_for_step(run, 50, process)
+    kill_all(process)
+    for parallel, workers, step in [("fsdp", 1, 70), ("ddp", 2, 90)]:
+        process = program.start(**settings, PARALLEL=parallel, NUM_WORKERS=workers)
+        wait_for_step(run, step, process)
+        kill_all(process)
+    program.run(**settings, PARALLEL="fsdp", NUM_WORKERS=3)
+    assert [attempt.about["world_size"] for attempt in read_attempts(run)] == [2, 2, 1, 2, 3]
+    assert newest(run).step == 132
+    assert "model.pt" in newest(run).files
+    assert_audit_clean(program)

@@ -1,0 +1,268 @@
+"""Tasks that are LightningModules: whole runs on real Ray workers, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import lightning
+import pytest
+import torch
+
+from app.data.source import EmptySource
+from app.errors import SettingsError
+from app.observe.metrics import Sums
+from app.predict.classifier import Classifier
+from app.run.attempts import lineage, read_attempts
+from app.run.checkpoints import list_checkpoints
+from app.run.failures import read_failures
+from app.run.history import read_journal
+from app.run.incidents import Cause
+from app.run.status import request_stop
+from app.settings import load_settings
+from app.tasks import load_task
+from app.tasks.lightning_adapter import LightningTask
+from tests.conftest import Program
+from tests.end_to_end.test_spot import wait_for_receipts
+from tests.harness.nodes import start_node
+from tests.harness.training import (
+    assert_audit_clean,
+    consumed,
+    kill_all,
+    newest,
+    the_run,
+    wait_for_step,
+    weights,
+    worker_processes,
+)
+
+MakeData = Callable[..., str]
+
+NUMBERS = {"loss", "accuracy", "learning_rate", "test_loss", "test_accuracy"}
+
+
+def history(program: Program, name: str) -> list[dict[str, Any]]:
+    run = the_run(program, name)
+    return read_journal(run, "metrics", lineage(read_attempts(run)))
+
+
+@pytest.mark.slow
+def test_the_same_model_learns_the_same_with_and_without_lightning(program: Program, make_data: MakeData) -> None:
+    # 123 rows in batches of 20: the seventh step of an epoch has 3 rows, enough for one worker only.
+    settings = {"DATASET": make_data(123, test_rows=31), "GLOBAL_BATCH_SIZE": 20, "MAX_STEPS": 12}
+    settings |= {"CHECKPOINT_EVERY_STEPS": 1, "CHECKPOINTS_TO_KEEP": 99}
+    with_lightning = {"TASK": "tests.tasks.lightning", "RUN_NAME": "lightning"}
+
+    def assert_the_same() -> None:
+        for one, other in zip(history(program, "plain"), history(program, "lightning"), strict=True):
+            assert (one["step"], one["epoch"], one["rows"]) == (other["step"], other["epoch"], other["rows"])
+            for number in NUMBERS & one.keys():
+                assert other[number] == pytest.approx(one[number], rel=1e-5), (one["step"], number)
+        for name, tensor in weights(the_run(program, "plain")).items():
+            other = weights(the_run(program, "lightning"))[f"network.{name}"]
+            assert torch.allclose(tensor, other, rtol=1e-4, atol=1e-6), name
+
+    program.run(**settings, RUN_NAME="plain", NUM_WORKERS=1)
+    program.run(**settings, **with_lightning, MICRO_BATCH_SIZE=4)
+    assert_the_same()
+    # Back to the middle of the first epoch, and on from there with another number of workers.
+    run = the_run(program, "lightning")
+    for checkpoint in list_checkpoints(run):
+        if checkpoint.step > 5:
+            run.storage.delete(run.key("checkpoints", checkpoint.name, "manifest.json"))
+    program.run(**settings, **with_lightning, NUM_WORKERS=1)
+    assert read_attempts(run)[-1].step == 5
+    assert_the_same()
+
+
+def test_a_lightning_run_goes_on_after_kills_at_another_world_size(program: Program, make_data: MakeData) -> None:
+    settings = {"TASK": "app.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
+    settings |= {"GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "LEARNING_RATE": 0.003}
+    run = the_run(program)
+    process = program.start(**settings)
+    wait_for_step(run, 60, process)
+    worker_processes()[-1].kill()
+    lost = wait_for_receipts(run, 2, process)[-1]
+    assert (lost.cause, lost.tier, lost.world_after) == (Cause.WORKER_LOST, "memory", 2)
+    wait_for_step(run, newest(run).step + 40, process)
+    kill_all(process)
+    program.run(**settings, NUM_WORKERS=1)
+    assert newest(run).step == 800
+    assert [attempt.about["world_size"] for attempt in read_attempts(run)] == [2, 2, 1]
+    assert sorted(consumed(run)) == list(range(1, 801))
+    assert_audit_clean(program)
+    assert newest(run).metrics["test_accuracy"] > 0.9
+    model = Classifier("run", storage=program.settings["STORAGE_PATH"], use_gpu="false")
+    assert model.predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))[1].shape == (2, 3)
+
+
+@pytest.mark.slow
+def test_a_lightning_run_makes_way_and_stops(program: Program, make_data: MakeData, ray_address: str) -> None:
+    settings = {
+        "TASK": "tests.tasks.lightning",
+        "TASK_ARGS": '{"sleep": 0.01}',
+        "DATASET": make_data(60_000, row_group=1000),
+        "GLOBAL_BATCH_SIZE": 20,
+        "EPOCHS": 1,
+        "NUM_WORKERS": "1..2",
+        "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}',
+    }
+    run = the_run(program)
+    place = {"training-worker": 1.0}
+    with start_node(ray_address, **place) as going, start_node(ray_address, **place):
+        process = program.start(**settings)
+        wait_for_receipts(run, 1, process)
+        time.sleep(3)
+        going.reclaim()
+        reclaim = wait_for_receipts(run, 2, process)[-1]
+        assert (reclaim.cause, reclaim.replayed, reclaim.world_after) == (Cause.RECLAIM, 0, 1)
+        with start_node(ray_address, **place):
+            growth = wait_for_receipts(run, 3, process)[-1]
+            assert (growth.cause, growth.replayed, growth.world_after) == (Cause.GROWTH, 0, 2)
+            request_stop(run, "a test")
+            output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert "stopped at step" in output
+    assert 0 < newest(run).step < 3000
+    assert read_failures(run) == [], "workers that make way have not failed"
+    assert_audit_clean(program)
+
+
+@pytest.fixture
+def source() -> EmptySource:
+    return EmptySource((1, 8, 8), 3, row_groups=(100,))
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 19])
+def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None:
+    settings = load_settings({"TASK": "app.tasks.lightning_mnist", "GLOBAL_BATCH_SIZE": "10"})
+    groups = []
+    for begins_at in (0, step):
+        task: Any = load_task(settings)
+        model = task.build_model(settings, source)
+        optimizer = task.build_optimizer(model, settings)
+        optimizer.param_groups[0].update(lr=7.0, betas=(0.5, 0.5))  # as what a checkpoint has
+        task.begin_schedule(model, optimizer, begins_at)
+        for taken in range(begins_at + 1, step + 1):
+            task.advance_schedule(model, taken)
+        groups.append({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
+    assert groups[0] == groups[1]
+    assert groups[0]["betas"][0] != 0.5, "OneCycleLR turns this, too"
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "app.tasks.lightning_mnist", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    with pytest.raises(SettingsError, match=r"lightning_mnist: cannot be imported.*install sunspot\[lightning\]"):
+        load_task(load_settings({"TASK": "app.tasks.lightning_mnist"}))
+
+
+class Whole(lightning.LightningModule):
+    """Complete; each module below spoils something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Whole):
+    automatic_optimization = False
+
+
+class NoStep(lightning.LightningModule):
+    pass
+
+
+class Late(Whole):
+    def configure_model(self) -> None:
+        self.more = torch.nn.Linear(1, 1)
+
+
+class NoOptimizer(Whole):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class TwoOptimizers(Whole):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Plateau(Whole):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "loss"}
+
+
+class LogsRows(Whole):
+    def training_step(self, batch: Any) -> Any:
+        self.log("train_rows", 2)
+
+
+class LogsMany(Whole):
+    def training_step(self, batch: Any) -> Any:
+        self.log("scores", torch.zeros(2))
+
+
+class ManyLosses(Whole):
+    def training_step(self, batch: Any) -> Any:
+        return self.layer(torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: torch.nn.Linear(1, 1), "build_module returned a Linear; return a lightning.LightningModule"),
+        (NoStep, "its NoStep does not define training_step, configure_optimizers"),
+        (Manual, "manual optimization"),
+        (Late, "configure_model"),
+        (NoOptimizer, "no optimizer of the module's parameters"),
+        (TwoOptimizers, "configure_optimizers.*multiple optimizers"),
+        (Plateau, "ReduceLROnPlateau"),
+        (Whole, "loss is a NoneType; return the mean loss"),
+        (ManyLosses, r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
+        (LogsRows, "a record of the history has its own rows"),
+        (LogsMany, "log one number, the batch's"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_is_named(build: Any, message: str, source: EmptySource) -> None:
+    module = ModuleType("my_task")
+    module.build_module = lambda settings, source: build()  # type: ignore[attr-defined]
+    settings = load_settings({"TASK": "my_task"})
+    task = LightningTask(module, settings)
+
+    def use() -> None:
+        model = task.build_model(settings, source)
+        task.build_optimizer(model, settings)
+        task.loss(model, {"row": torch.arange(2)})
+
+    with pytest.raises(SettingsError, match=message):
+        use()
+
+
+def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
+    settings = load_settings({"TASK": "app.tasks.lightning_mnist"})
+    with pytest.raises(SettingsError, match="SUNSPOT_PARALLEL=fsdp does not shard; set it to ddp"):
+        load_task(settings.model_copy(update={"parallel": "fsdp"}))
+    with pytest.raises(SettingsError, match="`python -m app` only"):
+        load_task(settings).schedule(0, 1)
+    with pytest.raises(SettingsError, match=r"does not define build_model.*nor build_module"):
+        load_task(load_settings({"TASK": "json"}))
+
+
+def test_a_value_that_is_logged_now_and_then_is_averaged_over_its_own_rows() -> None:
+    sums = Sums()
+    sums.add({"loss": torch.ones(4)})
+    sums.add({"loss": torch.ones(2), "norm": torch.full((2,), 5.0)})
+    assert sums.rows == 6
+    assert sums.totals() == {"loss": (6.0, 6), "norm": (10.0, 2)}

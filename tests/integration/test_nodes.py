@@ -1,0 +1,319 @@
+"""What happens to the nodes is found out once, and Ray Train counts the nodes that stay."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as rays
+
+from app import ray_internals
+from app.elastic import nodes as capacity
+from app.elastic.nodes import IN_VAIN_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
+from app.ray_internals import COORDINATOR, draining_nodes, install_coordinator
+from app.run.incidents import Cause
+from app.settings import Workers
+from tests.harness.nodes import start_node
+
+PER_WORKER = {"CPU": 1.0, "spot": 1.0}
+
+
+def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": alive, "Resources": resources or {"CPU": 1.0, "spot": 1.0}}
+
+
+HEAD = node("head", **{"node:__internal_head__": 1.0, "memory": 1e9})
+A, B, C = node("a"), node("b"), node("c")
+DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
+
+
+def group(attempt: int, *nodes: str) -> dict[str, Any]:
+    return {"attempt": attempt, "world_size": len(nodes), "nodes": dict(enumerate(nodes))}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "draining", "found"),
+    [
+        ([HEAD, A, B], {}, None),
+        ([HEAD, A, B], {"b": 50.0}, NodeEvent(Cause.RECLAIM, "node b (rank 1)", 50.0)),
+        ([HEAD, A, B], {"b": None}, NodeEvent(Cause.RECLAIM, "node b (rank 1)", None)),
+        ([HEAD, A, B], {"b": 50.0, "a": 40.0}, NodeEvent(Cause.RECLAIM, "node a (ranks 0, 2), node b (rank 1)", 40.0)),
+        ([HEAD, A, B], {"b": 50.0, "a": None}, NodeEvent(Cause.RECLAIM, "node a (ranks 0, 2), node b (rank 1)", 50.0)),
+        ([HEAD, A, B, C], {"c": 50.0, "head": 40.0}, None),
+        ([HEAD, A, B, node("c", alive=False)], {}, None),
+        ([HEAD, DEAD_A, B], {}, NodeEvent(Cause.NODE_LOST, "node a (ranks 0, 2)")),
+        ([HEAD, A], {}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
+        # The group ends by itself, so that nothing is won by having it leave.
+        ([HEAD, A, DEAD_B], {"a": 50.0}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
+    ],
+)
+def test_what_happens_to_a_groups_nodes(
+    nodes: list[dict[str, Any]], draining: dict[str, float | None], found: NodeEvent | None
+) -> None:
+    watch = NodeMonitor(PER_WORKER, Workers(3, 3), list)
+    assert watch.look(group(1, "a", "b", "a"), nodes, draining, 0.0) == found
+    assert watch.look(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "said twice"
+    assert watch.look({}, nodes, draining, 2.0) is None
+    assert watch.look(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, "the next group has to hear it too"
+
+
+def test_a_node_that_was_told_to_go_is_not_lost() -> None:
+    watch = NodeMonitor(PER_WORKER, Workers(1, 3), list)
+    found = watch.look(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
+    assert found
+    assert found.cause is Cause.RECLAIM
+    assert watch.look(group(1, "a", "b"), [HEAD, A, DEAD_B], {}, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("per_worker", "resources", "room"),
+    [
+        ({"CPU": 1.0}, {"CPU": 4.0}, 4),
+        ({"CPU": 1.0, "spot": 1.0}, {"CPU": 4.0, "spot": 2.0}, 2),
+        ({"CPU": 1.0, "spot": 1.0}, {"CPU": 4.0}, 0),
+        ({"CPU": 3.0}, {"CPU": 8.0}, 2),
+        ({"CPU": 0.1}, {"CPU": 1.0}, 10),
+        ({"CPU": 0.33}, {"CPU": 0.99}, 3),
+        ({"GPU": 1.0, "CPU": 4.0}, {"GPU": 8.0, "CPU": 16.0}, 4),
+        ({"GPU": 1.0, "CPU": 0.0}, {"GPU": 1.0}, 1),
+        ({"CPU": 1.0}, {"CPU": 2.0, "node:__internal_head__": 1.0}, 2),
+        ({"GPU": 1.0}, {"GPU": 1.0, "node:__internal_head__": 1.0}, 1),
+        ({"memory": 1.0}, {"memory": 9.0, "node:__internal_head__": 1.0}, 0),
+        ({}, {"CPU": 2.0}, 0),
+    ],
+)
+def test_the_workers_that_a_node_could_hold(
+    per_worker: dict[str, float], resources: dict[str, float], room: int
+) -> None:
+    assert find_room([node("x", **resources)], per_worker) == ({"x": room} if room else {})
+    assert find_room([node("x", alive=False, **resources)], per_worker) == {}
+
+
+class Story:
+    """Looks at a changing cluster, one second apart."""
+
+    def __init__(self, workers: Workers, behind_s: float = 0.0) -> None:
+        self.silent: set[str] = set()
+        self.watch, self.now = NodeMonitor(PER_WORKER, workers, self.answering, behind_s), 0.0
+
+    def answering(self, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [node for node in nodes if node["NodeID"] not in self.silent]
+
+    def go_on(
+        self, seconds: float, group: dict[str, Any], *nodes: dict[str, Any], draining: tuple[str, ...] = ()
+    ) -> list[tuple[float, str]]:
+        """What was found, and after how many seconds."""
+        found = []
+        for second in range(int(seconds)):
+            one = self.watch.look(group, [HEAD, *nodes], dict.fromkeys(draining), self.now)
+            found += [(second, f"{one.cause}: {one.detail}")] if one else []
+            self.now += 1
+        return found
+
+
+def test_workers_make_way_for_nodes_that_have_come() -> None:
+    story = Story(Workers(1, 3))
+    assert story.go_on(60, group(1, "a"), A) == []
+    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S, "growth: 1 -> 2 workers")]
+    assert story.go_on(60, {}, A, B) == []
+    assert story.go_on(60, group(2, "a", "b"), A, B) == []
+    assert story.go_on(3, group(2, "a", "b"), A, B, C) == []
+    # One more than may be: the group is to have three.
+    assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "growth: 2 -> 3 workers")]
+    assert story.go_on(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
+    # Ray Train would make a group of the nodes that it knew 20 s before.
+    story = Story(Workers(1, 3), behind_s=20)
+    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "growth: 1 -> 2 workers")]
+
+
+def test_nodes_that_come_together_cost_one_restart() -> None:
+    story = Story(Workers(1, 4))
+    assert story.go_on(4, group(1, "a"), A) + story.go_on(4, group(1, "a"), A, B) == []
+    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "draining"),
+    [
+        pytest.param(Workers(1, 1), (A, B), (), id="fixed"),
+        pytest.param(Workers(1, 3), (A, node("b", CPU=1.0)), (), id="not a node for workers"),
+        pytest.param(Workers(1, 3), (A, B), ("b",), id="told to go"),
+        pytest.param(Workers(1, 3), (A, DEAD_B), (), id="dead"),
+    ],
+)
+def test_nothing_is_won_by_growing(workers: Workers, nodes: tuple[dict[str, Any], ...], draining: tuple[str]) -> None:
+    assert Story(workers).go_on(60, group(1, "a"), *nodes, draining=draining) == []
+
+
+def test_a_lost_node_that_still_seems_to_live_is_not_grown_for() -> None:
+    story = Story(Workers(1, 4))
+    story.silent = {"b"}
+    assert story.go_on(60, group(1, "a"), A, B) == []
+    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 2 workers")]
+
+
+def test_a_node_that_comes_and_goes_is_not_worth_a_restart() -> None:
+    story = Story(Workers(1, 2))
+    for _ in range(10):
+        assert story.go_on(4, group(1, "a"), A, B) + story.go_on(2, group(1, "a"), A) == []
+
+
+def test_growing_in_vain_is_tried_ever_more_rarely() -> None:
+    story = Story(Workers(1, 3))
+    tried = [story.now + after for attempt in range(1, 601) for after, _ in story.go_on(10, group(attempt, "a"), A, B)]
+    waits = [after - before for before, after in zip([0.0, *tried], tried, strict=False)]
+    assert len(waits) == 5
+    for tries, wait in enumerate(waits):
+        assert SETTLED_S * IN_VAIN_FACTOR**tries <= wait <= SETTLED_S * IN_VAIN_FACTOR**tries + 11
+    # Another node makes it worth a try at once, and so does a group that has grown.
+    assert story.go_on(60, group(601, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
+    assert story.go_on(60, group(602, "a", "b", "c"), A, B, C) == []
+    assert story.go_on(60, group(603, "a"), A, B, C) != []
+
+
+class FakeBoard:
+    """Says which group trains, and keeps what it hears: like `app.elastic.control.ControlChannel`, in this process."""
+
+    def __init__(self) -> None:
+        self.trains: dict[str, Any] = {}
+        self.heard: list[SimpleNamespace] = []
+        self.group = SimpleNamespace(remote=lambda: ray.put(self.trains))
+        self.leave = SimpleNamespace(remote=self._leave)
+        self.note = SimpleNamespace(remote=lambda **facts: self.heard.append(SimpleNamespace(leave=False, **facts)))
+
+    def _leave(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
+        self.trains = {}
+        self.heard.append(SimpleNamespace(leave=True, cause=cause, detail=detail, noticed=noticed, deadline=deadline))
+
+    def wait(self, within: float) -> SimpleNamespace:
+        """The next thing that it hears."""
+        until = time.monotonic() + within
+        while not self.heard:
+            assert time.monotonic() < until, "nothing was heard"
+            time.sleep(0.05)
+        assert len(self.heard) == 1
+        return self.heard.pop()
+
+
+@pytest.fixture
+def no_coordinator(ray_address: str) -> None:
+    """As if nobody had trained before, asked Ray for its nodes, or been warned."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's keeps the last controller of this process alive
+    until = time.monotonic() + 30
+    while ray_internals._someone_trains():
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.2)
+    remove_coordinator()
+    ray_internals._warn_once.cache_clear()
+
+
+def remove_coordinator() -> None:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        try:
+            ray.kill(ray.get_actor(COORDINATOR, COORDINATOR))
+        except ValueError:  # its name is free
+            return
+        time.sleep(0.1)
+
+
+def reserve(requester: str, workers: int, per_worker: dict[str, float]) -> None:
+    request = ray.get_actor(COORDINATOR, COORDINATOR).request_resources.remote(
+        requester_id=requester,
+        resources=[per_worker] * workers,
+        expire_after_s=180,
+        priority=rays.ResourceRequestPriority.HIGH,
+    )
+    ray.get(request)
+
+
+def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
+    """The workers that Ray Train would start on each node."""
+    answer = ray.get(ray.get_actor(COORDINATOR, COORDINATOR).get_reserved_resources.remote(requester))
+    return {node: int(min(there[name] // per_worker[name] for name in per_worker)) for node, there in answer.items()}
+
+
+def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "SETTLED_S", 1.0)
+
+    @ray.remote(num_cpus=1)
+    class Rank:
+        def node(self) -> str:
+            return ray.get_runtime_context().get_node_id()
+
+    install_coordinator()
+    board: Any = FakeBoard()
+    with (
+        start_node(ray_address, CPU=1, spot=1) as a,
+        watch_nodes(board, PER_WORKER, Workers(1, 3), 0.0),
+    ):
+        board.trains = group(1, a.node_id)
+        reserve("train-test", 3, PER_WORKER)
+        assert reserved("train-test", PER_WORKER) == {a.node_id: 1}
+        with start_node(ray_address, notice_s=20, CPU=2, spot=2) as b:
+            assert reserved("train-test", PER_WORKER) == {a.node_id: 1, b.node_id: 2}
+            heard = board.wait(within=10)
+            assert (heard.leave, heard.cause, heard.detail) == (True, Cause.GROWTH, "1 -> 3 workers")
+
+            rank = Rank.options(resources={"spot": 2}).remote()  # a node without work goes at once
+            assert ray.get(rank.node.remote()) == b.node_id
+            board.trains = group(2, a.node_id, b.node_id, b.node_id)
+            b.reclaim()
+            heard = board.wait(within=20)
+            assert (heard.leave, heard.cause) == (True, Cause.RECLAIM)
+            assert heard.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
+            assert 0 < heard.noticed - (heard.deadline - 20) < 2, "seconds since it was told to go"
+            assert reserved("train-test", PER_WORKER) == {a.node_id: 1}, "Ray Train would wait for a node that goes"
+
+            ray.kill(rank)
+            b.wait(timeout=15)
+            board.trains = group(3, a.node_id, b.node_id)
+            heard = board.wait(within=15)
+            assert (heard.leave, heard.cause, heard.detail) == (
+                False,
+                Cause.NODE_LOST,
+                f"node {b.node_id[:12]} (rank 1)",
+            )
+        a.lose()
+        assert next(one for one in ray.nodes() if one["NodeID"] == a.node_id)["Alive"], "then this shows nothing"
+        assert reserved("train-test", PER_WORKER) == {}, "Ray Train would wait for a node that does not answer"
+
+
+def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -> None:
+    cpu = {"CPU": 0.33}  # three of them are less than 0.99 to a computer
+    assert install_coordinator() == 0
+    reserve("train-killed", 3, cpu)
+    assert list(reserved("train-killed", cpu).values()) == [3]
+    install_coordinator()
+    assert reserved("train-killed", cpu) == {}
+
+
+def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
+    own = rays.get_or_create_autoscaling_coordinator()
+    assert install_coordinator() == rays._AutoscalingCoordinatorActor.TICK_INTERVAL_S
+    assert ray.get(own.get_reserved_resources.remote("someone")) == {}
+    assert capsys.readouterr().out.count("Ray's own autoscaling coordinator already counts") == 1
+    remove_coordinator()
+
+
+def test_a_ray_with_other_internals_is_no_obstacle(
+    no_coordinator: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other:
+        """Takes no `get_cluster_nodes`."""
+
+    import ray._private.state
+
+    monkeypatch.setattr(rays, "_AutoscalingCoordinatorActor", Other)
+    monkeypatch.delattr(ray._private.state.GlobalState, "get_draining_nodes")
+    install_coordinator()
+    assert draining_nodes() == {}
+    assert draining_nodes() == {}
+    assert capsys.readouterr().out.count("warning: ") == 2, "one for each of the two uses"
+    remove_coordinator()

@@ -1,0 +1,169 @@
+"""What a run keeps of its predictions, for its report."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from app.data.source import find_sources, read_rows
+from app.errors import DamageError, GaveUpError, StorageError
+from app.plan import Plan, make_plan
+from app.predict.actor import answer
+from app.predict.classifier import Classifier
+from app.predict.held_out import Summary, keep_predictions, predict_held_out
+from app.run import Run
+from app.run.checkpoints import Checkpoint
+from app.run.predictions import Example, Predictions, read_predictions, write_predictions
+from app.settings import load_settings
+from app.tasks import load_task
+from tests.harness.model_runs import ROWS, TEST_ROWS, ModelRun
+
+WRONG = Example(row=3, label=1, predicted=0, probability=0.75, image=b"\x89PNG\x00\xff")
+SAMPLE = Example(row=7, label=1, predicted=None, probability=None, image=b"")
+PREDICTIONS = Predictions(
+    checkpoint="step-00000005-attempt-0001",
+    step=5,
+    rows=4,
+    accuracy=0.75,
+    classes=2,
+    confusion=[[2, 0], [1, 1]],
+    mistakes=[WRONG],
+    right=[replace(WRONG, row=0, predicted=1)],
+    samples=[SAMPLE],
+)
+
+
+def test_predictions_come_back_as_they_were_kept(run: Run) -> None:
+    assert read_predictions(run) is None
+    write_predictions(run, PREDICTIONS)
+    assert read_predictions(run) == PREDICTIONS
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mistakes": [{"image": "?"}], "right": [], "samples": []}'])
+def test_predictions_that_cannot_be_read_are_damage(run: Run, content: bytes) -> None:
+    run.storage.write(run.key("predictions.json"), content)
+    with pytest.raises(DamageError, match=r"predictions\.json: cannot be used"):
+        read_predictions(run)
+
+
+# ----------------------------------------------------------------------------------------------- at the end of training
+
+
+def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(model_run: ModelRun) -> None:
+    kept, newest, rows = read_predictions(model_run.run), model_run.newest, model_run.rows()
+    assert kept
+    assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
+    assert kept.accuracy == newest.metrics["test_accuracy"]
+    predictions, probabilities = Classifier("run", storage=model_run.storage).predict(rows["image"])
+    wrong = np.flatnonzero(predictions != rows["label"])
+    assert sum(map(sum, kept.confusion)) == TEST_ROWS
+    assert [kept.confusion[label][label] for label in range(3)] == [
+        int(((rows["label"] == label) & (predictions == label)).sum()) for label in range(3)
+    ]
+    assert {example.row for example in kept.mistakes} == set(wrong.tolist())
+    assert [example.label for example in kept.right[:3]] == [0, 1, 2]
+    assert len(kept.right) == len(kept.samples) == 24
+    for example in (*kept.mistakes, *kept.right):
+        assert example.label == rows["label"][example.row]
+        assert example.predicted == predictions[example.row]
+        assert example.probability == pytest.approx(probabilities[example.row].max(), abs=0.02)
+        assert (pixels(example.image) == rows["image"][example.row, 0]).all()
+    train = read_rows(find_sources(load_settings({"DATASET": model_run.data}))[0], 0, ROWS)
+    for example in kept.samples:
+        assert (example.predicted, example.label) == (None, train["label"][example.row])
+        assert (pixels(example.image) == train["image"][example.row, 0]).all()
+    assert max(example.row for example in kept.samples) == ROWS - 1
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+def plan_of(model_run: ModelRun, **settings: Any) -> Plan:
+    environment = model_run.run.read_json("attempts", "0001.json")["about"]["settings"]
+    chosen = load_settings({**environment, **{name: str(value) for name, value in settings.items()}})
+    return make_plan(chosen, load_task(chosen))
+
+
+def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
+    copied_run: ModelRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
+) -> None:
+    run, newest = copied_run.run, copied_run.newest
+    before = read_predictions(run)
+    assert before
+
+    def refuse(*words: Any, **more: Any) -> Any:
+        pytest.fail("it predicts again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("app.predict.held_out.predict_held_out", refuse)
+        keep_predictions(plan_of(copied_run), run, newest)
+        keep_predictions(plan_of(copied_run, PREDICT_ROWS=0), run, replace(newest, name="another"))
+        keep_predictions(plan_of(copied_run), run, replace(newest, name="another", step=newest.step - 1))
+        keep_predictions(replace(plan_of(copied_run), test=None), run, replace(newest, name="another"))
+    assert read_predictions(run) == before
+
+    write_predictions(run, replace(before, checkpoint="another"))
+    keep_predictions(plan_of(copied_run, PREDICT_ROWS=40, STORAGE_PATH=copied_run.storage), run, newest)
+    kept = read_predictions(run)
+    assert kept
+    assert (kept.rows, kept.checkpoint, sum(map(sum, kept.confusion))) == (40, newest.name, 40)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("tests.tasks.batch_norm", "no predictions for the report: SUNSPOT_TASK=tests.tasks.batch_norm: defines no"),
+        ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
+    ],
+)
+def test_what_prevents_predictions_is_said_and_fails_nothing(
+    task: str, said: str, model_run: ModelRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*words: Any) -> Any:
+        raise StorageError("storage is full")
+
+    monkeypatch.setattr("app.predict.held_out.predict_held_out", fail)
+    keep_predictions(plan_of(model_run, TASK=task), model_run.run, replace(model_run.newest, name="another"))
+    assert said in capsys.readouterr().out
+
+
+def test_when_time_is_up_what_was_predicted_is_kept(
+    copied_run: ModelRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
+) -> None:
+    asked = []
+
+    def answer_once(reference: Any, limit_s: float, what: str) -> Any:
+        asked.append(reference)
+        if len(asked) > 1:
+            raise GaveUpError("time is up")
+        return answer(reference, 60, what)
+
+    monkeypatch.setattr("app.predictions.answer", answer_once)
+    monkeypatch.setattr("app.predict.held_out.READ_ROWS", 30)
+    plan = plan_of(copied_run, STORAGE_PATH=copied_run.storage)
+    kept = predict_held_out(plan, copied_run.run, copied_run.newest, TEST_ROWS)
+    assert (kept.rows, sum(map(sum, kept.confusion))) == (30, 30)
+    assert f"30 of {TEST_ROWS} held-out rows predicted" in capsys.readouterr().out
+
+
+def test_the_most_certain_mistakes_are_kept_and_right_ones_of_every_class() -> None:
+    random = np.random.default_rng(0)
+    summary, certainties = Summary(5), []
+    for first in range(0, 4000, 1000):
+        probabilities = random.dirichlet(np.ones(5), 1000).astype(np.float32)
+        labels = np.arange(1000) % 5
+        predictions = np.where(np.arange(1000) % 7 == 0, (labels + 1) % 5, labels)
+        certainties += probabilities.max(axis=1)[predictions != labels].tolist()
+        part = {"row": np.arange(first, first + 1000), "label": labels, "image": np.zeros((1000, 3, 70, 4), np.uint8)}
+        summary.add(part, predictions, probabilities)
+    found = summary.result(Checkpoint("step-00000001-attempt-0001", 1, 1, 1, 1, 1), [])
+    assert [example.probability for example in found.mistakes] == sorted(certainties, reverse=True)[:48]
+    assert [example.label for example in found.right] == [*(list(range(5)) * 4), 0, 1, 2, 3]
+    assert found.accuracy == 1 - len(certainties) / 4000
+    assert pixels(found.mistakes[0].image).shape == (64, 4, 3)

@@ -1,0 +1,476 @@
+"""What a tracking service has of a run: a real MLflow server, killed and restarted, and W&B's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import app.tracking.delivery
+from app.errors import SettingsError, TrackingError
+from app.run import Run, open_run
+from app.run.attempts import lineage, read_attempts
+from app.run.checkpoints import choose
+from app.run.history import read_journal
+from app.run.status import RunState, Status, read_status, restore_status
+from app.settings import Settings
+from app.tracking import __main__ as command
+from app.tracking import process
+from app.tracking.delivery import Delivery, claim_tracking_run, read_delivered, read_tracking_run, to_point
+from tests.conftest import REPOSITORY, Program
+from tests.harness.mlflow_server import Server
+from tests.harness.runs import begin, commit, report, start
+from tests.harness.trained import BEGUN, about, record, trained
+
+MakeData = Callable[..., str]
+Points = dict[str, list[tuple[int, int, float]]]
+
+
+@pytest.fixture(autouse=True)
+def clean_services(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No service of the developer's is met; the server has begun to start."""
+    for name in list(os.environ):
+        if name.startswith(("MLFLOW_", "WANDB_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def server(mlflow_server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The server, answering, and the one of this test."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.wait())
+    return mlflow_server
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def deliver(run: Run, project: str, lines: list[str] | None = None) -> Delivery:
+    """One delivery to MLflow, as the command makes it."""
+    delivery = Delivery(run, "mlflow", project, [].append if lines is None else lines.append)
+    delivery.finish()
+    return delivery
+
+
+def by_hand(run: Run, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m app.tracking` says."""
+    words = [sys.executable, "-m", "app.tracking", run.name, "--storage", run.storage.locate(""), *more]
+    given = {**os.environ, **environment}
+    return subprocess.run(words, env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def history(run: Run) -> Points:
+    """The numbers of the run's own history, as a service is to have them: by name, sorted."""
+    found: Points = {}
+    for line in read_journal(run, "metrics", lineage(read_attempts(run))):
+        point = to_point(line)
+        for name, value in point.values.items():
+            found.setdefault(name, []).append((point.step, int(point.time * 1000), value))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+class Shown:
+    """What an MLflow server has of a run."""
+
+    def __init__(self, run: Run, project: str) -> None:
+        from mlflow import MlflowClient
+
+        self.client = MlflowClient()
+        experiment = self.client.get_experiment_by_name(project)
+        assert experiment
+        self.runs = self.client.search_runs([experiment.experiment_id])
+        self.id = read_tracking_run(run, "mlflow") or ""
+        self.info, self.data = self.client.get_run(self.id).info, self.client.get_run(self.id).data
+
+    @property
+    def points(self) -> Points:
+        """All that is not made at the end."""
+        return {
+            name: sorted((point.step, point.timestamp, point.value) for point in self._of(name))
+            for name in self.data.metrics
+            if name != "goodput"
+        }
+
+    def _of(self, name: str) -> list[Any]:
+        found: list[Any] = self.client.get_metric_history(self.id, name)
+        return found
+
+    def read(self, artifact: str, folder: Path) -> bytes:
+        return Path(self.client.download_artifacts(self.id, artifact, str(folder))).read_bytes()
+
+
+# ---------------------------------------------------------------------------------------- before the server is there
+
+
+def test_without_a_service_nothing_happens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    process.refuse_unusable(Settings())
+    with process.tracked(run, Settings()):
+        pass
+    assert not run.storage.exists(run.key("tracking"))
+
+
+def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from app.__main__ import main
+
+    monkeypatch.setenv("SUNSPOT_TRACKING", "mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(SettingsError, match="MLFLOW_TRACKING_URI is not set"):
+        main()
+    # Where the library is not installed, a folder of W&B's may lie about.
+    (tmp_path / "wandb").mkdir()
+    words = "import sys; from app.settings import Settings; from app.tracking.process import refuse_unusable as refuse;"
+    words += f" sys.path = ['{tmp_path}', *(p for p in sys.path if 'site-packages' not in p)]; refuse(Settings(tracking"
+    ended = subprocess.run([sys.executable, "-c", f"{words}='wandb'))"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert "SettingsError: SUNSPOT_TRACKING=wandb: its library is missing; install sunspot[wandb]" in ended.stderr
+
+
+def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(run)
+    restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint="a"))
+    delivery = Delivery(run, "mlflow", "away", command._say)
+    inside, outside = os.pipe()
+    monkeypatch.setattr(command, "END_S", 1)
+    monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
+    follower = threading.Thread(target=command.follow, args=(delivery, 1, "`the command`"))
+    follower.start()
+    while not any(event["event"] == "tracking behind" for event in read_journal(run, "events")):
+        time.sleep(0.1)
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2))
+    os.close(outside)
+    follower.join(60)
+    assert not follower.is_alive()
+    out = capsys.readouterr().out
+    assert out.count("tracking behind") == 1
+    assert (
+        "not delivered: 20 records of the steps 10 to 188; what comes at the end (report, model, state): MLflow" in out
+    )
+    assert out.endswith("`the command` delivers it later\n")
+    events = [event["event"] for event in read_journal(run, "events")]
+    assert events.count("tracking behind") == 1
+
+
+def test_a_server_that_never_answers_holds_nobody_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(run)
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint="a"))
+    settings = Settings(tracking="mlflow", storage_path=run.storage.locate(""), run_name=run.name)
+    monkeypatch.setattr(process, "FINISH_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        silent.settimeout(120)
+        with process.tracked(run, settings):
+            connection, _ = silent.accept()  # and no word
+        connection.close()
+    out = capsys.readouterr().out
+    assert f"not delivered within 0.5 s; `python -m app.tracking run --storage {settings.storage_path}` goes on" in out
+
+
+def test_a_process_that_fails_is_told_at_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
+    with process.tracked(run, Settings(tracking="mlflow", storage_path=run.storage.locate(""))):
+        deadline = time.monotonic() + 60
+        out = ""
+        while not out and time.monotonic() < deadline:
+            time.sleep(0.05)
+            out += capsys.readouterr().out
+    assert out.startswith("warning: tracking: its process ended with 1; `python -m app.tracking run --storage /")
+
+
+# ----------------------------------------------------------------------------------------------- what is there of a run
+
+
+def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run)
+    run.storage.write(run.key("report.html"), b"<html>the report")
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
+    said = by_hand(run, SUNSPOT_TRACKING="mlflow", SUNSPOT_TRACKING_PROJECT="digits")
+    assert said.returncode == 0, said.stderr
+    shown = Shown(run, "digits")
+    assert shown.points == history(run)
+    assert len(shown.points["loss"]) == 20, "neither step 100 of the attempt that was lost, nor anything twice"
+    assert shown.points["test_loss"][-1] == (188, int((BEGUN + 240) * 1000), 0.0586)
+    assert (shown.info.status, shown.info.run_name) == ("FINISHED", "run")
+    assert shown.data.params["learning_rate"] == "0.001"
+    assert shown.data.params["checkpoint_every_s"] == "30.0"
+    assert shown.data.params["version.ray"] == "2.60.0"
+    assert shown.data.tags["sunspot.run"] == run.location
+    assert shown.data.tags["sunspot.incidents"] == "1"
+    assert 0 < shown.data.metrics["goodput"] < 1
+    best = choose(run, "best", print)
+    assert shown.data.tags["sunspot.checkpoint"] == best.name
+    assert shown.read("report.html", tmp_path) == b"<html>the report"
+    assert shown.read("model/model.pt", tmp_path) == f"model.pt of {best.name}".encode()
+    # Once it is all there, the server is not even asked.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+    assert deliver(run, "digits").place == ""
+
+
+def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, server: Server) -> None:
+    first = start(begin(run), "job", at=BEGUN, **about())
+    report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
+    following = Delivery(run, "mlflow", "lineage", print)
+    following.deliver()
+    assert Shown(run, "lineage").points == {}, "no checkpoint yet"
+    origin = commit(run, first, 10)
+    following.deliver()
+    assert [step for step, *_ in Shown(run, "lineage").points["loss"]] == [5, 10]
+    # The next attempt goes on from there, makes up for an evaluation, and takes step 15 another time.
+    second = start(run, "job", origin.name, at=BEGUN + 50, **about(epochs=7))
+    made_up = {**record(10, BEGUN + 55), "steps": 0, "rows": 0, "seconds": 0.0, "test_loss": 0.5}
+    report(run, second, made_up, record(15, BEGUN + 60), record(20, BEGUN + 65))
+    commit(run, second, 20)
+    following.deliver()
+    deliver(run, "lineage")
+    shown = Shown(run, "lineage")
+    assert shown.points == history(run)
+    assert [(step, time) for step, time, _ in shown.points["loss"]] == [
+        (step, int(BEGUN + at) * 1000) for step, at in ((5, 5), (10, 10), (15, 60), (20, 65))
+    ]
+    assert shown.points["test_loss"] == [(10, int(BEGUN + 55) * 1000, 0.5)]
+    assert len(shown.runs) == 1
+    assert shown.info.status == "RUNNING"
+    assert shown.data.params["epochs"] == "2"
+    assert shown.data.tags["sunspot.now.epochs"] == "7", "a parameter keeps its first value"
+    assert shown.data.tags["sunspot.attempts"] == "2"
+
+
+def test_whatever_dies_in_between_there_is_one_tracking_run(
+    run: Run, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(run)
+    deliver(run, "one")
+    # It was created, and the process ended before it could note that.
+    for file in ("mlflow.json", "mlflow-delivered.json"):
+        run.storage.delete(run.key("tracking", file))
+    deliver(run, "one")
+    shown = Shown(run, "one")
+    assert len(shown.runs) == 1
+    assert shown.points == history(run), "sent again, and kept once"
+    # Two processes find none at the same moment, and both create one: the first to claim it has it.
+    other = trained(open_run(run.storage.locate(""), "other"))
+    claim_tracking_run(other, "mlflow", shown.id)
+    monkeypatch.setattr(app.tracking.delivery, "read_tracking_run", lambda run, service: None)
+    deliver(other, "one")
+    assert len(shown.client.search_runs([shown.info.experiment_id])) == 1
+
+
+def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server) -> None:
+    trained(run)
+    first = deliver(run, "again")
+    for entry in run.storage.list(run.name):
+        run.storage.delete(entry.key)
+    second = start(begin(run), "job", at=BEGUN + 9999, **about())
+    report(run, second, record(5, BEGUN))
+    commit(run, second, 5)
+    assert deliver(run, "again").place != first.place
+    assert len(Shown(run, "again").runs) == 2
+
+
+def test_what_is_refused_is_said_to_be_lost(run: Run, server: Server) -> None:
+    attempt = start(begin(run), "job", at=BEGUN, **about())
+    endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
+    report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})
+    commit(run, attempt, 15)
+    lines: list[str] = []
+    delivered = deliver(run, "refused", lines).delivered
+    assert (delivered.records, delivered.refused) == (2, 1)
+    assert [line for line in lines if line.startswith("warning: lost, as it is refused: the record of step 10")]
+    shown = Shown(run, "refused")
+    assert [step for step, *_ in shown.points["loss"]] == [5, 15]
+    assert shown.points["top_1"][0][2] != shown.points["top_1"][0][2], "NaN"
+
+
+def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server) -> None:
+    attempt = start(begin(run), "job", at=BEGUN, **about())
+    report(run, attempt, record(5, BEGUN + 5))
+    commit(run, attempt, 5)
+    following = Delivery(run, "mlflow", "deleted", print)
+    following.deliver()
+    shown = Shown(run, "deleted")
+    shown.client.delete_run(shown.id)
+    report(run, attempt, record(5, BEGUN + 5), record(10, BEGUN + 10))
+    commit(run, attempt, 10)
+    with pytest.raises(TrackingError, match=f"deleted in MLflow; `mlflow runs restore --run-id {shown.id}`"):
+        following.deliver()
+    shown.client.restore_run(shown.id)
+    following.deliver()
+    assert Shown(run, "deleted").points == history(run)
+
+
+# ------------------------------------------------------------------------------------------------- Weights & Biases
+
+
+def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
+    trained(run)
+    run.storage.write(run.key("report.html"), b"<html>")
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, time=BEGUN + 250))
+    said = by_hand(run, SUNSPOT_TRACKING="wandb")
+    assert said.returncode == 0, said.stderr
+    [first] = (tmp_path / "wandb").glob("offline-run-*")
+    assert f"20 records delivered, 0 refused: `wandb sync {first}` sends them" in said.stdout
+    rows, files = read_wandb(first)
+    points = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert points == [(step, value) for step, _, value in history(run)["loss"]]
+    assert "report.html" in files
+    assert f"{read_tracking_run(run, 'wandb')}-model" in files
+    # The run is trained further: the same tracking run, and only what is new.
+    resumed = start(run, "job", choose(run, "newest", print).name, at=BEGUN + 999, **about())
+    report(run, resumed, record(200, BEGUN + 1000))
+    commit(run, resumed, 200)
+    time.sleep(1)  # W&B names the folder by the second
+    assert by_hand(run, SUNSPOT_TRACKING="wandb").returncode == 0
+    second = next(folder for folder in (tmp_path / "wandb").glob("offline-run-*") if folder != first)
+    assert second.name.rpartition("-")[2] == first.name.rpartition("-")[2] == read_tracking_run(run, "wandb")
+    assert [row["step"] for row in read_wandb(second)[0] if "loss" in row] == [200]
+
+
+def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of W&B's history file, and the names of files and artifacts in it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows: list[dict[str, Any]] = []
+    files: list[str] = []
+    for data in each_entry(next(folder.glob("*.wandb")).read_bytes()):
+        line = Record.FromString(data)
+        items = line.history.item
+        rows += [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}]
+        files += [file.path for file in line.files.files]
+        files += [line.artifact.name, line.request.log_artifact.artifact.name]
+    return rows, files
+
+
+def each_entry(content: bytes) -> Iterator[bytes]:
+    """What LevelDB's log format holds, in which W&B writes: parts of an entry in blocks of 32 KiB, each with 7 bytes of
+    checksum, length and kind (1: whole, 2: first, 3: middle, 4: last), after a header of as many.
+    """
+    entry = b""
+    for first in range(0, len(content), 32768):
+        block, at = content[first : first + 32768], 0 if first else 7
+        while at + 7 < len(block):
+            _, length, kind = struct.unpack_from("<IHB", block, at)
+            entry += block[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):
+                yield entry
+                entry = b""
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
+    program: Program, make_data: MakeData, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = open_run(program.settings["STORAGE_PATH"], "run")
+    gone, back = tmp_path / "server-is-gone", tmp_path / "server-is-back"
+    faults: list[BaseException] = []
+
+    def strike() -> None:
+        try:
+            wait_for(lambda: read_delivered(run, "mlflow").step == 30)
+            server.kill()
+            gone.touch()
+            wait_for(lambda: any(e["event"] == "tracking behind" for e in read_journal(run, "events")))
+            wait_for(lambda: choose(run, "newest", print).step == 70)  # it trains on
+            assert read_delivered(run, "mlflow").step == 30
+            server.start()
+            server.wait()
+        except BaseException as error:
+            faults.append(error)
+        gone.touch()
+        back.touch()
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    program.run(
+        DATASET=make_data(2000, test_rows=50),
+        GLOBAL_BATCH_SIZE=50,
+        EPOCHS=3,
+        TASK="tests.tasks.waiting",
+        TASK_ARGS=json.dumps({"30": str(gone), "70": str(back)}),
+        CHECKPOINT_EVERY_STEPS=10,
+        REPORT_EVERY_S=1,
+        TRACKING="mlflow",
+        TRACKING_PROJECT="outage",
+    )
+    striker.join()
+    assert not faults
+    out = capsys.readouterr().out
+    assert "succeeded at step 120 of 120" in out
+    status = read_status(run)
+    assert status
+    assert status.state is RunState.SUCCEEDED
+    assert [attempt.number for attempt in read_attempts(run)] == [1], "no worker has ended"
+    shown = Shown(run, "outage")
+    assert len(shown.runs) == 1
+    assert shown.points == history(run)
+    assert shown.points["loss"][-1][0] == 120
+    assert len(shown.points["test_accuracy"]) == 3
+    assert shown.info.status == "FINISHED"
+    assert shown.data.params["task"] == "tests.tasks.waiting"
+    assert shown.read("report.html", tmp_path) == run.storage.read(run.key("report.html"))
+    model = run.storage.read(run.key("checkpoints", choose(run, "best", print).name, "model.pt"))
+    assert shown.read("model/model.pt", tmp_path) == model
+    told = [e["event"] for e in read_journal(run, "events") if e["event"].startswith("tracking")]
+    assert told == ["tracking behind", "tracking goes on"]
+    assert out.count("tracking behind") == 1
+
+
+@pytest.mark.slow
+def test_a_run_without_its_server_succeeds_and_is_delivered_later(
+    program: Program, make_data: MakeData, mlflow_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = make_data(500)
+    settings = {"DATASET": data, "GLOBAL_BATCH_SIZE": 50, "TRACKING": "mlflow", "TRACKING_PROJECT": "later"}
+    program.run(**settings)
+    run = open_run(program.settings["STORAGE_PATH"], "run")
+    out = capsys.readouterr().out
+    assert "succeeded at step 20 of 20" in out
+    count = len(history(run)["loss"])
+    assert f"not delivered: {count} records of the steps 10 to 20; what comes at the end (report, model, state)" in out
+    later = f"python -m app.tracking run --storage {program.settings['STORAGE_PATH']}"
+    assert f"`{later}` delivers it later" in out
+    url = mlflow_server.wait()
+    said = by_hand(run, MLFLOW_TRACKING_URI=url)
+    assert said.returncode == 0, said.stderr
+    assert f"{count} records delivered" in said.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", url)
+        assert Shown(run, "later").points == history(run)
+        # Trained further by another driver: the same tracking run.
+        program.run(**settings, EPOCHS=4)
+        shown = Shown(run, "later")
+        assert len(shown.runs) == 1
+        assert shown.points == history(run)
+        assert (shown.info.status, shown.points["loss"][-1][0]) == ("FINISHED", 40)
+
+
+def wait_for(met: Callable[[], bool], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

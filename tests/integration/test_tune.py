@@ -1,0 +1,430 @@
+"""Searches: real trials on real Ray workers, killed and gone on with; what ASHA gives up; the checkpoint promoted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import app.tune
+from app.errors import ConflictError, DamageError, StorageError, SupersededError
+from app.report.search import render_search
+from app.run import Run, open_run
+from app.run.attempts import read_attempts
+from app.run.checkpoints import find_newest_good, list_checkpoints, list_directories
+from app.run.search import Results, Trial, best_of, read_results, read_trial
+from app.run.status import RunState, Status, clear_stop, read_status, request_stop, restore_status, stop_requested
+from app.settings import Settings
+from app.tune.promotion import begin_attempt, promote
+from app.tune.search import find_room, share_out
+from app.tune.trials import PART, SCORE, WHOLE, Reported, StoppingAsha, WhenNoneRuns, has_ended
+from submitter.cli import main as sunspot
+from tests.conftest import REPOSITORY, Program
+from tests.harness.commands import Command
+from tests.harness.runs import begin, commit, report, start
+from tests.harness.training import consumed, newest, wait_for_step
+
+MakeData = Any
+
+SEARCH = {
+    "LEARNING_RATE": "loguniform(0.005,0.5)",
+    "TRIALS": 3,
+    "NUM_WORKERS": 1,
+    "GLOBAL_BATCH_SIZE": 50,
+    "EPOCHS": 1,
+    "CHECKPOINT_EVERY_STEPS": 20,
+    "CHECKPOINTS_TO_KEEP": 100,
+    "CONCURRENT_TRIALS": 1,
+    "MAX_FAILURES": 0,
+    "REPORT_EVERY_S": 0.5,
+}
+
+
+class Search:
+    """Runs `python -m app.tune` on the settings of a test."""
+
+    def __init__(self, program: Program, **settings: Any) -> None:
+        self._program, self._settings = program, {**SEARCH, **settings}
+        self.run = self.trial(0)
+
+    def trial(self, number: int) -> Run:
+        """The run of a trial; 0: of the search itself."""
+        return open_run(self._program.settings["STORAGE_PATH"], f"run-{number:02d}" if number else "run")
+
+    def start(self) -> subprocess.Popen[str]:
+        """As a process group of its own."""
+        environment = {**os.environ, **self._program.environment(**self._settings)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "app.tune.search"],
+            env={**environment, "RAY_ADDRESS": self._program.ray_address},
+            cwd=REPOSITORY,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def main(self, **settings: Any) -> int:
+        """In this process; raises what the program raises."""
+        from app.tune.search import main
+
+        with self._program.monkeypatch.context() as patch:
+            for name, value in self._program.environment(**{**self._settings, **settings}).items():
+                patch.setenv(name, value)
+            return main()
+
+    def states(self) -> list[RunState]:
+        """Of the trials."""
+        found = [read_status(self.trial(number)) for number in range(1, self._settings["TRIALS"] + 1)]
+        return [status.state if status else RunState.PENDING for status in found]
+
+
+def test_a_killed_search_goes_on_and_its_best_trial_is_promoted(
+    program: Program, make_data: MakeData, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = Search(program, DATASET=make_data(40_000, row_group=2000, test_rows=200), CHECKPOINT_METRIC="test_loss")
+    begin(search.trial(3))  # somebody else's: this trial fails, and ends no other
+    process = search.start()
+    wait_for_step(search.trial(2), 40, process, seconds=400)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not any(checkpoint.finished for checkpoint in list_checkpoints(search.trial(2)))
+    attempts = read_attempts(search.trial(1))
+
+    assert search.main() == 0
+    assert search.states() == [RunState.SUCCEEDED, RunState.SUCCEEDED, RunState.PENDING]
+    assert read_attempts(search.trial(1)) == attempts, "a finished trial is not trained again"
+    first, second = read_attempts(search.trial(2))
+    assert (first.step, second.step >= 40) == (0, True)
+    for number in (1, 2):
+        steps = consumed(search.trial(number))
+        assert sorted(steps) == list(range(1, 801)), "every step once"
+        assert sorted(row for rows in steps.values() for row in rows) == list(range(40_000))
+
+    results = read_results(search.run)
+    assert results
+    best = min((trial for trial in results.trials if trial.best is not None), key=lambda trial: trial.best or 0)
+    assert results.promoted == best.run
+    assert best.state is RunState.SUCCEEDED
+    [checkpoint] = list_checkpoints(search.run)
+    origin = newest(open_run(program.settings["STORAGE_PATH"], best.run))
+    assert checkpoint.files["model.pt"]["sha256"] == origin.files["model.pt"]["sha256"]
+    assert checkpoint.metrics["test_loss"] == best.best
+    status = read_status(search.run)
+    assert status
+    assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 800, checkpoint.name)
+    out = capsys.readouterr().out
+    assert f"the best of {best.run}" in out
+    assert "failed: ConflictError: " in out
+    assert b"run-03" in search.run.storage.read(search.run.key("report.html"))
+
+    for words in (["checkpoints", "verify", "run"], ["status", "run"]):
+        with pytest.raises(SystemExit) as ended:
+            sunspot([*words, "--storage", program.settings["STORAGE_PATH"]])
+        assert ended.value.code == 0
+    from app.predict.classifier import Classifier
+
+    labels, _ = Classifier("run", storage=program.settings["STORAGE_PATH"]).predict(torch.zeros(1, 1, 8, 8).byte())
+    assert labels.shape == (1,)
+
+    with pytest.raises(ConflictError, match=r"SUNSPOT_LEARNING_RATE: loguniform\(0.005,0.5\) -> uniform\(0.01,0.5\)"):
+        search.main(LEARNING_RATE="uniform(0.01,0.5)")
+    assert read_status(search.run) == status, "a search with another space changes nothing"
+
+
+@pytest.mark.slow
+def test_a_search_that_is_stopped_stops_its_trials_and_is_resumed(program: Program, make_data: MakeData) -> None:
+    search = Search(program, DATASET=make_data(2000), EPOCHS=40, TRIALS=2, TASK="tests.tasks.slow")
+    process = search.start()
+    wait_for_step(search.trial(1), 20, process)
+    request_stop(search.run, "a test")
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    status = read_status(search.run)
+    assert status
+    assert status.state is RunState.STOPPED
+    assert search.states() == [RunState.STOPPED, RunState.PENDING], "no trial is begun any more"
+    assert not stop_requested(search.trial(1)), "it goes on with the search"
+    clear_stop(search.run)
+    assert search.main() == 0
+    assert search.states()[0] is RunState.SUCCEEDED
+    assert find_newest_good(search.run, read_attempts(search.run))[0]
+
+
+def test_what_has_ended_is_not_begun_again(run: Run) -> None:
+    settings = Settings(epochs=2)
+    assert not has_ended(run, settings)
+    start(begin(run), "job", settings=settings.environment())
+    for state in (RunState.FAILED, RunState.RUNNING, RunState.STOPPED):
+        restore_status(run, Status(state, "job"))
+        assert not has_ended(run, settings), "a search that was stopped leaves no marker in its trials"
+    restore_status(run, Status(RunState.SUCCEEDED, "job"))
+    assert has_ended(run, settings)
+    assert not has_ended(run, Settings(epochs=3)), "it is trained further"
+    restore_status(run, Status(RunState.STOPPED, "job"))
+    request_stop(run, "ASHA")
+    assert has_ended(run, Settings(epochs=3))
+
+
+# ----------------------------------------------------------------------------------------------------------------- ASHA
+
+
+class FakeTrial:
+    """What a scheduler knows of a trial."""
+
+    def __init__(self, number: int) -> None:
+        self.trial_id, self.config = str(number), {"trial": number}
+
+
+class Asha:
+    """The scheduler by itself, and what it does."""
+
+    def __init__(self, trials: int, order: str = "min") -> None:
+        self.stopped: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
+        self.refuses = False
+        self.scheduler = StoppingAsha(order, self._stop, self.ended.__setitem__)
+        self._trials = {number: FakeTrial(number) for number in range(1, trials + 1)}
+        for trial in self._trials.values():
+            self.scheduler.on_trial_add(None, trial)
+
+    def _stop(self, number: int, why: str) -> None:
+        if self.refuses:
+            raise StorageError("refused")
+        self.stopped[number] = why
+
+    def report(self, number: int, part: float, score: float) -> None:
+        """A trial's result; Tune never hears that it is to end one."""
+        result = {PART: part * WHOLE, SCORE: score, "error": ""}
+        assert self.scheduler.on_trial_result(None, self._trials[number], result) == "CONTINUE"
+
+    def end(self, number: int, error: str = "") -> None:
+        self.scheduler.on_trial_complete(None, self._trials[number], {"error": error})
+
+
+@pytest.mark.parametrize("order", ["min", "max"])
+def test_asha_stops_the_runs_of_bad_trials(order: str) -> None:
+    asha, sign = Asha(4, order), 1 if order == "min" else -1
+    for number, score in enumerate((0.2, 0.3, 0.1, 0.4), start=1):
+        asha.report(number, 0.05, sign * 9.0)  # before the first comparison, nothing counts
+        asha.report(number, 0.12, sign * score)
+    assert asha.stopped.keys() == {2, 4}
+    assert asha.stopped[4] == "ASHA after 12% of its steps, as others were better by then"
+    asha.report(1, 1.0, sign * 0.1)
+    asha.report(3, 1.0, sign * 0.2)
+    assert asha.stopped.keys() == {2, 4, 3}, "whether it is done by now, its run knows"
+    for number in range(1, 5):
+        assert number in asha.scheduler.running
+        asha.end(number, "broke" if number == 1 else "")
+    assert asha.ended == {1: "broke", 2: "", 3: "", 4: ""}
+    assert not asha.scheduler.running
+
+
+def test_a_metric_that_is_no_number_ends_a_trial() -> None:
+    asha = Asha(2)
+    asha.report(1, 0.01, float("nan"))
+    asha.report(2, 0.01, float("inf"))
+    assert asha.stopped == {1: "the search, as its metric was nan", 2: "the search, as its metric was inf"}
+
+
+def test_storage_that_refuses_a_stop_is_asked_again() -> None:
+    asha = Asha(2)
+    asha.refuses = True
+    asha.report(1, 0.01, float("nan"))
+    asha.refuses = False
+    asha.report(2, 0.01, 1.0)
+    assert asha.stopped.keys() == {1}
+
+
+def test_tune_ends_when_the_search_is_to_stop_and_no_trial_runs() -> None:
+    asha, wish = Asha(2), [False]
+    stopper = WhenNoneRuns(asha.scheduler, lambda: wish[0])
+    asha.report(1, 0.5, 1.0)
+    assert not stopper.stop_all()
+    wish[0] = True
+    assert not stopper.stop_all(), "Tune would kill the trial"
+    asha.end(1)
+    assert stopper.stop_all()
+
+
+def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
+    attempt = start(begin(run), "job")
+    told = Reported(run, "loss")
+    assert told.new() == [], "nothing has begun"
+    report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (1, 50)), {"step": 60, "time": 0.0})
+    restore_status(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
+    assert told.new() == [{PART: WHOLE * 0.05, SCORE: 0.02}], "one step is too little to tell, and one has no loss"
+    assert told.new() == []
+    report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (50, 995, 1000)))
+    assert told.new() == [], "the status has not changed, so the history was not read"
+    restore_status(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
+    assert [result[PART] / WHOLE for result in told.new()] == [0.995, 1.0], "the end always counts"
+
+
+# ------------------------------------------------------------------------------------------------------------ promotion
+
+
+@pytest.fixture
+def trial(run: Run) -> Run:
+    """A run with two checkpoints, the first one the better."""
+    trial = Run(run.storage, "run-01")
+    attempt = start(begin(trial), "search")
+    commit(trial, attempt, 5, loss=0.25)
+    commit(trial, attempt, 10, loss=0.5)
+    restore_status(trial, Status(RunState.SUCCEEDED, "search", step=10, total_steps=10))
+    return trial
+
+
+def test_a_promoted_checkpoint_is_one_of_the_search(run: Run, trial: Run, sunspot: Command) -> None:
+    best = best_of(trial, "loss", "min")
+    assert best
+    begin(run)
+    begin_attempt(run, "search", {}, None)
+    promoted = promote(run, "search", {}, trial, best.name)
+    assert (promoted.name, promoted.step) == ("step-00000005-attempt-0002", 5)
+    assert find_newest_good(run, read_attempts(run))[0] == promoted
+    assert sunspot("checkpoints", "verify", "run") == 0
+    assert promote(run, "search", {}, trial, best.name) == promoted, "nothing is copied again"
+    later = promote(run, "search", {}, trial, "step-00000010-attempt-0001")
+    earlier = promote(run, "search", {}, trial, best.name)
+    assert (later.step, earlier.step) == (10, 5), "the better one may be the earlier one"
+    assert list(list_directories(run)) == [earlier.name], "the others have gone"
+
+
+def test_a_damaged_checkpoint_is_not_promoted(run: Run, trial: Run) -> None:
+    trial.storage.write(trial.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"other bytes")
+    with pytest.raises(DamageError, match=r"model.pt: does not match its manifest"):
+        promote(run, "search", {}, trial, "step-00000005-attempt-0001")
+    assert find_newest_good(run, read_attempts(run))[0] is None
+
+
+def test_a_search_that_was_taken_over_promotes_nothing(run: Run, trial: Run) -> None:
+    begin_attempt(run, "old", {}, None)
+    begin_attempt(run, "new", {}, None)
+    with pytest.raises(SupersededError):
+        promote(run, "old", {}, trial, "step-00000005-attempt-0001")
+    assert not list_checkpoints(run)
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def test_what_a_trial_says_of_itself(trial: Run) -> None:
+    found = read_trial(trial, {"SEED": 1}, "loss", "min")
+    assert (found.state, found.step, found.best, found.checkpoint) == (
+        RunState.SUCCEEDED,
+        10,
+        0.25,
+        "step-00000005-attempt-0001",
+    )
+    assert read_trial(trial, {}, "test_loss", "min").best is None
+    assert read_trial(trial, {}, "loss", "min", "ConflictError: no").state is RunState.FAILED
+    restore_status(trial, Status(RunState.STOPPED, "search", step=10))
+    request_stop(trial, "ASHA")
+    assert read_trial(trial, {}, "loss", "min").reason == "by ASHA"
+
+
+def results() -> Results:
+    """Of four trials, each in another state."""
+    drawn = [(0.01, "relu"), (0.1, "gelu"), (0.001, "relu"), (0.5, "gelu")]
+    states = [RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED]
+    best = [0.9, 0.5, 0.95, None]
+    trials = tuple(
+        Trial(f"s-{n:02d}", {"LEARNING_RATE": rate, "TASK_ARGS.act": act}, state, "<why>", 10 * n, 40, value, "step-x")
+        for n, ((rate, act), state, value) in enumerate(zip(drawn, states, best, strict=True), start=1)
+    )
+    space = {"LEARNING_RATE": "loguniform(1e-3,1)", "TASK_ARGS.act": "choice(relu,gelu)"}
+    return Results("test_accuracy", "max", space, trials, "s-01")
+
+
+def test_the_best_comes_first_and_what_failed_is_not_trusted() -> None:
+    assert [trial.run for trial in results().ranking] == ["s-01", "s-02", "s-03", "s-04"]
+    assert [trial.eligible for trial in results().trials] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"trials": []}', b'{"trials": [{"state": "asleep"}]}'])
+def test_results_of_another_version_are_none(run: Run, content: bytes) -> None:
+    run.storage.write(run.key("search.json"), content)
+    assert read_results(run) is None
+
+
+def test_the_page_of_a_search(run: Run) -> None:
+    curves = {f"s-{n:02d}": [(step, 0.1 * n * step / 40) for step in (10, 20, 40)] for n in (1, 2, 3)}
+    page = render_search(run, results(), curves).decode()
+    assert "s-01 (best)" in page
+    assert "highest test_accuracy" in page
+    assert "&lt;why&gt;" in page
+    assert page.count("<svg viewBox") == 3, "over steps, over the rate, over the activation"
+    assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
+    assert render_search(run, replace(results(), trials=(), promoted=None), {})
+
+
+# ------------------------------------------------------------------------------------------------------------ resources
+
+
+def trials(**settings: Any) -> tuple[Settings, ...]:
+    return (Settings(**{"num_workers": "2", **settings}),) * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "there", "nodes", "at_once", "each"),
+    [
+        ({}, {"CPU": 2}, 1, 1, {"CPU": 1}),
+        ({}, {"CPU": 16}, 1, 8, {"CPU": 1}),
+        ({}, {"CPU": 64}, 1, 8, {"CPU": 4}),
+        ({"concurrent_trials": 4}, {"CPU": 2}, 1, 4, {"CPU": 0.25}),
+        ({"concurrent_trials": 4}, {"CPU": 64, "GPU": 4}, 1, 2, {"CPU": 16, "GPU": 1}),
+        ({"resources_per_worker": {"CPU": 2}}, {"CPU": 16}, 1, 4, {"CPU": 2}),
+        ({"resources_per_worker": {"CPU": 1, "slot": 1}}, {"CPU": 99, "slot": 4}, 5, 2, {"CPU": 1, "slot": 1}),
+        ({"concurrent_trials": 3}, {"CPU": 4}, 3, 2, {"CPU": 1}),
+        ({}, {"CPU": 1}, 2, 1, {"CPU": 1}),
+    ],
+)
+def test_trials_share_what_is_there(
+    settings: dict[str, Any], there: dict[str, float], nodes: int, at_once: int, each: dict[str, float]
+) -> None:
+    found, given, reason = share_out(trials(**settings), there, nodes)
+    assert (found, given[0].resources_per_worker) == (at_once, each)
+    assert given[0].use_gpu == ("true" if "GPU" in each else "false")
+    assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
+
+
+def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.tune.search, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(app.tune.search, "ROOM_WITHIN_S", 0.5)
+    wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
+
+    def at_once(nodes: Iterator[int], **settings: Any) -> int:
+        def look() -> tuple[dict[str, float], int]:
+            there = next(nodes)
+            return {"CPU": there, "slot": there}, there + 1
+
+        return find_room(trials(**wanted, **settings), look)[0]
+
+    assert at_once(iter([0, 1, 1, 2]), job_id="job") == 2
+    assert at_once(itertools.repeat(1), job_id="job") == 1, "not for ever"
+    assert at_once(iter([1])) == 1, "no nodes come to a laptop"
+
+
+def test_a_search_in_s3_of_which_every_trial_fails_has_failed(program: Program, s3_bucket: str) -> None:
+    """None is trained here: it finds a run of its name that was begun with other settings."""
+    program.ray_address = ""  # its workers get their AWS environment from the process that starts it
+    program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
+    search = Search(program, TRIALS=1, RESOURCES_PER_WORKER="")
+    begin(search.trial(1))
+    process = search.start()
+    output = process.communicate(timeout=250)[0]
+    assert process.returncode == 1, output
+    assert re.search(r"no trial succeeded:\n  run-01: failed: ConflictError: .* other settings", output), output
+    status = read_status(search.run)
+    assert status
+    assert status.state is RunState.FAILED

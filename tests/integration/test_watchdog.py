@@ -1,0 +1,343 @@
+"""A rank that hangs says where it stands and ends itself; one that goes on, or is allowed to wait, does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.elastic import watchdog as hang
+from app.elastic.watchdog import STACKS_CHARACTERS, Watchdog, carry_dumps, describe
+from app.run import Run, open_run
+from app.run.attempts import Attempt
+from app.run.history import Journal, read_journal
+from app.run.incidents import suspects
+from tests.conftest import REPOSITORY
+
+TIMEOUT_S = 2.0
+
+RANK = """
+import ctypes, json, re, sys, threading, time
+from app import hang
+from app.layout import open_run
+from app.layout.attempts import Attempt
+storage, rank = sys.argv[1], int(sys.argv[2])
+hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S = 1, 2, 2
+run = open_run(storage, "run")
+def on_hang(detail):
+    print(f"told: {detail}", flush=True)
+def train():
+    with hang.Watchdog(run, Attempt(3, "job", None, 40), rank, TIMEOUT_S, on_hang) as watchdog:
+        do_train(watchdog)
+    print("trained", flush=True)
+def run_rank():
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+"""
+"""As Ray Train does it: the training is no main thread."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = open_run(str(tmp_path), "run")
+    yield run
+    for path in left_behind(run):
+        path.unlink()
+
+
+def start_rank(
+    run: Run, train: str, rank: int = 1, timeout_s: float = TIMEOUT_S, begin: str = "run_rank()"
+) -> subprocess.Popen[str]:
+    """Run the body of `do_train(watchdog)` as a rank of attempt 3, which begins at step 40."""
+    body = textwrap.indent(textwrap.dedent(train), "    ")
+    program = f"{RANK.replace('TIMEOUT_S', str(timeout_s), 1)}\ndef do_train(watchdog):\n{body}\n{begin}\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, run.location.removesuffix("/run"), str(rank)],
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def run_rank(run: Run, train: str, **options: Any) -> tuple[int, str, float]:
+    """Exit code, output, and the seconds it took."""
+    began = time.monotonic()
+    process = start_rank(run, train, **options)
+    output = wait_for(process)
+    return process.returncode, output, time.monotonic() - began
+
+
+def wait_for(process: subprocess.Popen[str], timeout_s: float = 60) -> str:
+    """The output of a process that has ended."""
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    finally:
+        process.kill()
+
+
+def left_behind(run: Run) -> list[Path]:
+    return list(hang._folder().glob(f"{hang._prefix(run)}*"))
+
+
+def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
+    hangs = """
+        watchdog.beat(41)
+        def consume_batch():
+            time.sleep(1000)
+        consume_batch()
+    """
+    code, output, seconds = run_rank(run, hangs)
+    assert code == 1
+    assert seconds < 20
+    [event] = read_journal(run, "events")
+    assert {name: event[name] for name in ("attempt", "step", "event", "rank", "waiting")} == {
+        "attempt": 3,
+        "step": 41,
+        "event": "hung",
+        "rank": 1,
+        "waiting": False,
+    }
+    assert event["detail"].startswith("rank 1: no step for 2 s; stands in consume_batch at <string>:")
+    assert abs(event["time"] - time.time()) < 60
+    first, _, others = event["stacks"].partition("\nThread 0x")
+    assert first.startswith("Training thread")
+    assert "in do_train" in first, "another thread than the one that trains"
+    assert "in run_rank" in others, "the main thread is missing"
+    assert "_report_and_end" not in event["stacks"], "the watchdog's own stack says nothing"
+    assert f"told: {event['detail']}" in output
+    assert output.count(event["detail"]) == 2, "the rank's own log does not say why it ended"
+    assert left_behind(run) == []
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param("for step in range(40):\n    time.sleep(0.1)\n    watchdog.beat(step)", id="steps"),
+        pytest.param("watchdog.beat(41)\nwith watchdog.paused():\n    time.sleep(5)\ntime.sleep(0.5)", id="paused"),
+        pytest.param("time.sleep(3)\nwatchdog.beat(41)", id="first step"),
+        pytest.param("watchdog.beat()\ntime.sleep(3)\nwatchdog.beat(41)", id="first step, after an evaluation"),
+    ],
+)
+def test_a_rank_that_goes_on_is_left_alone(run: Run, train: str) -> None:
+    code, output, _ = run_rank(run, train)
+    assert code == 0, output
+    assert "trained" in output
+    assert read_journal(run, "events") == []
+    assert left_behind(run) == []
+
+
+def test_no_limit_is_no_limit(run: Run) -> None:
+    code, output, _ = run_rank(run, "watchdog.beat(41)\ntime.sleep(2)", timeout_s=0)
+    assert (code, output) == (0, "trained\n")
+
+
+def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
+    code, _, _ = run_rank(run, "time.sleep(1000)")
+    assert code == 1
+    [event] = read_journal(run, "events")
+    assert event["detail"].startswith("rank 1: no step for 4 s")
+
+
+def test_a_pause_ends(run: Run) -> None:
+    code, output, _ = run_rank(run, "watchdog.beat(41)\nwith watchdog.paused():\n    time.sleep(3)\ntime.sleep(1000)")
+    assert code == 1, output
+
+
+HOLDS_THE_LOCK = {
+    "in the interpreter": 're.match(r"(a+)+$", "a" * 40 + "b")',
+    "in a library": "ctypes.PyDLL(None).sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("hangs", HOLDS_THE_LOCK.values(), ids=HOLDS_THE_LOCK)
+def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(run: Run, hangs: str) -> None:
+    code, output, _ = run_rank(run, f"watchdog.beat(41)\ntime.sleep(0.5)\n{hangs}")
+    assert code == 1, output
+    assert read_journal(run, "events") == [], "who wrote this?"
+
+    told: list[str] = []
+    carry_dumps(run, 3, told.append)
+    assert read_journal(run, "events") == [], "an attempt took what its own ranks may still need"
+    with Watchdog(run, Attempt(4, "job", None, 40), 0, 300, told.append):
+        pass
+    [event] = read_journal(run, "events")
+    assert (event["attempt"], event["rank"], event["step"], event["event"]) == (3, 1, 41, "hung")
+    assert "kept all its other threads from running" in event["detail"]
+    assert event["stacks"].startswith("Training thread")
+    assert "in do_train" in event["stacks"]
+    assert told == [event["detail"]]
+    assert left_behind(run) == []
+
+
+def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
+    hangs = """
+        def never(*words):
+            print("asked", flush=True)
+            time.sleep(1000)
+        hang.Journal.flush = never
+        watchdog._on_hang = never
+        watchdog.beat(41)
+        time.sleep(1000)
+    """
+    code, output, seconds = run_rank(run, hangs)
+    assert code == 1
+    assert output.count("asked") == 2
+    assert seconds < 20
+    told: list[str] = []
+    carry_dumps(run, 9, told.append)
+    assert [event["step"] for event in read_journal(run, "events")] == [41], "what storage did not take was lost"
+    assert told == [], "an incident of long ago was told as the newest"
+
+
+def test_a_report_that_itself_hangs_ends_by_the_timer(run: Run) -> None:
+    code, _, seconds = run_rank(
+        run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.beat(41)\ntime.sleep(1000)"
+    )
+    assert code == 1
+    assert seconds < 20
+
+
+def test_a_forked_child_ends_as_it_would_without_a_watchdog(run: Run) -> None:
+    forks = """
+        import os, signal
+        time.sleep(2)  # by now the timer is set
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            sys.exit(0)
+        print("child:", os.waitpid(child, 0)[1], flush=True)
+    """
+    process = start_rank(run, forks, begin="train()", timeout_s=1000)  # only its main thread can end a process as usual
+    assert wait_for(process) == "child: 0\ntrained\n"
+
+
+def test_a_beat_costs_next_to_nothing(run: Run) -> None:
+    with Watchdog(run, Attempt(1, "job", None, 0), 0, 300, print) as watchdog:
+        began = time.perf_counter()
+        for step in range(10_000):
+            watchdog.beat(step)
+        assert (time.perf_counter() - began) / 10_000 < 10e-6
+
+
+TORCH = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+hang.FIRST_STEP_S = 60
+run_rank()
+"""
+
+COLLECTIVE = """
+with watchdog.paused():  # the first time, torch imports much
+    dist.init_process_group("gloo", init_method="file://INIT", rank=rank, world_size=2)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+def consume_batch():
+    if rank == 1:
+        time.sleep(1000)
+consume_batch()
+model(torch.ones(1, 4)).sum().backward()
+"""
+
+
+def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path: Path) -> None:
+    train = COLLECTIVE.replace("INIT", str(tmp_path / "init"))
+    processes = [start_rank(run, train, rank=rank, begin=TORCH, timeout_s=3) for rank in (0, 1)]
+    for process in processes:
+        output = wait_for(process, 120)
+        assert process.returncode == 1, output
+    events = sorted(read_journal(run, "events"), key=lambda event: event["rank"])
+    assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
+    assert "waits for other ranks in" in events[0]["detail"]
+    assert "stands in consume_batch" in events[1]["detail"]
+    assert suspects(events, 2) == [1]
+
+
+def dump(*threads: list[str], first: int = 1) -> str:
+    """What faulthandler writes of threads 1, 2, ..., each a list of files."""
+    return "".join(
+        f"Thread {number:#018x} (most recent call first):\n" + "".join(f'  File "{f}", line 7 in work\n' for f in files)
+        for number, files in enumerate(threads, first)
+    )
+
+
+ABOUT = {"attempt": 3, "rank": 1, "step": 41, "beat": 1000.0, "thread": 2}
+
+
+@pytest.mark.parametrize(
+    ("files", "waiting", "place"),
+    [
+        (["/w/app/tasks/mnist.py"], False, "/w/app/tasks/mnist.py"),
+        (["/usr/lib/python3.11/socket.py", "/w/my_task.py"], False, "/w/my_task.py"),
+        (["/v/site-packages/torch/distributed/distributed_c10d.py", "/w/app/metrics.py"], True, "/w/app/metrics.py"),
+        (["/w/app/agreement.py", "/w/app/train_loop.py"], True, "/w/app/agreement.py"),
+        (["/v/site-packages/torch/autograd/graph.py", "/w/app/train_loop.py"], True, "/w/app/train_loop.py"),
+        (["/w/my_layer.py", "/v/site-packages/torch/autograd/graph.py", "/w/a.py"], False, "/w/my_layer.py"),
+        (
+            [
+                "/usr/lib/python3.11/threading.py",
+                "/v/site-packages/ray/_private/worker.py",
+                "/v/site-packages/ray/train/collective.py",
+                "/w/app/worker.py",
+            ],
+            True,
+            "/w/app/worker.py",
+        ),
+        (["/v/site-packages/boto3/x.py", "/v/site-packages/ray/train/run.py"], False, "/v/site-packages/boto3/x.py"),
+    ],
+)
+def test_where_a_rank_stands(files: list[str], waiting: bool, place: str) -> None:
+    event = describe(ABOUT, dump(["/main.py"], files), 1300.4)
+    verb = "waits for other ranks" if waiting else "stands"
+    assert event["detail"] == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
+    assert event["waiting"] is waiting
+
+
+def test_stacks_are_bounded_and_begin_with_the_training_thread() -> None:
+    deep = ["/w/recursive.py"] * 100
+    event = describe(ABOUT, dump(*[deep] * 100), 1300)
+    assert len(event["stacks"]) == STACKS_CHARACTERS
+    assert len(json.dumps(event)) < STACKS_CHARACTERS + 2000
+    assert event["stacks"].startswith('Training thread (most recent call first):\n  File "/w/recursive.py"')
+
+
+def test_a_rank_without_stacks_is_described_all_the_same() -> None:
+    assert describe(ABOUT, "", 1300)["detail"] == "rank 1: no step for 300 s"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "found"),
+    [
+        ({}, []),
+        ({0: True, 1: False, 2: True}, [1]),
+        ({0: True, 2: True}, [1]),
+        ({0: True, 1: True, 2: True}, []),
+        ({0: False, 1: True}, [0, 2]),
+    ],
+)
+def test_suspects(waiting: dict[int, bool], found: list[int]) -> None:
+    events: list[dict[str, Any]] = [{"event": "hung", "rank": rank, "waiting": w} for rank, w in waiting.items()]
+    assert suspects([{"event": "commit failed"}, *events], 3) == found
+
+
+def test_ranks_have_journals_of_their_own(run: Run) -> None:
+    journals: list[Callable[[], Journal]] = [
+        lambda: Journal(run, "events", 1),
+        lambda: Journal(run, "events", 1, rank=0),
+        lambda: Journal(run, "events", 1, rank=12),
+    ]
+    for step, make in enumerate(journals):
+        journal = make()
+        journal.append({"step": step, "time": 0.0})
+        journal.flush()
+    assert [(record["attempt"], record["step"]) for record in read_journal(run, "events")] == [(1, 0), (1, 1), (1, 2)]
+    assert run.storage.exists(run.key("events", "attempt-0001-00000.jsonl"))

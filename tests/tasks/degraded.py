@@ -1,0 +1,59 @@
+"""The small task with ailments, as TASK_ARGS ask for them: for tests of what the doctor finds."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+
+from app.data.source import Batch, Source
+from app.data.torch_loader import Selections
+from app.settings import Settings
+from app.tasks.images import loss as fast_loss
+from tests.tasks import tiny
+from tests.tasks.tiny import build_optimizer, schedule
+
+__all__ = ["build_model", "build_optimizer", "loss", "schedule"]
+
+ailments: dict[str, Any] = {}
+"""`read_s`: seconds that each batch takes to be read. Of rank 1, `lag_s`: seconds that it sleeps in each forward pass,
+`busy_s`: seconds that it computes there; `group`: a control group that it joins. `leak_mib`: what each step leaves."""
+
+kept: list[bytes] = []
+
+
+def build_model(settings: Settings, source: Source) -> torch.nn.Module:
+    ailments.update(settings.task_args)
+    Selections.__getitem__ = read_slowly  # type: ignore[method-assign]
+    if "group" in ailments and rank() == 1:
+        Path(ailments["group"], "cgroup.procs").write_text(str(os.getpid()))
+    return tiny.build_model(settings, source)
+
+
+def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    if rank() == 1:
+        time.sleep(ailments.get("lag_s", 0.0))
+        compute(ailments.get("busy_s", 0.0))
+    if "leak_mib" in ailments:
+        kept.append(b"x" * (ailments["leak_mib"] << 20))
+    return fast_loss(model, batch)
+
+
+def read_slowly(rows: Selections, index: int, read: Any = Selections.__getitem__) -> Batch:
+    time.sleep(ailments.get("read_s", 0.0))
+    return read(rows, index)
+
+
+def compute(seconds: float) -> None:
+    """Use the processor for so long, by its own clock."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def rank() -> int:
+    return ray.train.get_context().get_world_rank()

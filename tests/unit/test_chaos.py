@@ -1,0 +1,362 @@
+"""`sunspot chaos`: what it may hit and what never, how it waits, and what it says of the blows and in the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from app.run import Run
+from app.run.attempts import Attempt, read_attempts
+from app.run.incidents import Cause
+from app.run.status import RunState
+from submitter.commands.chaos import AT_ONCE_S, FaultInjector, Kind, make_plan
+from tests.harness.commands import Command
+from tests.harness.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
+from tests.harness.runs import begin, commit, consumed, record_audit, start, write_receipt
+from tests.unit.test_cli import damage
+from tests.unit.test_wait import says
+
+JOB, CLUSTER = "run-1", "run-1-x"
+HEAD, WORKERS = "run-1-x-head", ["run-1-x-worker-1", "run-1-x-worker-2", "run-1-x-worker-3"]
+
+
+class Training:
+    """The run, as its own processes would write it: each pod that is lost costs a restart, from memory."""
+
+    def __init__(self, cluster: FakeCluster, run: Run) -> None:
+        self.cluster, self.run = cluster, run
+        self.recovers, self.commits = True, True
+        self.replaced = True
+        self._lost = False
+        self.then: Callable[[], Any] = lambda: None
+        "What it does after a restart."
+        begin(run)
+        cluster.put_job(rayjob(JOB))
+        cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+        cluster.pods = [pod(HEAD, CLUSTER, head=True), *(pod(name, CLUSTER) for name in WORKERS)]
+        self.attempt = self._train(start(run, JOB, tier="beginning", world_size=3), 0, Cause.BEGIN)
+        cluster.on_delete = self.lose
+
+    def lose(self, name: str) -> None:
+        """Go on without a pod, which is replaced at once."""
+        if self.replaced:
+            self.cluster.pods.append(pod(f"{name}-new", CLUSTER, head=name.startswith(HEAD)))
+        if self.recovers:
+            self._lost = True
+
+    def go_on(self) -> None:
+        """Recover from what was lost; storage shows it when the blow has been compared with the attempt before."""
+        if self._lost:
+            self._lost, before = False, self.attempt
+            name = f"step-{before.number:08d}-attempt-{before.number:04d}"
+            attempt = start(self.run, JOB, name, tier="memory", world_size=3)
+            self.attempt = self._train(attempt, before.number, Cause.NODE_LOST)
+            self.then()
+
+    def _train(self, attempt: Attempt, since: int, cause: Cause) -> Attempt:
+        """Take one step, and commit it."""
+        step = attempt.number
+        write_receipt(self.run, attempt, since, cause, noticed=attempt.time - 4.1)
+        record_audit(self.run, attempt, consumed(step, step))
+        if self.commits:
+            commit(self.run, attempt, step)
+        says(self.run, RunState.RUNNING, owner=JOB, step=step, attempt=step)
+        return attempt
+
+    def end(self) -> None:
+        """Succeed."""
+        says(self.run, RunState.SUCCEEDED, owner=JOB, step=self.attempt.number)
+        self.cluster.set_status(JOB, "Complete", "SUCCEEDED")
+
+
+@pytest.fixture
+def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> Training:
+    monkeypatch.setattr("submitter.commands.chaos.LOOK_EVERY_S", 0.02)
+    training, say = Training(cluster, run), FaultInjector.say
+
+    def go_on_when_told(storm: FaultInjector, record: dict[str, Any], text: str) -> None:
+        say(storm, record, text)
+        if record["event"] == "blow":
+            training.go_on()
+
+    monkeypatch.setattr(FaultInjector, "say", go_on_when_told)
+    return training
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_kinds_take_random_turns_by_a_seed() -> None:
+    plans = [make_plan(["reclaim,kill", "head"], 60, 9, seed) for seed in (1, 1, 2)]
+    assert plans[0] == plans[1]
+    assert plans[0].kinds != plans[2].kinds
+    for plan in plans:
+        assert Counter(plan.kinds) == {kind: 3 for kind in Kind}
+    assert len({make_plan(["kill"], 60, 1, None).seed for _ in range(5)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kind", "kill"], "this would kill 1 training worker of the run run, and has done nothing; --yes does it"),
+        (
+            ["--kind", "reclaim,head", "--count", "3", "--every", "2m", "--namespace", "vision"],
+            "this would reclaim 2 training workers and kill 1 head, 120 s apart, of the run run in vision, and has "
+            "done nothing; --yes does it",
+        ),
+        (["--kind", "kil", "--yes"], "--kind kil: choose from reclaim, kill, head"),
+        ([], "the following arguments are required: --kind"),
+        (["--kind", "kill", "--every", "0"], "--every: 0: give a time above 0, such as 90, 90s or 2m"),
+        (["--kind", "kill", "--every", "soon"], "soon: give a time above 0"),
+        (["--kind", "kill", "--count", "0"], "0: give a whole number from 1"),
+    ],
+)
+def test_nothing_is_done_without_consent_or_with_wrong_words(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+    words: list[str],
+    said: str,
+) -> None:
+    asked = len(cluster.requests)
+    assert sunspot("chaos", "run", *words) == 2
+    assert said in sunspot.err
+    assert cluster.deleted == []
+    assert len(cluster.requests) == asked, "it does not even ask"
+
+
+# ------------------------------------------------------------------------------------------------------------ the blows
+
+
+@pytest.mark.parametrize(
+    ("kind", "victims", "grace_s"),
+    [("reclaim", WORKERS, None), ("kill", WORKERS, AT_ONCE_S), ("head", [HEAD], AT_ONCE_S)],
+)
+def test_a_blow_hits_one_pod_of_its_kind_and_never_another(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+    kind: str,
+    victims: list[str],
+    grace_s: int | None,
+) -> None:
+    cluster.put_job(rayjob("run-0", created=time.time() - 100))
+    cluster.set_status("run-0", "Running", "RUNNING", rayClusterName="run-0-x")
+    cluster.put_job(rayjob("other-1", run="other"))
+    cluster.set_status("other-1", "Running", "RUNNING", rayClusterName="other-1-x")
+    data = pod("run-1-x-data", CLUSTER)
+    data["metadata"]["labels"]["ray.io/group"] = "data"
+    going = pod("run-1-x-going", CLUSTER)
+    going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    strangers = [
+        pod(f"{name}-{what}", name, head=what == "head") for name in ("run-0-x", "other-1-x") for what in ("head", "w")
+    ]
+    cluster.pods += [data, going, pod("run-1-x-pending", CLUSTER, phase="Pending"), *strangers]
+
+    assert sunspot("chaos", "run", "--kind", kind, "--yes") == 0, sunspot.err
+    [(name, grace)] = cluster.deleted
+    assert name in victims
+    assert grace == grace_s
+
+
+def test_every_blow_is_told_with_its_receipt_and_then_the_audit(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+) -> None:
+    words = ["--kind", "reclaim,kill,head", "--every", "1s", "--count", "4", "--seed", "7", "--yes"]
+    assert sunspot("chaos", "run", *words, "--json") == 0, sunspot.err
+    lines = sunspot.lines
+    kinds = list(make_plan(["reclaim,kill,head"], 1, 4, 7).kinds)
+    assert lines[0] == {"time": lines[0]["time"], "event": "begin", "seed": 7, "kinds": kinds}
+    blows = [line for line in lines if line["event"] == "blow"]
+    assert [(blow["blow"], blow["kind"]) for blow in blows] == list(enumerate(kinds, 1))
+    assert [(blow["pod"], blow["node"]) for blow in blows] == [(name, f"node-of-{name}") for name, _ in cluster.deleted]
+    assert [blow["step"] for blow in blows] == [1, 2, 3, 4]
+    assert all(after["time"] - before["time"] >= 1 for before, after in pairwise(blows))
+    recovered = [line for line in lines if line["event"] == "recovered"]
+    assert [(line["blows"], line["attempt"], line["cause"]) for line in recovered] == [
+        ([number], number + 1, "node lost") for number in (1, 2, 3, 4)
+    ]
+    assert [(round(line["recovery_s"], 1), line["replayed"]) for line in recovered] == [(9.1, 0)] * 4
+    assert lines[-1] == {
+        "time": lines[-1]["time"],
+        "event": "audit",
+        "epochs": [{"epoch": 1, "rows": 22, "missing": 0, "repeated": 0}],
+        "faults": [],
+    }
+
+
+def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+    assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
+    seed, blow, recovered, heads, row = sunspot.out.splitlines()
+    [(name, _)] = cluster.deleted
+    assert seed.endswith("  seed 1: kill")
+    assert blow.endswith(f"  blow 1: kill, {name} on node-of-{name}, at step 1")
+    assert "  recovered from blow 1: node lost: first step 9.1 s after the loss, 0 steps replayed, " in recovered
+    assert heads.split() == ["epoch", "rows", "missing", "repeated"]
+    assert row.split() == ["1", "10", "0", "0"]
+
+
+def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+    """The answer to the first try is lost; by the second, a new pod has the name."""
+
+    def replace(name: str) -> None:
+        successor = pod(name, CLUSTER, head=True)
+        successor["metadata"]["uid"] = "another"
+        cluster.pods.append(successor)
+        training.replaced = False
+        training.lose(name)
+
+    cluster.on_delete = replace
+    cluster.on("DELETE", "pods/", hang_up, times=1)
+    assert sunspot("chaos", "run", "--kind", "head", "--yes") == 0, sunspot.err
+    assert cluster.deleted == [(HEAD, AT_ONCE_S)]
+    assert sum(method == "DELETE" for method, _ in cluster.requests) == 2
+
+
+def test_one_receipt_may_answer_several_blows(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+) -> None:
+    def lose(name: str) -> None:
+        training.recovers = len(cluster.deleted) == 2
+        training.lose(name)
+
+    cluster.on_delete = lose
+    assert sunspot("chaos", "run", "--kind", "kill", "--count", "2", "--every", "0.2", "--yes", "--json") == 0
+    assert [line["blows"] for line in sunspot.lines if line["event"] == "recovered"] == [[1, 2]]
+
+
+def test_a_pod_that_is_not_ready_yet_is_waited_for(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+) -> None:
+    ready, cluster.pods = cluster.pods, [pod(HEAD, CLUSTER, head=True, phase="Pending")]
+
+    def become_ready(handler: Any) -> None:
+        handler.answer()
+        if sum(f"{CORE}/pods" in path for _, path in cluster.requests) == 2:
+            cluster.pods = ready
+
+    cluster.on("GET", "/pods", become_ready)
+    assert sunspot("chaos", "run", "--kind", "head", "--yes") == 0
+    assert sunspot.err.count("waiting for a ready head\n") == 1
+    assert [name for name, _ in cluster.deleted] == [HEAD]
+
+
+def test_waiting_ends(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("submitter.commands.chaos.READY_WITHIN_S", 0.1)
+    for seconds, recovers, missing in ((0.1, False, "the receipt of blow 1"), (3, True, "a checkpoint after blow 1")):
+        monkeypatch.setattr("submitter.commands.chaos.RECOVERED_WITHIN_S", seconds)
+        training.recovers, training.commits = recovers, False
+        assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
+        assert f"waiting for {missing}\n" in sunspot.err
+        assert f"{missing} is missing. It goes on; `sunspot audit run" in sunspot.err
+    cluster.pods = []
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
+    assert "run had no ready training worker for 0 s, so blow 1 did not fall" in sunspot.err
+
+
+def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+    training.then = training.end
+    assert sunspot("chaos", "run", "--kind", "kill", "--count", "9", "--every", "9", "--yes", "--json") == 0
+    assert len(cluster.deleted) == 1
+    ended = next(line for line in sunspot.lines if line["event"] == "ended")
+    assert ended["blows"] == 1
+    assert ended["reason"].startswith("succeeded")
+    assert sunspot.lines[-1]["event"] == "audit"
+
+
+def test_an_api_server_that_is_away_is_waited_for(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+) -> None:
+    cluster.on("DELETE", "pods/", answer(503, "starting"), times=4)
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 0
+    assert "503 starting" in sunspot.err
+    assert len(cluster.deleted) == 1
+
+
+def test_who_may_not_delete_pods_is_told_the_role(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+    cluster.on("DELETE", "pods/", answer(403, 'User "me" cannot delete pods'))
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 4
+    assert 'User "me" cannot delete pods; have the Role sunspot-chaos of k8s/base bound to you' in sunspot.err
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def borrow(training: Training) -> None:
+    job = json.loads(json.dumps(training.cluster.jobs[JOB]))
+    job["spec"]["clusterSelector"] = {"ray.io/cluster": "shared"}
+    training.cluster.put_job(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        (Training.end, 3, "run is not live but succeeded"),
+        (lambda training: training.cluster.delete_job(JOB), 3, "run is not live but"),
+        (borrow, 2, "run-1 runs in a cluster that is not its own"),
+        (lambda training: training.cluster.down(), 4, "cannot be reached"),
+    ],
+    ids=["ended", "gone", "borrowed", "unreachable"],
+)
+def test_a_run_that_must_not_be_struck(
+    cluster: FakeCluster,
+    sunspot: Command,
+    training: Training,
+    change: Callable[[Training], Any],
+    code: int,
+    said: str,
+) -> None:
+    change(training)
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes") == code
+    assert said in sunspot.err
+    assert cluster.deleted == []
+
+
+def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 3
+    assert "no run run in" in sunspot.err
+
+
+# ------------------------------------------------------------------------------------------------------------- the end
+
+
+def test_what_the_audit_finds_is_the_exit_code(
+    cluster: FakeCluster, run: Run, sunspot: Command, training: Training
+) -> None:
+    damage(run, commit(run, read_attempts(run)[0], 1))
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes", "--json") == 7
+    assert sunspot.lines[-1]["faults"][0].startswith("step-00000001-attempt-0001: damaged")
+    assert "1 checkpoint damaged" in sunspot.err
+
+
+def test_without_a_record_of_rows_the_rest_is_audited(
+    cluster: FakeCluster,
+    run: Run,
+    sunspot: Command,
+    training: Training,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.unit.test_chaos.record_audit", lambda *record: None)
+    for entry in run.storage.list(run.key("audit")):
+        run.storage.delete(entry.key)
+    assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 0
+    assert "which rows were consumed is not proved: no audit was recorded" in sunspot.err

@@ -1,0 +1,310 @@
+"""Checkpoints: the copy, the commit under every kill and fault, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.checkpoint.commit import CheckpointCommitter, describe
+from app.checkpoint.files import load_state
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.snapshot import Snapshots
+from app.errors import DamageError, StorageError, SupersededError
+from app.run import Run, open_run
+from app.run.attempts import Attempt, claim, lineage, read_attempts
+from app.run.checkpoints import Checkpoint, expired, find_faults, find_newest_good, in_lineage, list_checkpoints
+from app.run.history import Journal, read_journal
+from app.settings import Settings
+from tests.conftest import REPOSITORY
+from tests.harness import s3
+from tests.harness.s3 import FaultProxy
+
+
+class Trainee:
+    """A model whose checkpoints are saved without a worker group."""
+
+    def __init__(self, run: Run, number: int = 1, owner: str = "me", start: Checkpoint | None = None, **settings: Any):
+        torch.manual_seed(0)
+        self.run, self.warnings = run, []
+        self.attempt = Attempt(number, owner, start.name if start else None, start.step if start else 0)
+        assert claim(run, read_attempts(run), self.attempt)
+        self.model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.journals = {"metrics": Journal(run, "metrics", number), "events": Journal(run, "events", number)}
+        self.snapshots = Snapshots(NodeMemory(run.location, shared=False))
+        self.saver = CheckpointCommitter(run, self.attempt, Settings(**settings), self.journals, self.warnings.append)
+        self.step = self.attempt.step
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.model(torch.randn(8, 40)).square().sum().backward()
+            self.snapshots.wait_for_copy()
+            self.saver.raise_if_failed()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def save(self, loss: float = 1.0) -> None:
+        about = describe(self.attempt, self.step, 100, 100, {"loss": loss})
+        snapshot = self.snapshots.take(
+            about, self.model, self.optimizer, {"step": self.step}, [], needed=True, for_storage=True
+        )
+        assert snapshot
+        self.saver.commit(snapshot)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return open_run(str(tmp_path), "run")
+
+
+def newest(run: Run) -> Checkpoint | None:
+    return find_newest_good(run, read_attempts(run))[0]
+
+
+def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
+    trainee = Trainee(run)
+    trainee.train(3)
+    expected = trainee.state()
+    trainee.save()
+    trainee.train(2)  # goes on at once
+    trainee.saver.finish()
+    checkpoint = newest(run)
+    assert checkpoint
+    assert (checkpoint.step, checkpoint.epoch, sorted(checkpoint.files)) == (
+        3,
+        1,
+        ["extra_state.pt", "model.pt", "optimizer.pt"],
+    )
+    stored = load_state(run, checkpoint, "model.pt")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    optimizer = torch.optim.Adam(trainee.model.parameters())
+    optimizer.load_state_dict(load_state(run, checkpoint, "optimizer.pt"))
+    assert load_state(run, checkpoint, "extra_state.pt") == {"step": 3}
+
+
+def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters do not change under the copy, and batch norm's averages, which do, were copied before."""
+    import app.snapshot as module
+
+    go, copy = threading.Event(), module._copy
+    monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
+    trainee = Trainee(run)
+    trainee.train()
+    expected = trainee.state()
+    trainee.save()
+    trainee.model(torch.randn(8, 40)).sum().backward()  # changes the averages
+    threading.Timer(0.2, go.set).start()
+    trainee.train()
+    trainee.saver.finish()
+    stored = load_state(run, newest(run), "model.pt")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+
+
+def test_newest_wins_when_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = Trainee(run, checkpoints_to_keep=9)
+    go, begun = threading.Event(), threading.Event()
+    commit = trainee.saver._commit
+
+    def slow_commit(snapshot: Any) -> None:
+        begun.set()
+        go.wait(30)
+        commit(snapshot)
+
+    monkeypatch.setattr(trainee.saver, "_commit", slow_commit)
+    for _ in range(5):
+        trainee.train()
+        trainee.save()
+        assert begun.wait(10)
+    go.set()
+    trainee.saver.finish()
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, 5]
+    assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
+    assert len(trainee.snapshots.memory._slots) <= 4
+
+
+def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.harness.commit_points", str(tmp_path)]
+    answer = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=250)
+    points = json.loads(answer.stdout)
+    died = [point["died"] for point in points]
+    assert died[-1] is None, "the last one lives to the end"
+    assert points[-1]["newest"] == 4
+    for word in ("upload", "middle", "reading back", "write run/checkpoints", "delete", "write run/metrics"):
+        assert any(word in where for where in died[:-1]), f"no point {word}"
+    for point in points:
+        assert not point["bad"], point
+        assert point["newest"] == max(point["committed"]), point
+    steps = [point["newest"] for point in points]
+    assert steps == sorted(steps), "the later the kill, the newer what stands"
+
+
+def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
+    old = Trainee(run, checkpoints_to_keep=1)
+    old.train()
+    old.save()
+    old.saver.drain()
+    new = Trainee(run, 2, "another", start=newest(run))
+    before = run.storage.list(run.key())
+    old.train()
+    old.save()
+    with pytest.raises(SupersededError, match="another owns the run"):
+        old.saver.finish()
+    assert run.storage.list(run.key()) == before
+    new.train()
+    new.save()
+    new.saver.finish()
+    assert newest(run).attempt == 2
+
+
+def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last moment at which it can be superseded: after its check, before its manifest."""
+    import app.checkpoint as module
+
+    old = Trainee(run)
+    old.train()
+    old.save()
+    old.saver.drain()
+    start = newest(run)
+    write_manifest = module.write_manifest
+    taken = []
+
+    def late(run: Run, checkpoint: Checkpoint) -> None:
+        if not taken:
+            taken.append(Trainee(run, 2, "another", start=start))
+        write_manifest(run, checkpoint)
+
+    monkeypatch.setattr(module, "write_manifest", late)
+    old.train(5)
+    old.save()
+    with pytest.raises(SupersededError):
+        old.saver.finish()
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, 6]
+    assert newest(run) == start
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(allow_infinity=False)), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.sampled_from(["min", "max"]),
+)
+def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int, order: str) -> None:
+    checkpoints = [
+        Checkpoint(str(step), step, 1, 100, 100, 1, {} if value is None else {"loss": value})
+        for step, value in enumerate(values, 1)
+    ]
+    gone = expired(checkpoints, keep, "loss", order)
+    kept = [checkpoint for checkpoint in checkpoints if checkpoint not in gone]
+    assert checkpoints[-1] in kept
+    assert min(keep, len(checkpoints)) <= len(kept) <= keep + 1
+    sign = 1 if order == "min" else -1
+
+    def known(some: list[Checkpoint]) -> list[float]:
+        return [
+            sign * c.metrics["loss"] for c in some if "loss" in c.metrics and c.metrics["loss"] == c.metrics["loss"]
+        ]
+
+    best = [checkpoint for checkpoint in kept if checkpoint is not checkpoints[-1] or len(kept) == keep]
+    if known(gone):
+        assert max(known(best), default=float("-inf")) <= min(known(gone)) or len(known(best)) < len(best)
+
+
+# ------------------------------------------------------------------------------------------------------------ S3 faults
+
+
+@pytest.fixture
+def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run in S3 behind the proxy; the checkpoints take several parts."""
+    import app.patience
+
+    from app.storage import base as storage
+
+    limits = {"PART": 5 << 20, "CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
+    for name, value in limits.items():
+        monkeypatch.setattr(storage, name, value)
+    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.1,))
+    return open_run(f"s3://{s3_bucket}/runs", "run")
+
+
+def large_trainee(run: Run, **settings: Any) -> Trainee:
+    """Its model.pt has 12 MB: three parts."""
+    trainee = Trainee(run, **settings)
+    trainee.model.register_buffer("ballast", torch.randn(3_000_000))
+    return trainee
+
+
+FAULTS = {
+    "503 on UploadPart": ("UploadPart", s3.answer(503, "SlowDown")),
+    "403 on UploadPart": ("UploadPart", s3.answer(403, "AccessDenied")),
+    "404 on UploadPart": ("UploadPart", s3.answer(404, "NoSuchBucket")),
+    "507 on UploadPart": ("UploadPart", s3.answer(507, "XMinioStorageFull")),
+    "503 on Complete": ("CompleteMultipartUpload", s3.answer(503, "SlowDown")),
+    "403 on Complete": ("CompleteMultipartUpload", s3.answer(403, "AccessDenied")),
+    "error in a 200 of Complete": ("CompleteMultipartUpload", s3.answer(200, "InternalError")),
+    "reset on UploadPart": ("UploadPart", s3.reset),
+    "reset on PutObject": ("PutObject", s3.reset),
+    "cut body on reading back": ("GetObject", s3.cut_body(1000)),
+    "stalled UploadPart": ("UploadPart", s3.stall),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+    trainee = large_trainee(s3_run)
+    trainee.train()
+    operation, act = FAULTS[fault]
+    s3_proxy.on(operation, act, times=5)
+    trainee.save()
+    trainee.saver.finish()
+    checkpoint = newest(s3_run)
+    assert checkpoint
+    assert checkpoint.step == 1
+    assert trainee.warnings, "the user heard of it"
+    trainee.saver._journals["events"].flush()
+    assert [event["event"] for event in read_journal(s3_run, "events")] == ["commit failed", "commits go on"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
+    trainee = large_trainee(s3_run, storage_timeout_s=1)
+    trainee.train()
+    trainee.save()
+    trainee.saver.drain()
+    operation, act = FAULTS[fault]
+    s3_proxy.on(operation, act)
+    trainee.train()
+    trainee.save()
+    with pytest.raises(
+        StorageError, match=r"no checkpoint could be committed for .*SUNSPOT_STORAGE_TIMEOUT_S=1.*s3://.*/run/"
+    ):
+        trainee.saver.finish()
+    s3_proxy._rules.clear()
+    assert newest(s3_run).step == 1
+    assert [
+        find_faults(s3_run, checkpoint)
+        for checkpoint in in_lineage(list_checkpoints(s3_run), lineage(read_attempts(s3_run)))
+    ] == [[]]
+
+
+def test_loading_checks_the_bytes(run: Run) -> None:
+    trainee = Trainee(run)
+    trainee.train()
+    trainee.save()
+    trainee.saver.finish()
+    checkpoint = newest(run)
+    path = Path(run.storage.locate(run.key("checkpoints", checkpoint.name, "model.pt")))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamageError, match=r"model\.pt"):
+        load_state(run, checkpoint, "model.pt")

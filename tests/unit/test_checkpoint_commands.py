@@ -1,0 +1,503 @@
+"""`sunspot checkpoints`: what each verb reads, fetches and removes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import StorageError
+from app.run import Run, open_run
+from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_checkpoints, write_manifest
+from app.run.status import RunState, Status, write_status
+from app.storage.local import LocalStorage
+from submitter.commands import collect as checkpoints_gc
+from submitter.commands import download as checkpoints_get
+from tests.harness import s3
+from tests.harness.runs import begin, commit, start
+from tests.harness.s3 import FaultProxy
+from tests.unit.test_cli import Command
+from tests.unit.test_runs import age
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return begin(open_run(str(tmp_path / "runs"), "run"))
+
+
+@pytest.fixture
+def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(str(tmp_path / "runs"), capsys)
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of what was hashed on local storage."""
+    asked: list[str] = []
+    digest = LocalStorage.digest
+
+    def spy(self: LocalStorage, key: str) -> tuple[int, str]:
+        asked.append(key)
+        return digest(self, key)
+
+    monkeypatch.setattr(LocalStorage, "digest", spy)
+    return asked
+
+
+def flip_byte(path: Path) -> None:
+    """Change one byte in place."""
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def path_of(run: Run, checkpoint: Checkpoint, file: str) -> Path:
+    assert isinstance(run.storage, LocalStorage)
+    return run.storage.root / run.key("checkpoints", checkpoint.name, file)
+
+
+def leave_incomplete(run: Run, attempt: Attempt, step: int) -> str:
+    """What a process that was killed in the middle of a commit leaves."""
+    name = commit(run, attempt, step).name
+    run.storage.delete(run.key("checkpoints", name, MANIFEST))
+    return name
+
+
+# ------------------------------------------------------------------------------------------------------------------- ls
+
+
+@pytest.mark.parametrize("file", ["model.pt", "optimizer.pt", MANIFEST])
+def test_a_byte_flipped_in_place_is_seen(run: Run, sunspot: Command, digests: list[str], file: str) -> None:
+    attempt = start(run, "job")
+    whole, flipped = commit(run, attempt, 3), commit(run, attempt, 5)
+    flip_byte(path_of(run, flipped, file))
+    listed = sunspot("checkpoints", "ls", "run", "--json").json
+    assert [(line["name"], line["verified"]) for line in listed] == [(whole.name, True), (flipped.name, False)]
+    assert file in listed[1]["faults"][0]
+    assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "no more is read"
+
+
+def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: Command, digests: list[str]) -> None:
+    attempt = start(run, "job")
+    for step in (3, 5):
+        commit(run, attempt, step)
+    assert isinstance(run.storage, LocalStorage)
+    shutil.copytree(run.storage.root / "run", run.storage.root / "copy")
+    assert [line["verified"] for line in sunspot("checkpoints", "ls", "copy", "--json").json] == [True, True]
+    assert len(digests) == 4
+
+
+def test_manifests_without_versions_stay_valid(run: Run, sunspot: Command, digests: list[str]) -> None:
+    checkpoint = commit(run, start(run, "job"), 3)
+    files = {name: {"size": f["size"], "sha256": f["sha256"]} for name, f in checkpoint.files.items()}
+    write_manifest(run, replace(checkpoint, files=files))
+    record = run.read_json("checkpoints", checkpoint.name, MANIFEST)
+    del record["sha256"]
+    run.storage.write(run.key("checkpoints", checkpoint.name, MANIFEST), json.dumps(record).encode())
+    assert [line["verified"] for line in sunspot("checkpoints", "ls", "run", "--json").json] == [True]
+    assert len(digests) == 2
+
+
+def test_the_newest_are_listed(run: Run, sunspot: Command) -> None:
+    attempt = start(run, "job")
+    for step in range(1, 61):
+        commit(run, attempt, step)
+    listed = sunspot("checkpoints", "ls", "run", "--json")
+    assert [line["step"] for line in listed.json] == list(range(11, 61))
+    assert "left out: 10 older; --all lists them" in listed.err
+    assert [line["step"] for line in sunspot("checkpoints", "ls", "run", "--limit", "2", "--json").json] == [59, 60]
+    assert len(sunspot("checkpoints", "ls", "run", "--all", "--json").json) == 60
+
+
+def test_in_s3_a_row_costs_one_read_and_a_changed_object_its_bytes(
+    s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    run = begin(open_run(sunspot.storage, "run"))
+    attempt = start(run, "job")
+    commits = [commit(run, attempt, step) for step in range(1, 8)]
+    s3_proxy.requests.clear()
+    listed = sunspot("checkpoints", "ls", "run", "--limit", "5", "--json")
+    assert [(line["step"], line["verified"]) for line in listed.json] == [(step, True) for step in range(3, 8)]
+    assert len(s3_proxy.seen("GetObject")) == 5
+    assert len(s3_proxy.requests) - 5 == len(s3_proxy.seen("ListObjects")) == 3, (
+        "the run, its checkpoints, its attempts"
+    )
+
+    content = bytearray(run.storage.read(run.key("checkpoints", commits[-1].name, "model.pt")))
+    content[3] ^= 1
+    key = f"team/run/checkpoints/{commits[-1].name}/model.pt"
+    s3.plain_client().put_object(Bucket=s3_bucket, Key=key, Body=bytes(content))
+    s3_proxy.requests.clear()
+    listed = sunspot("checkpoints", "ls", "run", "--limit", "5", "--json")
+    assert [line["verified"] for line in listed.json] == [True] * 4 + [False]
+    assert len(s3_proxy.seen("GetObject")) == 6
+
+
+# ------------------------------------------------------------------------------------------------------------------ get
+
+
+def read(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def in_storage(run: Run, checkpoint: Checkpoint) -> dict[str, bytes]:
+    names = [*checkpoint.files, MANIFEST]
+    return {name: run.storage.read(run.key("checkpoints", checkpoint.name, name)) for name in names}
+
+
+def test_the_newest_goes_to_a_directory_of_its_name(
+    run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempt = start(run, "job")
+    commit(run, attempt, 3)
+    newest = commit(run, attempt, 5)
+    answer = sunspot("checkpoints", "get", "run", "--json")
+    assert answer.code == 0
+    assert answer.json == {
+        "name": newest.name,
+        "step": 5,
+        "directory": str(tmp_path / newest.name),
+        "files": ["model.pt", "optimizer.pt"],
+        "bytes": newest.bytes,
+        "kept": [],
+    }
+    assert read(tmp_path / newest.name) == in_storage(run, newest)
+    again = sunspot("checkpoints", "get", "run", newest.name)
+    assert (again.code, "2 files, 2 of them were there already" in again.out) == (0, True)
+
+
+def test_the_best_is_so_by_the_runs_own_measure(run: Run, sunspot: Command, tmp_path: Path) -> None:
+    measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
+    attempt = Attempt(1, "job", None, 0, about={"settings": measure})
+    claim(run, [], attempt)
+    best, second, _ = (commit(run, attempt, step, accuracy=a) for step, a in [(2, 0.9), (4, 0.8), (6, 0.7)])
+    out = str(tmp_path / "best")
+    assert sunspot("checkpoints", "get", "run", "best", "--output", out, "--json").json["name"] == best.name
+    flip_byte(path_of(run, best, "model.pt"))
+    answer = sunspot("checkpoints", "get", "run", "best", "--output", str(tmp_path / "second"), "--json")
+    assert answer.json["name"] == second.name
+    assert f"passed over {best.name}: damaged" in answer.err
+
+
+def test_what_was_begun_is_gone_on_with(
+    run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = commit(run, start(run, "job"), 3)
+    out, wanted = tmp_path / "out", in_storage(run, checkpoint)
+    sunspot("checkpoints", "get", "run", "--output", str(out))
+    for part, cut in [("model.pt", 7), (MANIFEST, 10**6)]:
+        (out / part).rename(out / f"{part}.part")
+        os.truncate(out / f"{part}.part", min(cut, len(wanted[part])))
+    asked: list[tuple[str, int]] = []
+    opened = LocalStorage.open
+
+    def spy(self: LocalStorage, key: str, offset: int = 0) -> Any:
+        asked.append((key.rpartition("/")[2], offset))
+        return opened(self, key, offset)
+
+    monkeypatch.setattr(LocalStorage, "open", spy)
+    answer = sunspot("checkpoints", "get", "run", "--output", str(out), "--json")
+    assert answer.json["kept"] == ["optimizer.pt"]
+    assert read(out) == wanted
+    assert ("model.pt", 7) in asked
+    assert not [file for file, _ in asked if file == "optimizer.pt"]
+
+    (out / "model.pt").write_bytes(b"x" * 5)  # of something else: fetched anew, as is a part that is
+    (out / "optimizer.pt.part").write_bytes(b"x" * 5)
+    (out / "optimizer.pt").unlink()
+    assert sunspot("checkpoints", "get", "run", "--output", str(out)).code == 0
+    assert read(out) == wanted
+
+
+def test_a_connection_that_breaks_off_is_gone_on_with(
+    s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    run = begin(open_run(sunspot.storage, "run"))
+    attempt = start(run, "job")
+    name, content = checkpoint_name(3, 1), os.urandom(3 << 20)
+    with run.storage.writer(run.key("checkpoints", name, "model.pt")) as writer:
+        writer.write(content)
+    files = {"model.pt": {"size": writer.size, "sha256": writer.sha256}}
+    write_manifest(run, Checkpoint(name, 3, 1, 5, 100, attempt.number, files=files))
+
+    def of_model(request: s3.Request) -> bool:
+        return request.operation == "GetObject" and request.path.endswith("model.pt")
+
+    s3_proxy.on(of_model, s3.cut_body(2 << 20), times=2)  # the first is the hash, as the manifest has no version
+    out = str(tmp_path / "out")
+    assert sunspot("checkpoints", "get", "run", name, "--output", out).code == 0
+    assert (tmp_path / "out" / "model.pt").read_bytes() == content
+    ranges = [r.headers.get("range") for r in s3_proxy.seen("GetObject") if of_model(r)]
+    assert ranges[0] is None
+    assert ranges[-1] not in (None, "bytes=0-"), "not from the beginning again"
+
+    s3_proxy.on(of_model, s3.cut_body(1000))
+    answer = sunspot("checkpoints", "get", "run", name, "--output", str(tmp_path / "other"))
+    assert answer.code == 4
+    assert MANIFEST not in os.listdir(tmp_path / "other")
+
+
+def test_damage_is_never_handed_out(run: Run, sunspot: Command, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    assert (sunspot("checkpoints", "get", "run").code, sunspot("checkpoints", "get", "run", "best").code) == (3, 3)
+    attempt = start(run, "job")
+    older, newest = commit(run, attempt, 3), commit(run, attempt, 5)
+    flip_byte(path_of(run, newest, "model.pt"))
+    answer = sunspot("checkpoints", "get", "run", newest.name, "--output", out)
+    assert (answer.code, answer.out) == (7, "")
+    assert "model.pt" in answer.err
+    assert MANIFEST not in os.listdir(out)
+    answer = sunspot("checkpoints", "get", "run", "--output", str(tmp_path / "older"), "--json")
+    assert (answer.code, answer.json["name"]) == (0, older.name)
+    assert f"passed over {newest.name}: damaged" in answer.err
+
+    run.storage.delete(run.key("checkpoints", older.name, "model.pt"))
+    for which in ("newest", "best", older.name):
+        assert sunspot("checkpoints", "get", "run", which, "--output", str(tmp_path / which)).code == 7
+    assert sunspot("checkpoints", "get", "run", "step-00000009-attempt-0001").code == 3
+
+
+@pytest.mark.parametrize("file", ["../outside.pt", "/tmp/outside.pt", "manifest.json"])
+def test_a_manifest_writes_nowhere_else(run: Run, sunspot: Command, tmp_path: Path, file: str) -> None:
+    checkpoint = commit(run, start(run, "job"), 3)
+    run.storage.write(run.key("checkpoints", checkpoint.name, "x"), b"")
+    evil = replace(checkpoint, files={file: checkpoint.files["model.pt"]})
+    write_manifest(run, evil)
+    before = sorted(tmp_path.rglob("*"))
+    answer = sunspot("checkpoints", "get", "run", checkpoint.name, "--output", str(tmp_path / "out"))
+    assert answer.code == 7
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "out" not in path.parts] == []
+
+
+def test_a_directory_of_something_else_is_left_alone(run: Run, sunspot: Command, tmp_path: Path) -> None:
+    attempt = start(run, "job")
+    first, second = commit(run, attempt, 3), commit(run, attempt, 5)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "model.pt").write_bytes(b"work of a week")
+    answer = sunspot("checkpoints", "get", "run", "--output", str(mine))
+    assert (answer.code, "is not empty" in answer.err) == (2, True)
+    assert read(mine) == {"model.pt": b"work of a week"}
+    out = str(tmp_path / "out")
+    assert sunspot("checkpoints", "get", "run", first.name, "--output", out).code == 0
+    assert sunspot("checkpoints", "get", "run", second.name, "--output", out).code == 2
+    answer = sunspot("checkpoints", "get", "run", "--output", "/proc/nowhere")
+    assert (answer.code, "/proc/nowhere" in answer.err) == (4, True)
+
+
+# ------------------------------------------------------------------------------------------------------------------- gc
+
+
+@pytest.fixture
+def littered(run: Run) -> dict[str, str]:
+    """A run of two attempts that keeps two; the name of each of its checkpoints, by what is to become of it."""
+    keep = {"SUNSPOT_CHECKPOINTS_TO_KEEP": "2", "SUNSPOT_CHECKPOINT_METRIC": "loss", "SUNSPOT_CHECKPOINT_ORDER": "min"}
+    first = start(run, "old")
+    names = {"worst": commit(run, first, 2, loss=0.9).name, "best": commit(run, first, 4, loss=0.1).name}
+    names["superseded"] = commit(run, first, 9, loss=0.01).name
+    names["killed, old"] = leave_incomplete(run, first, 8)
+    claim(run, read_attempts(run), second := Attempt(2, "new", names["best"], 4, about={"settings": keep}))
+    names["second"] = commit(run, second, 6, loss=0.2).name
+    names["damaged"] = commit(run, second, 7, loss=0.0).name
+    run.storage.write(run.key("checkpoints", names["damaged"], "model.pt"), b"other bytes")
+    names["newest"] = commit(run, second, 10, loss=0.95).name
+    names["damaged newest"] = commit(run, second, 12, loss=0.0).name
+    run.storage.delete(run.key("checkpoints", names["damaged newest"], "optimizer.pt"))
+    names["being written"] = leave_incomplete(run, second, 14)
+    return names
+
+
+def left(run: Run) -> set[str]:
+    return {entry.key.split("/")[2] for entry in run.storage.list(run.key("checkpoints"))}
+
+
+def test_gc_shows_and_then_removes_what_is_of_no_use(run: Run, sunspot: Command, littered: dict[str, str]) -> None:
+    def content() -> list[tuple[str, bytes]]:
+        return [(entry.key, run.storage.read(entry.key)) for entry in run.storage.list("run")]
+
+    before = content()
+    newest = find_newest_good(run, read_attempts(run))
+    shown = sunspot.process("checkpoints", "gc", "run", "--json")
+    assert content() == before
+    useless = {littered[what] for what in ("worst", "superseded", "killed, old", "damaged", "damaged newest")}
+    assert {line["name"] for line in shown.json} == useless
+    assert not any(line["removed"] for line in shown.json)
+    table = sunspot("checkpoints", "gc", "run").out
+    for word in ("neither the newest nor among the best 2 by loss (min)", "damaged, model.pt has", "superseded"):
+        assert word in table
+    assert "5 to remove: " in table
+    assert content() == before
+
+    removed = sunspot("checkpoints", "gc", "run", "--yes", "--json")
+    assert (removed.code, {line["name"] for line in removed.json}) == (0, useless)
+    assert all(line["removed"] and line["bytes"] > 0 for line in removed.json)
+    assert left(run) == set(littered.values()) - useless
+    assert find_newest_good(run, read_attempts(run))[0] == newest[0]
+    assert "nothing to remove" in sunspot("checkpoints", "gc", "run", "--yes").out
+
+
+def test_gc_keeps_as_many_as_it_is_told(run: Run, sunspot: Command, littered: dict[str, str]) -> None:
+    answer = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes")
+    assert "removed 6 of 6: " in answer.out
+    assert left(run) == {littered[what] for what in ("best", "newest", "being written")}
+    assert sunspot("checkpoints", "gc", "run", "--keep", "0").code == 2
+
+
+def test_gc_never_removes_the_newest_that_is_good_byte_by_byte(run: Run, sunspot: Command) -> None:
+    """The listing would still vouch for the newest, whose bytes are gone bad: the one before it is the newest good."""
+    attempt = start(run, "job")
+    good, bad = commit(run, attempt, 3, loss=0.9), commit(run, attempt, 5, loss=0.1)
+    flip_byte(path_of(run, bad, "model.pt"))
+    [entry] = run.storage.list(run.key("checkpoints", bad.name, "model.pt"))
+    files = {**bad.files, "model.pt": {**bad.files["model.pt"], "version": entry.version}}
+    write_manifest(run, replace(bad, files=files))
+    shown = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes", "--json")
+    assert [(line["name"], line["why"].partition(",")[0]) for line in shown.json] == [(bad.name, "damaged")]
+    assert left(run) == {good.name}
+
+
+def test_gc_removes_nothing_where_nothing_is_whole(run: Run, sunspot: Command) -> None:
+    attempt = start(run, "old")
+    for step in (3, 5):
+        flip_byte(path_of(run, commit(run, attempt, step), "model.pt"))
+    start(run, "new")
+    before = left(run)
+    answer = sunspot("checkpoints", "gc", "run", "--yes")
+    assert (answer.code, left(run)) == (0, before)
+    assert "no checkpoint is whole" in answer.err
+
+
+@pytest.mark.parametrize("state", [RunState.RUNNING, RunState.STOPPED, RunState.SUCCEEDED, RunState.LOST])
+def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Command, state: RunState) -> None:
+    attempt = start(run, "job")
+    good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
+    write_status(run, Status(state, "job"))
+    sunspot("checkpoints", "gc", "run", "--yes")
+    ended = state in (RunState.STOPPED, RunState.SUCCEEDED)
+    assert left(run) == ({good.name} if ended else {good.name, begun})
+    age(run, checkpoints_gc.ABANDONED_S - 60, "checkpoints", begun)
+    sunspot("checkpoints", "gc", "run", "--yes")
+    assert (begun in left(run)) == (not ended)
+    age(run, 120, "checkpoints", begun)
+    sunspot("checkpoints", "gc", "run", "--yes")
+    assert left(run) == {good.name}
+
+
+def test_gc_ends_when_a_new_attempt_begins(
+    run: Run, sunspot: Command, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = checkpoints_gc.plan
+
+    def plan_then_lose(*arguments: Any) -> list[Any]:
+        removals = list(plan(*arguments))
+        start(run, "another", littered["newest"])
+        return removals
+
+    monkeypatch.setattr(checkpoints_gc, "plan", plan_then_lose)
+    before = left(run)
+    answer = sunspot("checkpoints", "gc", "run", "--yes")
+    assert (answer.code, left(run)) == (6, before)
+    assert "a new attempt has begun meanwhile" in answer.err
+    assert "removed 0 of 5" in answer.out
+
+
+def test_gc_does_not_judge_an_attempt_that_has_begun_since(
+    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = commit(run, start(run, "job"), 3)
+    later = replace(good, name=checkpoint_name(5, 2), step=5, attempt=2)
+    write_manifest(run, later)
+    leave_incomplete(run, replace(read_attempts(run)[0], number=2), 7)
+    assert sunspot("checkpoints", "gc", "run", "--json").json == []
+    assert [checkpoint.name for checkpoint in list_checkpoints(run)] == [good.name, later.name]
+
+
+def test_gc_says_what_it_had_removed_when_storage_fails(
+    run: Run, sunspot: Command, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, deleted = checkpoints_gc.delete_checkpoint, []
+
+    def fail_at_the_third(run: Run, name: str) -> None:
+        if len(deleted) == 2:
+            raise StorageError("gone")
+        deleted.append(name)
+        delete(run, name)
+
+    monkeypatch.setattr(checkpoints_gc, "delete_checkpoint", fail_at_the_third)
+    answer = sunspot("checkpoints", "gc", "run", "--yes")
+    assert (answer.code, "removed 2 of 5: " in answer.out) == (4, True)
+
+
+def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: Command) -> None:
+    assert isinstance(run.storage, LocalStorage)
+    commit(run, start(run, "job"), 3)
+    folder = run.storage.root / "run" / "metrics"
+    folder.mkdir()
+    old, young = (folder / f".attempt-0001-00000.jsonl.{digit * 32}.tmp" for digit in "ab")
+    for path in (old, young):
+        path.write_bytes(b"12345")
+    moment = time.time() - checkpoints_gc.ABANDONED_S - 60
+    os.utime(old, (moment, moment))
+    removed = sunspot("checkpoints", "gc", "run", "--yes", "--json").json
+    assert [(line["name"], line["bytes"]) for line in removed] == [("run/metrics/attempt-0001-00000.jsonl", 5)]
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_gc_aborts_uploads_that_were_never_finished(
+    s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    run = begin(open_run(sunspot.storage, "run"))
+    commit(run, start(run, "job"), 3)
+    client = s3.plain_client()
+    for key in ("team/run/checkpoints/x/model.pt", "team/run2/model.pt"):
+        upload = client.create_multipart_upload(Bucket=s3_bucket, Key=key)["UploadId"]
+        client.upload_part(Bucket=s3_bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"12345")
+    assert sunspot("checkpoints", "gc", "run", "--json").json == [], "it may be going on"
+    monkeypatch.setattr(checkpoints_gc, "ABANDONED_S", -60)
+    [shown] = sunspot("checkpoints", "gc", "run", "--json").json
+    assert (shown["name"], shown["bytes"]) == ("run/checkpoints/x/model.pt", 5)
+    assert sunspot("checkpoints", "gc", "run", "--yes").code == 0
+    assert s3.leftover_uploads(s3_bucket) == ["team/run2/model.pt"]
+
+    s3_proxy.on(lambda request: "uploads" in request.query, s3.answer(403, "AccessDenied"))
+    answer = sunspot("checkpoints", "gc", "run", "--yes")
+    assert answer.code == 0
+    assert "unfinished uploads are not looked for" in answer.err
+
+
+def test_an_interrupted_download_ends_soon_and_keeps_its_part(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = commit(run, start(run, "job"), 3)
+    go_on, begun = checkpoints_get._go_on, threading.Event()
+
+    def interrupted(run: Run, key: str, part: Path, size: int, given_up: Any) -> Any:
+        if key.endswith("model.pt"):
+            assert begun.wait(10)
+            raise KeyboardInterrupt
+        begun.set()
+        assert given_up.wait(10)
+        part.write_bytes(b"opt")
+        return go_on(run, key, part, size, given_up)
+
+    monkeypatch.setattr(checkpoints_get, "_go_on", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints_get.get(run, "newest", str(tmp_path / "out"), False)
+    assert read(tmp_path / "out")["optimizer.pt.part"] == b"opt"
+    monkeypatch.undo()
+    checkpoints_get.get(run, "newest", str(tmp_path / "out"), False)
+    assert read(tmp_path / "out") == in_storage(run, checkpoint)

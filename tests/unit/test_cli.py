@@ -1,0 +1,616 @@
+"""The command `sunspot` on storage alone: what it prints, and the exit code it ends in."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from app.errors import StorageError
+from app.run import Run, open_run
+from app.run.attempts import checkpoint_name
+from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
+from app.run.incidents import Cause
+from app.storage.base import Entry
+from app.storage.local import LocalStorage
+from submitter.cli import main
+from tests.harness.runs import (
+    BATCH,
+    ROWS,
+    STEPS_PER_EPOCH,
+    begin,
+    commit,
+    consumed,
+    record_audit,
+    report,
+    start,
+    write_receipt,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'pandas'])); "
+HEAVY = ("boto3", "pyarrow", "rich", "pydantic", "kubernetes", "yaml")
+
+
+@dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Stdout as one JSON document, by the letter of JSON."""
+        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+class Command:
+    """Runs `sunspot` on the storage of a test: in this process, or in one of its own."""
+
+    def __init__(self, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.storage, self._capsys = storage, capsys
+
+    def __call__(self, *words: str) -> Answer:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--storage", self.storage])
+        return Answer(ended.value.code, *self._capsys.readouterr())  # type: ignore[arg-type]
+
+    def process(self, *words: str) -> Answer:
+        """In a process where neither torch, Ray, NumPy nor pandas can be imported."""
+        return process(*words, "--storage", self.storage)
+
+
+def process(*words: str, program: str = f"{WITHOUT}from submitter.cli import main; main()") -> Answer:
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True)
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return begin(open_run(str(tmp_path), "run"))
+
+
+@pytest.fixture
+def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(str(tmp_path), capsys)
+
+
+def damage(run: Run, checkpoint: Checkpoint) -> None:
+    run.storage.write(run.key("checkpoints", checkpoint.name, "model.pt"), b"other bytes")
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["metrics", "--help"], ["checkpoints"], ["metrics"], ["audit", "run", "--jso"], ["no-verb"]]
+)
+def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
+    program = (
+        "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
+        "from submitter.cli import main; main()"
+    )
+    answer = process(*words, program=program)
+    assert answer.code == (0 if "--help" in words else 2)
+    imported = answer.err.splitlines()[-1].split()
+    assert "submitter.cli" in imported
+    assert not [name for name in imported if name.partition(".")[0] in (*HEAVY, "torch", "ray", "numpy")]
+
+
+def test_the_module_is_the_command(run: Run) -> None:
+    storage = run.storage.locate("")
+    command = [sys.executable, "-m", "submitter.cli", "metrics", "run", "--json", "--storage", storage]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, [], "")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [*(["checkpoints", verb] for verb in ("ls", "verify", "get", "gc")), ["metrics"], ["events"], ["logs"], ["audit"]],
+)
+def test_a_run_that_is_not_there(sunspot: Command, verb: list[str]) -> None:
+    answer = sunspot(*verb, "runn", "--json")
+    assert (answer.code, answer.out) == (3, "")
+    assert answer.err == f"error: no run runn in {sunspot.storage}; there are run\n"
+
+
+def test_the_nearest_runs_are_named_first(sunspot: Command, tmp_path: Path) -> None:
+    for name in ("mnist-1", "mnist-2", "other", "a", "b", "c"):
+        begin(open_run(str(tmp_path), name))
+    (tmp_path / "not-a-run").mkdir()
+    answer = sunspot("metrics", "mnist")
+    assert answer.code == 3
+    assert re.search(r"there are mnist-\d, mnist-\d, .* and 2 more$", answer.err)
+    assert "not-a-run" not in answer.err
+
+
+def test_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Command(str(tmp_path / "nowhere"), capsys)("metrics", "run")
+    assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
+
+
+def test_others_that_cannot_be_listed_do_not_hide_that_the_run_is_not_there(
+    sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: LocalStorage, prefix: str) -> list[Entry]:
+        if not prefix:
+            raise StorageError("private")
+        return []
+
+    monkeypatch.setattr("app.storage.local.LocalStorage.list", refuse)
+    assert sunspot("metrics", "other").code == 3
+
+
+@pytest.mark.parametrize("name", ["Run", "run/../run", "", "-", "r" * 39])
+def test_a_run_name_that_cannot_be(sunspot: Command, name: str) -> None:
+    answer = sunspot("metrics", name)
+    assert (answer.code, answer.out) == (2, "")
+
+
+def test_an_empty_storage_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Command("", capsys)("metrics", "run").code == 2
+
+
+def test_a_misspelt_setting_is_refused(sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUNSPOT_STORAGE_PAHT", "/elsewhere")
+    answer = sunspot("metrics", "run")
+    assert answer.code == 2
+    assert "did you mean SUNSPOT_STORAGE_PATH?" in answer.err
+
+
+def test_the_storage_comes_from_the_environment(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask() -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["metrics", "run"])
+        return ended.value.code  # type: ignore[return-value]
+
+    monkeypatch.chdir(tmp_path)
+    assert ask() == 3
+    assert f"{tmp_path}/runs" in capsys.readouterr().err
+    monkeypatch.setenv("SUNSPOT_STORAGE_PATH", str(tmp_path))
+    assert ask() == 0
+
+
+def test_storage_that_cannot_be_reached(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Command("s3://no-such-bucket/runs", capsys)("metrics", "run", "--json")
+    assert (answer.code, answer.out) == (4, "")
+    assert "create the bucket" in answer.err
+
+
+@pytest.mark.parametrize("records", [1, 5000], ids=["met at the end", "met on the way"])
+def test_a_reader_that_goes_away_is_no_error(run: Run, records: int) -> None:
+    report(run, start(run, "job"), *({"step": step, "time": 0.0} for step in range(1, records + 1)))
+    program = "from submitter.cli import main; main()"
+    words = [sys.executable, "-c", program, "metrics", "run", "--storage", run.storage.locate("")]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(words, cwd=REPOSITORY, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    process.stderr.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_are_listed_by_step(run: Run, sunspot: Command) -> None:
+    attempt = start(run, "job")
+    for step in (10, 5, 7):
+        commit(run, attempt, step, loss=1 / step, rows=3)
+    listed = sunspot.process("checkpoints", "ls", "run", "--json")
+    assert (listed.code, listed.err) == (0, "")
+    assert [line["step"] for line in listed.json] == [5, 7, 10]
+    size = sum(len(f"{file} of step-00000005-attempt-0001") for file in ("model.pt", "optimizer.pt"))
+    first = listed.json[0]
+    assert 0 <= first.pop("age_s") < 60
+    assert first == {
+        "name": "step-00000005-attempt-0001",
+        "step": 5,
+        "epoch": 1,
+        "metrics": {"loss": 0.2, "rows": 3},
+        "bytes": size,
+        "verified": True,
+        "faults": [],
+    }
+
+
+def test_the_table_of_checkpoints(run: Run, sunspot: Command) -> None:
+    commit(run, start(run, "job"), 5, loss=0.123456, test_accuracy=None)
+    table = sunspot("checkpoints", "ls", "run")
+    heads, line = table.out.splitlines()
+    assert heads.split() == ["name", "step", "epoch", "loss", "test_accuracy", "bytes", "age", "verified"]
+    assert line.split()[:4] == ["step-00000005-attempt-0001", "5", "1", "0.1235"]
+    assert line.endswith("yes")
+
+
+def test_a_run_without_checkpoints(run: Run, sunspot: Command) -> None:
+    listed = sunspot("checkpoints", "ls", "run", "--json")
+    assert (listed.code, listed.json) == (0, [])
+    assert (sunspot("checkpoints", "verify", "run", "--json").json, sunspot("checkpoints", "ls", "run").code) == ([], 0)
+
+
+def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: Command) -> None:
+    attempt = start(run, "job")
+    whole, changed, broken = (commit(run, attempt, step) for step in (3, 5, 7))
+    damage(run, changed)
+    run.storage.write(run.key("checkpoints", broken.name, "manifest.json"), b"{")
+    listed = sunspot("checkpoints", "ls", "run", "--json")
+    assert (listed.code, [line["verified"] for line in listed.json]) == (0, [True, False, False])
+    assert [line.partition(",")[0] for line in listed.err.splitlines()] == [
+        f"{changed.name}: damaged",
+        f"{broken.name}: damaged",
+    ]
+    lines = sunspot("checkpoints", "ls", "run").out.splitlines()[1:]
+    assert [line.partition("no: ")[2].partition(" ")[0] for line in lines] == ["", "model.pt", "manifest.json"]
+
+    verified = sunspot.process("checkpoints", "verify", "run", "--json")
+    assert verified.code == 7
+    assert verified.json[0] == {"name": whole.name, "verified": True, "faults": []}
+    assert [len(line["faults"]) for line in verified.json] == [0, 1, 1]
+    assert "2 of 3 checkpoints" in verified.err
+    assert sunspot("checkpoints", "verify", "run", whole.name).code == 0
+    one = sunspot("checkpoints", "verify", "run", changed.name)
+    assert (one.code, one.out.splitlines()[1].split()[1:3]) == (7, ["model.pt", "has"])
+
+
+def test_what_does_not_count_is_left_out(run: Run, sunspot: Command) -> None:
+    old = start(run, "old")
+    origin = commit(run, old, 5)
+    start(run, "new", origin.name)
+    late, unfinished = commit(run, old, 9), commit(run, old, 3)
+    run.storage.delete(run.key("checkpoints", unfinished.name, "manifest.json"))
+    listed = sunspot("checkpoints", "ls", "run", "--json")
+    assert [line["name"] for line in listed.json] == [origin.name]
+    assert "left out: 1 without manifest.json" in listed.err
+    assert "left out: 1 of superseded attempts" in listed.err
+    assert sunspot("checkpoints", "verify", "run").code == 0
+    for name, reason in [(late.name, "superseded"), (unfinished.name, "incomplete"), ("step-1", "no such checkpoint")]:
+        answer = sunspot("checkpoints", "verify", "run", name, "--json")
+        assert (answer.code, answer.out) == (3, "")
+        assert reason in answer.err
+
+
+def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
+    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = start(run, "job")
+    old, new = commit(run, attempt, 3), commit(run, attempt, 5)
+
+    def delete_first(run: Run, checkpoint: Checkpoint) -> list[str]:
+        delete_checkpoint(run, old.name)
+        return find_faults(run, checkpoint)
+
+    monkeypatch.setattr("app.run.checkpoints.find_faults", delete_first)
+    verified = sunspot("checkpoints", "verify", "run", "--json")
+    assert (verified.code, [line["name"] for line in verified.json]) == (0, [new.name])
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.fixture
+def history(run: Run) -> list[dict[str, Any]]:
+    """Four records that count, and one of a superseded attempt that does not."""
+    first = start(run, "job")
+    ranks = [{"rows": 3}, {"rows": 2}]
+    records = [
+        {"step": step, "epoch": 1, "time": float(step), "loss": 1 / step, "rows": 5, "ranks": ranks}
+        for step in range(1, 6)
+    ]
+    report(run, first, *records[:3])
+    second = start(run, "job", commit(run, first, 2).name)
+    later = [records[2], records[3], {**records[4], "loss": float("nan"), "test_accuracy": 0.5}]
+    report(run, second, *later)
+    return [{"attempt": 1, **record} for record in records[:2]] + [{"attempt": 2, **record} for record in later]
+
+
+def test_metrics_follow_the_lineage(sunspot: Command, history: list[dict[str, Any]]) -> None:
+    shown = sunspot.process("metrics", "run", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.json == [*history[:-1], {**history[-1], "loss": None}]
+
+
+def test_metrics_as_csv(sunspot: Command, history: list[dict[str, Any]]) -> None:
+    shown = sunspot("metrics", "run", "--csv")
+    lines = list(csv.DictReader(io.StringIO(shown.out)))
+    assert list(lines[0]) == ["attempt", "step", "epoch", "time", "loss", "rows", "test_accuracy"]
+    assert [float(line["loss"]) for line in lines[:-1]] == [record["loss"] for record in history[:-1]]
+    assert [line["test_accuracy"] for line in lines] == ["", "", "", "", "0.5"]
+    assert sunspot("metrics", "run", "--csv", "--json").code == 2
+
+
+def test_metrics_as_parquet(sunspot: Command, history: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "history.parquet"
+    shown = sunspot.process("metrics", "run", "--parquet", str(file))
+    assert (shown.code, shown.out) == (0, f"{file}: 5 records, 8 columns\n")
+    table = pq.read_table(file)
+    assert table.column_names == ["attempt", "step", "epoch", "time", "loss", "rows", "ranks", "test_accuracy"]
+    rows = table.to_pylist()
+    assert [row.pop("test_accuracy") for row in rows] == [None, None, None, None, 0.5]
+    assert math.isnan(rows[-1].pop("loss"))
+    assert rows[:-1] == history[:-1]
+    assert rows[-1]["ranks"] == [{"rows": 3}, {"rows": 2}]
+
+
+def test_parquet_and_json_tell_what_was_written(
+    run: Run, sunspot: Command, history: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "history.parquet"
+    shown = sunspot("metrics", "run", "--parquet", str(file), "--json")
+    assert shown.json == {"run": "run", "path": str(file), "records": 5, "bytes": file.stat().st_size}
+    assert sunspot("metrics", "run", "--parquet", str(file), "--csv").code == 2
+    refused = sunspot("metrics", "run", "--parquet", str(tmp_path / "no" / "folder.parquet"))
+    assert (refused.code, "cannot be written" in refused.err) == (4, True)
+    assert sunspot("metrics", "other", "--parquet", str(tmp_path / "other.parquet")).code == 3
+    empty = begin(Run(run.storage, "empty"))
+    assert sunspot("metrics", empty.name, "--parquet", str(file)).out == f"{file}: 0 records, 0 columns\n"
+
+
+def test_numbers_of_ranks_that_came_with_a_later_version_are_null_before(
+    run: Run, sunspot: Command, tmp_path: Path
+) -> None:
+    old, new = {"rows": 3}, {"rows": 2, "forward_s": 0.5, "throttled_s": None}
+    records = [{"step": 1, "loss": 1, "ranks": [old]}, {"step": 2, "loss": 0.5, "ranks": [new, old]}]
+    report(run, start(run, "job"), *records)
+    assert sunspot("metrics", "run", "--parquet", str(tmp_path / "m.parquet")).code == 0
+    rows = pq.read_table(tmp_path / "m.parquet").to_pylist()
+    assert [row["loss"] for row in rows] == [1.0, 0.5]
+    assert [[rank["forward_s"] for rank in row["ranks"]] for row in rows] == [[None], [0.5, None]]
+
+
+def test_the_table_of_metrics(sunspot: Command, history: list[dict[str, Any]]) -> None:
+    lines = [line.split() for line in sunspot("metrics", "run").out.splitlines()]
+    assert lines[0] == ["attempt", "step", "epoch", "loss", "test_accuracy"]
+    assert lines[2] == ["1", "2", "1", "0.5"]
+    assert lines[-1] == ["2", "5", "1", "nan", "0.5"]
+
+
+def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: Command) -> None:
+    names = {f"a_metric_with_a_long_name_{number}": 1.5 for number in range(60)}
+    report(run, start(run, "job"), {"step": 1, "time": 0.0, "task": "[bold]text[/bold] :smile:", **names})
+    heads, line = sunspot.process("metrics", "run").out.splitlines()
+    assert heads.split() == ["attempt", "step", "task", *names]
+    assert line.split()[2:] == ["[bold]text[/bold]", ":smile:", *["1.5"] * 60]
+
+
+# ---------------------------------------------------------------------------------------------------------------- audit
+
+
+def audited(run: Run, last: int, **changes: list[int]) -> None:
+    """One attempt with a checkpoint at `last`; `changes` are other rows for a step, as `step_3=[...]`."""
+    attempt = start(run, "job")
+    steps = consumed(1, last) | {int(name.removeprefix("step_")): rows for name, rows in changes.items()}
+    record_audit(run, attempt, steps)
+    commit(run, attempt, last)
+
+
+def epoch(number: int, rows: int = ROWS, missing: int = 0, repeated: int = 0) -> dict[str, int]:
+    return {"epoch": number, "rows": rows, "missing": missing, "repeated": repeated}
+
+
+def test_an_audit_without_fault(run: Run, sunspot: Command) -> None:
+    audited(run, 2 * STEPS_PER_EPOCH + 2)
+    proved = sunspot.process("audit", "run", "--json")
+    assert (proved.code, proved.err) == (0, "")
+    assert proved.json == [epoch(1), epoch(2), epoch(3, rows=2 * BATCH)]
+    assert sunspot("audit", "run").out.splitlines()[1].split() == ["1", str(ROWS), "0", "0"]
+
+
+def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: Run, sunspot: Command) -> None:
+    """Attempt 1 goes on after 2 began; 2 leaves an unfinished checkpoint, and steps that no checkpoint covers."""
+    first = start(run, "old")
+    record_audit(run, first, consumed(1, 6))
+    origin = commit(run, first, 4)
+    second = start(run, "new", origin.name)
+    record_audit(run, first, {7: [0, 0], 8: [0]})
+    record_audit(run, second, consumed(5, 5))
+    commit(run, second, 5)
+    record_audit(run, second, {6: [0], 7: [0]})
+    commit(run, first, 8)
+    unfinished = commit(run, second, 6)
+    run.storage.delete(run.key("checkpoints", unfinished.name, "manifest.json"))
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.json) == (0, [epoch(1)])
+    assert "attempts 1 to 2 is not proved" in proved.err
+
+
+FIRST, SECOND, LAST = consumed(1, 1)[1], consumed(2, 2)[2], consumed(5, 5)[5]
+
+
+@pytest.mark.parametrize(
+    ("last", "changes", "found", "told"),
+    [
+        (5, {"step_2": FIRST}, epoch(1, missing=5, repeated=5), ""),
+        (5, {"step_2": SECOND[:4]}, epoch(1, rows=ROWS - 1, missing=1), "step 2: 4 rows instead of 5"),
+        (5, {"step_2": [*SECOND, FIRST[0]]}, epoch(1, rows=ROWS + 1, repeated=1), "step 2: 6 rows instead of 5"),
+        (5, {"step_2": [*SECOND, LAST[0]], "step_5": LAST[1:]}, epoch(1), "step 5: 1 rows instead of 2"),
+        (5, {"step_2": []}, epoch(1, rows=ROWS - 5, missing=5), "steps 2..2: not recorded"),
+        (5, {"step_5": [LAST[0], ROWS]}, epoch(1, missing=1), f"step 5: row {ROWS} is not one of 0..{ROWS - 1}"),
+        (5, {"step_5": [LAST[0], -1]}, epoch(1, missing=1), f"step 5: row -1 is not one of 0..{ROWS - 1}"),
+        (3, {"step_2": FIRST}, epoch(1, rows=15, repeated=5), ""),
+        (3, {"step_2": SECOND[:4]}, epoch(1, rows=14), "step 2: 4 rows instead of 5"),
+    ],
+)
+def test_an_audit_finds(
+    run: Run, sunspot: Command, last: int, changes: dict[str, list[int]], found: dict[str, int], told: str
+) -> None:
+    audited(run, last, **changes)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.json) == (7, [found])
+    assert told in proved.err
+
+
+def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: Command) -> None:
+    begin(run, rows=11, batch=5, steps_per_epoch=2)
+    attempt = start(run, "job")
+    record_audit(run, attempt, {1: [0, 1, 2, 3, 4], 2: [5, 6, 7, 8, 9, 10], 3: [10, 9, 8, 7, 6], 4: [5, 4, 3, 2, 1, 0]})
+    commit(run, attempt, 4)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.json, proved.err) == (0, [epoch(1, 11), epoch(2, 11)], "")
+
+
+def test_an_audit_that_was_not_recorded(run: Run, sunspot: Command) -> None:
+    answer = sunspot.process("audit", "run", "--json")
+    assert (answer.code, answer.out) == (3, "")
+    assert "no whole checkpoint" in answer.err
+    commit(run, start(run, "job"), 5)
+    answer = sunspot.process("audit", "run", "--json")
+    assert (answer.code, answer.out) == (3, "")
+    assert "SUNSPOT_AUDIT=true" in answer.err
+
+
+def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: Command) -> None:
+    first = start(run, "job")
+    second = start(run, "job", commit(run, first, 7).name)
+    record_audit(run, second, consumed(8, 10))
+    commit(run, second, 10)
+    proved = sunspot("audit", "run", "--json")
+    assert proved.code == 7
+    assert proved.json == [epoch(1, rows=0, missing=ROWS), epoch(2, rows=ROWS - 10, missing=10)]
+    assert "steps 1..7: not recorded" in proved.err
+
+
+@pytest.mark.parametrize("which", ["the newest", "an older one", "the only one"])
+def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: Command, which: str) -> None:
+    attempt = start(run, "job")
+    record_audit(run, attempt, consumed(1, 2 * STEPS_PER_EPOCH))
+    older = [] if which == "the only one" else [commit(run, attempt, STEPS_PER_EPOCH)]
+    damaged = [*older, commit(run, attempt, 2 * STEPS_PER_EPOCH)][0 if which == "an older one" else -1]
+    damage(run, damaged)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, len(proved.err.splitlines())) == (7, 2)
+    assert proved.err.startswith(f"{damaged.name}: damaged, model.pt has ")
+    if which == "the only one":
+        assert proved.out == ""
+    else:
+        assert proved.json == [epoch(1), epoch(2)][: 2 if which == "an older one" else 1]
+        assert "1 checkpoint damaged" in proved.err
+
+
+def interrupted(run: Run, receipts: list[int]) -> None:
+    """Four attempts: 2 is lost before its first step, and 3 goes on from a copy in memory of which storage has nothing.
+
+    Attempt 3 writes the rows that 1 had not; 4 begins and has left no trace yet.
+    """
+    first = start(run, "job", tier="beginning", world_size=2)
+    record_audit(run, first, consumed(1, 2))
+    origin = commit(run, first, 2)
+    start(run, "job", origin.name, tier="storage", world_size=2)
+    third = start(run, "job", checkpoint_name(4, 1), tier="memory", world_size=2)
+    record_audit(run, first, consumed(3, 4))
+    record_audit(run, third, consumed(5, 6))
+    report(run, third, {"step": 4, "time": 0.0, "test_loss": 1.0}, {"step": 6, "time": 0.0})
+    commit(run, third, 6)
+    fourth = start(run, "job", checkpoint_name(6, 3), tier="memory", world_size=2)
+    report(run, fourth, {"step": 6, "time": 0.0, "test_loss": 1.0})
+    for attempt, since in ((first, 0), (third, 1)):
+        if attempt.number in receipts:
+            write_receipt(run, attempt, since)
+
+
+@pytest.mark.parametrize(
+    ("receipts", "missing"), [([1, 3], []), ([1], [3]), ([3], [1]), ([], [1, 3])], ids=["all", "one", "first", "none"]
+)
+def test_every_attempt_that_took_a_step_owes_a_receipt(
+    run: Run, sunspot: Command, receipts: list[int], missing: list[int]
+) -> None:
+    interrupted(run, receipts)
+    proved = sunspot.process("audit", "run", "--json")
+    assert proved.json == [epoch(1), epoch(2, rows=BATCH)]
+    assert proved.code == (7 if missing else 0)
+    lines = proved.err.splitlines()
+    assert lines[:-1] == [f"no receipt of attempt {number}, which took steps" for number in missing]
+    if missing:
+        assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
+
+
+def test_a_fault_comes_before_an_audit_that_was_not_recorded(run: Run, sunspot: Command) -> None:
+    commit(run, start(run, "job", tier="beginning"), 5)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.out) == (7, "")
+    assert "1 receipt missing" in proved.err
+
+
+def test_a_start_from_memory_is_neither_damage_nor_loss(run: Run, sunspot: Command) -> None:
+    """The run goes on from step 4 of attempt 1, of which only step 2 is in storage."""
+    first = start(run, "job", tier="beginning", world_size=2)
+    report(run, first, *({"step": step, "time": float(step), "loss": 1.0} for step in (2, 4, 6)))
+    origin, late = commit(run, first, 2), commit(run, first, 6)
+    second = start(run, "job", checkpoint_name(4, 1), tier="memory", world_size=2)
+    report(run, second, {"step": 5, "time": 9.0, "loss": 0.5})
+    write_receipt(run, first, 0, Cause.BEGIN)
+    write_receipt(run, second, 1, Cause.NODE_LOST, last_step=6)
+
+    listed = sunspot("checkpoints", "ls", "run", "--json")
+    assert [(line["name"], line["verified"]) for line in listed.json] == [(origin.name, True)]
+    verified = sunspot("checkpoints", "verify", "run", "--json")
+    assert (verified.code, len(verified.json), verified.err) == (0, 1, "")
+    status = sunspot("status", "run", "--json")
+    assert (status.json["step"], status.json["checkpoint"], status.json["steps_replayed"]) == (5, origin.name, 2)
+    assert "passed over" not in sunspot("status", "run").out
+    assert [record["step"] for record in sunspot("metrics", "run", "--json").json] == [2, 4, 5]
+    assert sunspot("events", "run", "--json").code == 0
+    removals = sunspot("checkpoints", "gc", "run", "--json").json
+    assert [removal["name"] for removal in removals] == [late.name]
+    got = sunspot("checkpoints", "get", "run", "--json", "--output", str(Path(sunspot.storage, "out")))
+    assert (got.code, got.json["name"]) == (0, origin.name)
+
+
+def test_only_a_few_faults_are_named(run: Run, sunspot: Command) -> None:
+    audited(run, 20, **{f"step_{step}": [0] for step in range(1, 15)})
+    proved = sunspot("audit", "run")
+    assert proved.code == 7
+    assert "and 9 more like it" in proved.err
+
+
+def test_a_damaged_audit_file(run: Run, sunspot: Command) -> None:
+    audited(run, 5)
+    run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005.parquet"), b"PAR1")
+    assert sunspot("audit", "run").code == 7
+
+
+# ------------------------------------------------------------------------------------------------------------------- S3
+
+
+def test_a_run_in_a_bucket(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sunspot = Command(f"s3://{s3_bucket}/team/runs", capsys)
+    run = begin(open_run(sunspot.storage, "run"))
+    audited(run, 2 * STEPS_PER_EPOCH)
+    [attempt] = [start(run, "job", "step-00000010-attempt-0001")]
+    report(run, attempt, {"step": 11, "time": 0.0, "loss": 0.25})
+    changed = commit(run, attempt, 12)
+    damage(run, changed)
+
+    listed = sunspot.process("checkpoints", "ls", "run", "--json")
+    assert (listed.code, [(line["step"], line["verified"]) for line in listed.json]) == (0, [(10, True), (12, False)])
+    assert sunspot("checkpoints", "verify", "run").code == 7
+    assert [record["loss"] for record in sunspot("metrics", "run", "--json").json] == [0.25]
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.json) == (7, [epoch(1), epoch(2)])
+    assert proved.err.endswith(": 1 checkpoint damaged\n")
+    missing = sunspot("audit", "rum")
+    assert (missing.code, missing.err) == (3, f"error: no run rum in {sunspot.storage}; there are run\n")
+
+
+def test_no_secret_is_printed(
+    s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-print-me")
+    answer = Command(f"s3://{s3_bucket}", capsys)("metrics", "run")
+    assert "do-not-print-me" not in answer.out + answer.err
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "do-not-print-me"

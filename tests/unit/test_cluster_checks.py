@@ -1,0 +1,543 @@
+"""`sunspot doctor` without a run: each thing that makes a cluster or a bucket unfit, and what is tried from pods."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.run import Run, open_run
+from app.storage import open_storage
+from app.storage.local import LocalStorage
+from app.storage.probe import FOLDER, Check, Result, probe_path, probe_storage
+from submitter.doctor.cluster_checks import what_it_takes
+from submitter.doctor.nodes import find_places, parse
+from submitter.doctor.probe_pods import LABEL, make_pod, read_checks
+from submitter.manifest.profile import manifests
+from submitter.manifest.render import render
+from tests.conftest import REPOSITORY
+from tests.harness import s3
+from tests.harness.commands import Command
+from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
+from tests.harness.s3 import FaultProxy, delay
+
+NETWORK = "/apis/networking.k8s.io/v1/namespaces/sunspot/networkpolicies"
+BUDGETS = "/apis/policy/v1/namespaces/sunspot/poddisruptionbudgets"
+QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/sunspot/localqueues"
+
+
+def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
+    """A node that any pod of profile kind fits on."""
+    return {
+        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
+        "spec": spec,
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "allocatable": {"cpu": "8", "memory": "32Gi", "ephemeral-storage": "100Gi", "pods": "110"},
+        },
+    }
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.storage.probe.LARGE_TIMES", 1)
+
+
+@pytest.fixture
+def sunspot(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(open_run(f"s3://{s3_bucket}/runs", "run"), capsys)
+
+
+@pytest.fixture
+def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
+    """A cluster and a bucket with nothing wrong."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    operator = pod("kuberay-operator", "")
+    operator["metadata"]["namespace"] = "ray"
+    operator["spec"]["containers"] = [{"image": "quay.io/kuberay/operator:v1.7.0"}]
+    cluster.documents = {
+        "/version": {"gitVersion": "v1.34.4"},
+        CORE: {"metadata": {"name": "sunspot", "labels": labels}},
+        "/api/v1/pods": {"items": [operator]},
+        "/api/v1/nodes": {"items": [node(), node("node-2")]},
+        f"{CORE}/resourcequotas": {"items": []},
+    }
+    policies = ("deny-by-default", "within-clusters", "from-operator", "to-dns", "to-storage", "to-workload-identity")
+    cluster.objects |= {f"{NETWORK}/{name}" for name in (*policies, "autoscaler-to-api-server")}
+    cluster.objects |= {f"{BUDGETS}/sunspot-head"}
+    rule = {
+        "ID": "x",
+        "Status": "Enabled",
+        "Filter": {"Prefix": ""},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
+    }
+    s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})
+    return cluster
+
+
+def checks(sunspot: Command, *words: str, code: int = 0) -> dict[str, dict[str, str]]:
+    """The checks by name."""
+    assert sunspot("doctor", "--json", *words) == code, sunspot.out + sunspot.err
+    assert sunspot.json["fit"] is (code == 0)
+    return {check["check"]: check for check in sunspot.json["checks"]}
+
+
+# ---------------------------------------------------------------------------------------------------------- all is well
+
+
+def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
+    found = checks(sunspot)
+    assert {name: check["result"] for name, check in found.items() if check["result"] != "ok"} == {}
+    assert set(found) == {
+        *("API server", "KubeRay", "KubeRay operator", "namespace", "permissions", "Secret sunspot-storage"),
+        *("ServiceAccount sunspot-train", "NetworkPolicy", "PodDisruptionBudget", "manifest", "nodes for head"),
+        *("nodes for workers", "quota", "storage access", "storage latency", "clock", "storage throughput", "versions"),
+        "unfinished uploads",
+    }
+    assert "v1.34.4" in found["API server"]["seen"]
+    assert "operator:v1.7.0 in namespace ray" in found["KubeRay operator"]["seen"]
+    assert "2 of 2 nodes match" in found["nodes for workers"]["seen"]
+    assert not fit.jobs
+    assert not sunspot.run.storage.list(""), "it leaves nothing behind"
+    assert s3.leftover_uploads(sunspot.run.storage.bucket) == []  # type: ignore[attr-defined]
+    assert sunspot("doctor") == 0
+    assert "ok       API server: http://127.0.0.1" in sunspot.out
+    assert "fit for a run: 19 checks, 0 with a warning" in sunspot.out
+
+
+def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeCluster) -> None:
+    checks(sunspot)
+    text = (manifests() / "base" / "network.yaml").read_text()
+    asked = {path.rpartition("/")[2] for _, path in fit.requests if path.startswith(NETWORK)}
+    assert len(asked) == text.count("kind: NetworkPolicy") == 7
+
+
+# ---------------------------------------------------------------------------------------------------------- the cluster
+
+
+def test_no_cluster_still_tries_the_bucket(
+    sunspot: Command, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    found = checks(sunspot, code=4)
+    assert found["API server"]["result"] == "failed"
+    assert "set KUBECONFIG" in found["API server"]["fix"]
+    assert found["storage access"]["result"] == "ok"
+
+
+def test_a_cluster_that_is_down(sunspot: Command, fit: FakeCluster) -> None:
+    fit.down()
+    found = checks(sunspot, code=4)
+    assert "cannot be reached" in found["API server"]["seen"]
+    assert "KubeRay" not in found
+
+
+def make_old(cluster: FakeCluster) -> None:
+    [operator] = cluster.documents["/api/v1/pods"]["items"]
+    operator["spec"]["containers"][0]["image"] = "quay.io/kuberay/operator:v1.6.2"
+
+
+def fill_quota(used: str, hard: str) -> Any:
+    def act(cluster: FakeCluster) -> None:
+        status = {"hard": {"requests.memory": hard, "requests.nvidia.com/gpu": "0"}, "used": {"requests.memory": used}}
+        quota = {"metadata": {"name": "team"}, "spec": {"hard": status["hard"]}, "status": status}
+        cluster.documents[f"{CORE}/resourcequotas"] = {"items": [quota]}
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "result", "seen", "fix"),
+    [
+        ("KubeRay", lambda c: setattr(c, "has_operator", False), "failed", "knows no rayjobs", "install the KubeRay"),
+        (
+            "KubeRay operator",
+            lambda c: c.documents.update({"/api/v1/pods": {"items": []}}),
+            "warning",
+            "no pod labelled app.kubernetes.io/component=kuberay-operator runs",
+            "has to be let in",
+        ),
+        ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
+        ("KubeRay operator", lambda c: c.forbidden.add("/api/v1/pods"), "warning", "may not see", "owns the cluster"),
+        (
+            "namespace",
+            lambda c: (c.documents.pop(CORE), c.objects.discard(CORE)),
+            "failed",
+            "no namespace sunspot",
+            "kubectl apply -k k8s/base",
+        ),
+        (
+            "namespace",
+            lambda c: c.documents.update({CORE: {"metadata": {"name": "sunspot"}}}),
+            "warning",
+            "Standard privileged",
+            "enforce=restricted",
+        ),
+        ("permissions", lambda c: c.forbidden.add("create rayjobs"), "failed", "no permission to create", "submitter"),
+        (
+            "Secret sunspot-storage",
+            lambda c: c.objects.discard(f"{CORE}/secrets/sunspot-storage"),
+            "failed",
+            "is not in namespace sunspot",
+            "kubectl -n sunspot create secret",
+        ),
+        (
+            "Secret sunspot-storage",
+            lambda c: c.forbidden.add(f"{CORE}/secrets/sunspot-storage"),
+            "warning",
+            "may not see it",
+            "",
+        ),
+        (
+            "NetworkPolicy",
+            lambda c: c.objects.discard(f"{NETWORK}/to-dns"),
+            "warning",
+            "to-dns of k8s/base is not in sunspot",
+            "kubectl apply -k k8s/base",
+        ),
+        (
+            "manifest",
+            lambda c: c.on("PATCH", "rayjobs", answer(422, "backoffLimit: Invalid value")),
+            "failed",
+            "Invalid value",
+            "",
+        ),
+        (
+            "nodes for workers",
+            lambda c: c.documents.update({"/api/v1/nodes": {"items": [node(unschedulable=True)]}}),
+            "warning",
+            "0 of 1 node match, with room for 0 such pods were they empty, and 2 wanted (the others: 1 cordoned)",
+            "unless an autoscaler brings such nodes",
+        ),
+        ("nodes", lambda c: c.forbidden.add("/api/v1/nodes"), "warning", "may not see", "owns the cluster"),
+        (
+            "quota",
+            fill_quota("30Gi", "40Gi"),
+            "warning",
+            "11.8 GB needed, 10.7 GB free of 42.9 GB",
+            "wait until others",
+        ),
+        ("quota", fill_quota("0", "10Gi"), "failed", "11.8 GB needed, 10.7 GB free of 10.7 GB", "ask for less"),
+        ("quota", fill_quota("0", "40Gi"), "ok", "team has room for a run", ""),
+    ],
+)
+def test_what_is_wrong_with_a_cluster_is_named(
+    sunspot: Command, fit: FakeCluster, name: str, change: Any, result: str, seen: str, fix: str
+) -> None:
+    change(fit)
+    found = checks(sunspot, code=4 if result == "failed" else 0)
+    assert found[name]["result"] == result
+    assert seen in found[name]["seen"]
+    assert fix in found[name]["fix"]
+    others = {other for other, check in found.items() if check["result"] == "failed"}
+    assert others <= {name, "manifest"}, "one thing that is wrong is told once"
+    assert found["storage access"]["result"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("queue", "result", "seen"),
+    [
+        (None, "failed", "no LocalQueue team in namespace sunspot"),
+        ({"status": {"conditions": [{"type": "Active", "status": "True"}]}}, "ok", "LocalQueue team is there"),
+        (
+            {"status": {"conditions": [{"type": "Active", "status": "False", "message": "no ClusterQueue"}]}},
+            "failed",
+            "admits nothing: no ClusterQueue",
+        ),
+    ],
+)
+def test_a_queue_that_the_profile_names(
+    sunspot: Command, fit: FakeCluster, tmp_path: Path, queue: Any, result: str, seen: str
+) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: kind\nqueue: team\n")
+    if queue:
+        fit.documents[f"{QUEUES}/team"] = queue
+    found = checks(sunspot, "--profile", str(profile), code=4 if result == "failed" else 0)
+    assert found["queue"]["result"] == result
+    assert seen in found["queue"]["seen"]
+
+
+def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sunspot("doctor", "--profile", "kinnd") == 2
+    assert "did you mean kind?" in sunspot.err
+    assert sunspot("doctor", "run", "--from-pods") == 2
+    assert "leave out RUN, or these" in sunspot.err
+    monkeypatch.setenv("SUNSPOT_EPOCH", "3")
+    assert sunspot("doctor") == 2
+    assert "SUNSPOT_EPOCHS" in sunspot.err
+
+
+# ------------------------------------------------------------------------------------------------------------ the nodes
+
+
+def test_nodes_are_matched_as_the_scheduler_does() -> None:
+    spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
+    settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
+    cluster = render("gke-spot", settings, image="i:1").manifest["spec"]["rayClusterSpec"]
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    worker = cluster["workerGroupSpecs"][0]["template"]["spec"]
+
+    def gpu_node(labels: dict[str, str], taints: list[dict[str, str]], gpus: str = "1") -> dict[str, Any]:
+        made = node(taints=taints)
+        made["metadata"]["labels"] |= labels
+        made["status"]["allocatable"][gpu] = gpus
+        return made
+
+    tainted = [{"key": "cloud.google.com/gke-spot", "value": "true", "effect": "NoSchedule"}]
+    tainted += [{"key": gpu, "value": "present", "effect": "NoSchedule"}]
+    good, two = gpu_node(spot, tainted), gpu_node(spot, tainted, "2")
+    nodes = [
+        *(good, two),
+        gpu_node({}, []),
+        gpu_node(spot, [*tainted, {"key": "team", "effect": "NoExecute"}]),
+        gpu_node(spot, [], "0"),
+    ]
+    places = find_places(worker, nodes)
+    assert (places.nodes, places.pods) == (2, 2), "by the CPUs, two GPUs of one node serve one pod"
+    assert places.why_not == {
+        "not labelled cloud.google.com/gke-spot=true": 1,
+        "taint team not tolerated": 1,
+        f"too little {gpu}": 1,
+    }
+    assert find_places(head, [good]).why_not == {"excluded by the node affinity": 1}
+    assert find_places(head, [node()]).nodes == 1
+    broken = node()
+    broken["status"]["conditions"][0]["status"] = "Unknown"
+    assert find_places(head, [broken]).why_not == {"not ready": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("250m", 0.25), ("5Gi", 5 * 2**30), ("2", 2), ("1e3", 1000), ("3k", 3000), (4, 4)]
+)
+def test_quantities(text: Any, number: float) -> None:
+    assert parse(text) == number
+
+
+def test_what_a_run_takes_of_a_quota() -> None:
+    takes = what_it_takes(render("kind", {"RUN_NAME": "run", "STORAGE_PATH": "s3://b/p"}, image="i:1").manifest)
+    assert takes["requests.cpu"] == takes["cpu"] == 0.25 + 2 * 0.5
+    assert takes["requests.memory"] == takes["limits.memory"] == 11 * 2**30
+    assert "limits.cpu" not in takes
+    assert (takes["pods"], takes["count/rayjobs.ray.io"]) == (3, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- the bucket
+
+
+def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+    s3_proxy.on("PutObject", s3.answer(403, "AccessDenied"))
+    found = checks(sunspot, code=4)
+    assert "AccessDenied" in found["storage"]["seen"]
+    assert "s3:PutObject" in found["storage"]["fix"]
+    assert found["manifest"]["result"] == "ok"
+    assert "not fit for a run: 1 of 14 checks failed (storage first)" in sunspot.err
+
+
+def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+    s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
+    found = checks(sunspot, code=4)["storage"]
+    assert "created twice" in found["seen"]
+    assert "ignores 'If-None-Match: *'" in found["fix"]
+    assert not sunspot.run.storage.list("")
+
+
+def test_parts_that_are_refused(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
+    s3_proxy.on("UploadPart", s3.answer(403, "AccessDenied"))
+    found = checks(sunspot, code=4)
+    assert found["storage latency"]["result"] == "ok"
+    assert "AccessDenied" in found["storage"]["seen"]
+    assert not sunspot.run.storage.list("")
+    assert s3.leftover_uploads(sunspot.run.storage.bucket) == []  # type: ignore[attr-defined]
+
+
+def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster, s3_bucket: str) -> None:
+    client = s3.plain_client()
+    client.put_bucket_versioning(Bucket=s3_bucket, VersioningConfiguration={"Status": "Enabled"})
+    client.delete_bucket_lifecycle(Bucket=s3_bucket)
+    found = checks(sunspot)
+    assert found["versions"]["result"] == found["unfinished uploads"]["result"] == "warning"
+    assert "noncurrent versions" in found["versions"]["fix"]
+    assert "AbortIncompleteMultipartUpload" in found["unfinished uploads"]["fix"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "status", "drops"), [("runs/", "Enabled", True), ("other/", "Enabled", False), ("", "Disabled", False)]
+)
+def test_only_a_rule_for_this_place_counts(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
+    rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
+    rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}  # type: ignore[assignment]
+    s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})
+    assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
+
+
+def test_what_may_not_be_looked_up_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+    for query in ("versioning", "lifecycle"):
+        s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
+    found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
+    for name, right in (("versions", "s3:GetBucketVersioning"), ("unfinished uploads", "s3:GetLifecycleConfiguration")):
+        assert found[name].result is Result.WARNING
+        assert right in found[name].fix
+
+
+def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.storage.probe.MOST_LATENCY_S", 0.02)
+    monkeypatch.setattr("app.storage.probe.LEAST_MB_PER_S", 1e6)
+    s3_proxy.on("GetObject", delay(0.03))
+    really = time.time
+    monkeypatch.setattr("app.layout.trial.time.time", lambda: really() - 100)
+    found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
+    assert found["storage latency"].result is found["storage throughput"].result is Result.WARNING
+    assert found["clock"].result is Result.WARNING
+    assert found["clock"].seen in [f"this clock and the storage's are {apart} s apart" for apart in (99, 100, 101)]
+
+
+def test_a_directory_is_tried_too(tmp_path: Path) -> None:
+    found = {check.check: check for check in probe_storage(LocalStorage(str(tmp_path)))}
+    assert {check.result for check in found.values()} == {Result.OK}
+    assert set(found) == {"storage access", "storage latency", "clock", "storage throughput"}
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ from pods
+
+
+def finish(pod: dict[str, Any], message: str, phase: str = "Succeeded", code: int = 0) -> None:
+    ended = {"terminated": {"exitCode": code, "message": message}}
+    pod["spec"]["nodeName"] = f"node-of-{pod['metadata']['labels'][LABEL]}"
+    pod["status"] = {"phase": phase, "containerStatuses": [{"name": "ray", "state": ended}]}
+
+
+GOOD = '[{"check": "storage access", "result": "ok", "seen": "all of it", "fix": ""}]'
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("submitter.doctor.probe_pods.LOOK_EVERY_S", 0.02)
+
+
+def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+    made: list[dict[str, Any]] = []
+
+    def end(pod: dict[str, Any]) -> None:
+        made.append(json.loads(json.dumps(pod)))
+        threading.Timer(0.2, lambda: finish(pod, GOOD)).start()
+
+    fit.on_create = end
+    found = checks(sunspot, "--from-pods", "--image", "sunspot:9")
+    for kind in ("head", "worker"):
+        check = found[f"from a {kind} pod: storage access"]
+        assert check["result"] == "ok"
+        assert check["seen"].startswith("on node-of-")
+    for one, memory in zip(made, ("5Gi", "3Gi"), strict=True):
+        labels, spec = one["metadata"]["labels"], one["spec"]
+        [container] = spec["containers"]
+        assert "sunspot/run" not in labels
+        assert labels["app.kubernetes.io/part-of"] == "sunspot", "for the network policies"
+        assert spec["serviceAccountName"] == "sunspot-train"
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 600)
+        assert container["image"] == "sunspot:9"
+        assert container["envFrom"] == [{"secretRef": {"name": "sunspot-storage"}}]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["resources"]["requests"]["memory"] == memory
+    assert [name for name, _ in fit.deleted] == [one["metadata"]["name"] for one in made]
+    assert not fit.pods
+
+
+def test_spot_workers_are_tried_on_spot_nodes() -> None:
+    manifest = render("gke-spot", {"RUN_NAME": "run", "STORAGE_PATH": "s3://b/p"}, image="i:1").manifest
+    head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
+    assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
+    assert {toleration["key"] for toleration in worker["tolerations"]} == {
+        "cloud.google.com/gke-spot",
+        "nvidia.com/gpu",
+    }
+    assert "nodeSelector" not in head
+    assert head["affinity"]["nodeAffinity"]
+    run = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is not touched"
+
+
+@pytest.mark.parametrize(
+    ("message", "phase", "code", "said"),
+    [
+        ("No module named app.storage.probe", "Failed", 1, "ended with 1: No module named app.storage.probe"),
+        (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
+    ],
+)
+def test_pods_that_find_fault_are_deleted_all_the_same(
+    fit: FakeCluster, sunspot: Command, patient: None, message: str, phase: str, code: int, said: str
+) -> None:
+    fit.on_create = lambda pod: finish(pod, message, phase, code)
+    checks(sunspot, "--from-pods", code=4)
+    assert said in sunspot.out
+    assert not fit.pods
+
+
+def test_pods_that_no_node_takes(
+    fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("submitter.doctor.probe_pods.WITHIN_S", 0.3)
+    condition = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available: 2 Insufficient cpu"}
+    fit.on_create = lambda pod: pod.update(status={"phase": "Pending", "conditions": [condition]})
+    found = checks(sunspot, "--from-pods", code=4)
+    assert "no node takes it (0/2 nodes are available: 2 Insufficient cpu)" in found["from a head pod"]["seen"]
+    assert not fit.pods
+
+
+def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot: Command, patient: None) -> None:
+    forbidden = 'pods "sunspot-doctor-worker" is forbidden: exceeded quota: team'
+    fit.on_create = lambda pod: fit.on("POST", f"{CORE}/pods", answer(403, forbidden))
+    found = checks(sunspot, "--from-pods", code=4)
+    assert "exceeded quota: team" in found["from pods"]["seen"]
+    assert "Role" not in found["from pods"]["seen"]
+    assert not fit.pods
+    fit._faults.insert(0, ("POST", f"{CORE}/pods", answer(403, 'User "me" cannot create pods'), 9))
+    found = checks(sunspot, "--from-pods", code=4)
+    assert "have the Role sunspot-doctor of k8s/base bound to you" in found["from pods"]["seen"]
+
+
+def test_what_a_pod_runs_prints_what_is_read(tmp_path: Path) -> None:
+    output = tmp_path / "message"
+    environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "app.storage.probe", "--output", str(output)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(output.read_bytes()) < 4096
+    pod: dict[str, Any] = {"metadata": {"labels": {LABEL: "x"}}, "spec": {}}
+    finish(pod, output.read_text())
+    found = list(read_checks("head", pod))
+    assert {check.result for check in found} == {Result.OK}
+    assert "from a head pod: storage throughput" in [check.check for check in found]
+    broken = {**environment, "SUNSPOT_STORAGE_PATH": "/proc/no/such"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=broken, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    [check] = [Check(**record) for record in json.loads(output.read_text())]
+    assert (check.check, check.result) == ("storage", "failed")
+
+
+def test_an_interrupt_leaves_no_pods(
+    fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("submitter.trial_pods.time.sleep", interrupt)
+    assert sunspot("doctor", "--from-pods") == 130
+    assert len(fit.deleted) == 2
+    assert not fit.pods
+
+
+def test_the_folder_of_the_trial_is_no_run(run: Run, sunspot: Command) -> None:
+    sunspot.run.storage.write(f"{FOLDER}/x/small", b"left by a killed one")
+    assert sunspot("list", "--json") == 0
+    assert sunspot.json == []

@@ -1,0 +1,427 @@
+"""`sunspot dashboard`: what passes through the local port, whom it serves, and how it ends."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import websocket
+
+from app.errors import ClusterError, SettingsError
+from app.run import Run
+from app.run.status import RunState, Status, write_status
+from submitter.cluster.forward import LocalPort, find_problem, rewrite
+from tests.conftest import REPOSITORY
+from tests.harness.commands import Command
+from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
+from tests.harness.runs import begin
+
+JOB, CLUSTER, HEAD = "run-1", "run-1-x", "run-1-x-head"
+TOKEN = "s3cret"
+MAGIC = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+"""Of WebSocket's handshake."""
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """A dashboard that wants a token, streams, and echoes what WebSockets bring."""
+
+    protocol_version = "HTTP/1.1"
+
+    def handle_any(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.send(401, b"no token")
+        elif self.headers.get("Upgrade") == "websocket":
+            self.echo()
+        elif self.path == "/stream":
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for number in range(3):
+                line = f"line {number}\n".encode()
+                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+                self.wfile.flush()
+                time.sleep(0.05)
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send(200, f"{self.command} {self.path} {len(body)} {hashlib.sha256(body).hexdigest()}".encode())
+
+    do_GET = do_POST = handle_any
+
+    def send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if self.headers.get("Connection") == "close":  # as aiohttp says it, in which Ray's dashboard is written
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def echo(self) -> None:
+        shake_hands(self)
+        while data := self.connection.recv(65536):
+            self.connection.sendall(unmask(data))
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads it."""
+
+
+def shake_hands(handler: BaseHTTPRequestHandler, **headers: str) -> None:
+    """Accept a WebSocket."""
+    key = hashlib.sha1((handler.headers["Sec-WebSocket-Key"] + MAGIC).encode()).digest()
+    handler.send_response(101)
+    headers |= {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": base64.b64encode(key).decode()}
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+
+
+def unmask(data: bytes) -> bytes:
+    """A client's frame of less than 126 bytes as a server would send it."""
+    mask, masked = data[2:6], data[6:]
+    return bytes((data[0], data[1] & 0x7F)) + bytes(byte ^ mask[place % 4] for place, byte in enumerate(masked))
+
+
+@pytest.fixture
+def dashboard() -> Iterator[int]:
+    """The port of one."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dashboard)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------------ the local port
+
+
+class Direct:
+    """A connection to a port of this machine, in the place of one to a pod."""
+
+    error = ""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def pending(self) -> bool:
+        return False
+
+    def receive(self) -> bytes | None:
+        return self._socket.recv(1000) or None
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def local(dashboard: int) -> Iterator[LocalPort]:
+    with LocalPort(0, lambda: Direct(dashboard), {"Authorization": f"Bearer {TOKEN}"}) as port:
+        threading.Thread(target=port.serve_forever, args=(0.01,), daemon=True).start()
+        yield port
+        port.shutdown()
+
+
+def ask(port: int, method: str = "GET", path: str = "/", body: bytes = b"", **headers: str) -> tuple[int, str]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(method, path, body or None, headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_requests_get_the_token_and_bodies_pass(local: LocalPort, dashboard: int) -> None:
+    port = local.server_address[1]
+    assert ask(dashboard) == (401, "no token")
+    assert ask(port)[0] == 200
+    assert ask(port, Authorization="Bearer of another cluster")[0] == 200
+    body = os.urandom(300_000)
+    assert ask(port, "POST", "/jobs?x=1", body) == (200, f"POST /jobs?x=1 300000 {hashlib.sha256(body).hexdigest()}")
+    assert ask(port, path="/stream") == (200, "line 0\nline 1\nline 2\n")
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        for _ in range(2):  # the client connects again by itself, as it was told to
+            connection.request("GET", "/", headers={"Connection": "keep-alive"})
+            response = connection.getresponse()
+            assert response.headers["Connection"] == "close"
+            assert response.read().startswith(b"GET / 0")
+
+
+def test_websockets_pass(local: LocalPort) -> None:
+    port = local.server_address[1]
+    with contextlib.closing(websocket.create_connection(f"ws://127.0.0.1:{port}/ws", timeout=10)) as client:
+        for text in ("one", "two"):
+            client.send(text)
+            assert client.recv() == text
+
+
+def test_many_at_once(local: LocalPort) -> None:
+    port, codes = local.server_address[1], []
+    threads = [threading.Thread(target=lambda: codes.append(ask(port, path="/stream")[0])) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [200] * 20
+
+
+@pytest.mark.parametrize(
+    ("headers", "served"),
+    [
+        ({"Host": "127.0.0.1:8265"}, True),
+        ({"Host": "localhost:9000"}, True),
+        ({"Host": "127.0.0.1:8265", "Origin": "http://127.0.0.1:8265"}, True),
+        ({"Host": "127.0.0.1:8265", "Origin": "http://127.0.0.1:3000"}, False),
+        ({"Host": "127.0.0.1:8265", "Origin": "https://evil.example"}, False),
+        ({"Host": "127.0.0.1:8265", "Origin": "null"}, False),
+        ({"Host": "evil.example:8265"}, False),
+        ({"Host": "127.0.0.1.evil.example"}, False),
+        ({"Host": ""}, False),
+    ],
+)
+def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str], served: bool) -> None:
+    status, said = ask(local.server_address[1], **headers)
+    assert (status == 200) is served, said
+    head = "\r\n".join(["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())])
+    assert (not find_problem(f"{head}\r\n\r\n".encode())) is served
+
+
+def test_nobody_but_this_machine_reaches_it(local: LocalPort) -> None:
+    assert local.server_address[0] == "127.0.0.1"
+    with pytest.raises(SettingsError, match="choose another one"):
+        LocalPort(local.server_address[1], lambda: Direct(1), {})
+
+
+def test_what_keeps_a_request_from_going_through_is_said() -> None:
+    def refuse() -> Direct:
+        raise ClusterError("the API server is away")
+
+    with LocalPort(0, refuse, {}) as port:
+        threading.Thread(target=port.serve_forever, args=(0.01,), daemon=True).start()
+        assert ask(port.server_address[1]) == (502, "the API server is away\n")
+        port.shutdown()
+
+
+def test_a_head_is_rewritten_only_where_it_must_be() -> None:
+    head = b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\nauthorization: old\r\nCookie: a=b\r\n\r\n"
+    wanted = b"GET /a HTTP/1.1\r\nHost: x\r\nCookie: a=b\r\nAuthorization: new\r\nConnection: close\r\n\r\n"
+    assert rewrite(head, {"Authorization": "new"}) == wanted
+    upgrade = b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    assert rewrite(upgrade, {}) == upgrade
+
+
+# -------------------------------------------------------------------------------------------- through the API server
+
+
+class Kubelet:
+    """Port-forwarding as the API server does it, to a port of this machine."""
+
+    def __init__(self, port: int, error: str = "") -> None:
+        self.port, self.error = port, error
+        self.asked: list[str] = []
+
+    def __call__(self, handler: _Handler) -> None:
+        assert handler.headers["Sec-WebSocket-Protocol"] == "v4.channel.k8s.io"
+        assert handler.headers["Authorization"] == "Bearer t"
+        self.asked.append(handler.path)
+        handler.close_connection = True
+        shake_hands(handler, **{"Sec-WebSocket-Protocol": "v4.channel.k8s.io"})
+        near = handler.connection
+        for channel in (0, 1):
+            send_frame(near, bytes((channel,)) + struct.pack("<H", 8265))
+        if self.error:
+            send_frame(near, b"\x01" + self.error.encode())
+            return
+        with socket.create_connection(("127.0.0.1", self.port)) as far:
+            threading.Thread(target=self.pass_back, args=(far, near), daemon=True).start()
+            while (frame := read_frame(handler.rfile)) is not None:
+                assert frame[:1] == b"\x00"
+                far.sendall(frame[1:])
+
+    def pass_back(self, far: socket.socket, near: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := far.recv(20_000):
+                send_frame(near, b"\x00" + data)
+            send_frame(near, b"", operation=8)
+
+
+def send_frame(connection: socket.socket, data: bytes, operation: int = 2) -> None:
+    length = bytes((len(data),)) if len(data) < 126 else b"\x7e" + struct.pack(">H", len(data))
+    connection.sendall(bytes((0x80 | operation,)) + length + data)
+
+
+def read_frame(source: Any) -> bytes | None:
+    """The payload of a client's next frame; None when there is none."""
+    head = source.read(2)
+    if len(head) < 2 or head[0] & 0xF == 8:
+        return None
+    length = head[1] & 0x7F
+    if length > 125:
+        length = struct.unpack(">H" if length == 126 else ">Q", source.read(2 if length == 126 else 8))[0]
+    mask, masked = source.read(4), source.read(length)
+    return bytes(byte ^ mask[place % 4] for place, byte in enumerate(masked))
+
+
+def make_live(cluster: FakeCluster, run: Run, token: bool = True) -> None:
+    begin(run)
+    write_status(run, Status(RunState.RUNNING, JOB, step=3, attempt=1))
+    cluster.put_job(rayjob(JOB))
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    head = pod(HEAD, CLUSTER, head=True)
+    source = {"secretKeyRef": {"name": CLUSTER, "key": "auth_token"}}
+    variables = [{"name": "RAY_AUTH_MODE", "value": "token"}, {"name": "RAY_AUTH_TOKEN", "valueFrom": source}]
+    head["spec"]["containers"] = [{"name": "ray", "env": variables if token else []}]
+    cluster.pods = [head, pod(f"{CLUSTER}-worker", CLUSTER)]
+    secret = {"metadata": {"name": CLUSTER}, "data": {"auth_token": base64.b64encode(TOKEN.encode()).decode()}}
+    cluster.on("GET", f"/secrets/{CLUSTER}", lambda handler: handler.reply(200, secret))
+
+
+class Process:
+    """`sunspot dashboard` as a process of its own."""
+
+    def __init__(self, run: Run, *words: str) -> None:
+        storage = run.storage.locate("")
+        command = [sys.executable, "-m", "submitter.cli", "dashboard", "run", "--storage", storage, *words]
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert self.process.stdout
+        self.first = self.process.stdout.readline()
+
+    def answer(self, port: int) -> tuple[int, str]:
+        """What it answers to one request, after which it is interrupted."""
+        try:
+            return ask(port)
+        finally:
+            self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what was said on stderr."""
+        _, said = self.process.communicate(timeout=20)
+        return self.process.returncode, said
+
+
+def test_the_dashboard_is_reached_with_its_token_until_interrupted(
+    cluster: FakeCluster, run: Run, dashboard: int
+) -> None:
+    make_live(cluster, run)
+    kubelet = Kubelet(dashboard)
+    cluster.on("GET", f"/pods/{HEAD}/portforward", kubelet)
+    port = free_port()
+    process = Process(run, "--port", str(port), "--json")
+    try:
+        about = json.loads(process.first)
+        assert about == {"run": "run", "url": f"http://127.0.0.1:{port}", "pod": HEAD, "token_added": True}
+        body = os.urandom(200_000)
+        assert ask(port, "POST", "/a", body) == (200, f"POST /a 200000 {hashlib.sha256(body).hexdigest()}")
+        assert ask(port, path="/stream") == (200, "line 0\nline 1\nline 2\n")
+        with contextlib.closing(websocket.create_connection(f"ws://127.0.0.1:{port}/ws", timeout=10)) as client:
+            client.send("hello")
+            assert client.recv() == "hello"
+        assert kubelet.asked[0].endswith(f"/pods/{HEAD}/portforward?ports=8265")
+    finally:
+        process.process.send_signal(signal.SIGINT)
+    code, said = process.end()
+    assert code == 0, said
+    assert "all who use this machine can use it" in said
+    assert TOKEN not in process.first + said
+
+
+def test_it_ends_with_the_head(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+    make_live(cluster, run, token=False)
+    cluster.on("GET", "/portforward", Kubelet(dashboard))
+    process = Process(run, "--port", str(free_port()))
+    assert f"is the Ray dashboard of run (pod {HEAD})" in process.first
+    cluster.pods = []
+    cluster.set_status(JOB, "Complete", "SUCCEEDED")
+    code, said = process.end()
+    assert code == 3
+    assert f"the head {HEAD} is gone, and its dashboard with it; run is " in said
+    assert "token" not in said
+
+
+def test_it_ends_with_a_head_that_has_ended(cluster: FakeCluster, run: Run, dashboard: int) -> None:
+    make_live(cluster, run, token=False)
+    cluster.on("GET", "/portforward", Kubelet(dashboard))
+    process = Process(run, "--port", str(free_port()))
+    assert process.first
+    cluster.pods[0]["status"]["phase"] = "Failed"
+    assert process.end()[0] == 3
+
+
+def test_a_port_that_the_pod_does_not_serve_is_said(cluster: FakeCluster, run: Run) -> None:
+    make_live(cluster, run)
+    cluster.on("GET", "/portforward", Kubelet(0, error="connection refused in the pod"))
+    port = free_port()
+    process = Process(run, "--port", str(port))
+    assert process.answer(port) == (502, "connection refused in the pod\n")
+    assert process.end()[0] == 0
+
+
+def test_without_the_right_to_read_the_token_the_browser_is_asked(
+    cluster: FakeCluster, run: Run, dashboard: int
+) -> None:
+    make_live(cluster, run)
+    cluster.on("GET", "/portforward", Kubelet(dashboard))
+    cluster._faults.insert(0, ("GET", "/secrets/", answer(403, 'User "me" cannot get secrets'), 9))
+    port = free_port()
+    process = Process(run, "--port", str(port))
+    assert process.answer(port) == (401, "no token")
+    code, said = process.end()
+    assert code == 0
+    assert f"the dashboard will ask for its token, auth_token of Secret {CLUSTER}, unreadable here: " in said
+    assert "have the Role sunspot-dashboard of k8s/base bound to you" in said
+
+
+def test_what_is_refused_is_refused_at_once(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    make_live(cluster, run)
+    cluster.on("GET", "/portforward", answer(403, 'User "me" cannot get pods/portforward'))
+    assert sunspot("dashboard", "run") == 4
+    assert 'User "me" cannot get pods/portforward; have the Role sunspot-dashboard of k8s/base bound' in sunspot.err
+
+
+def test_a_run_without_a_head_has_no_dashboard(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    assert sunspot("dashboard", "run") == 3
+    assert "no run run in" in sunspot.err
+    begin(run)
+    write_status(run, Status(RunState.SUCCEEDED, JOB, "done"))
+    assert sunspot("dashboard", "run") == 3
+    assert "run has no head that is ready, so no dashboard: succeeded, done; `sunspot report run" in sunspot.err
+    cluster.put_job(rayjob(JOB))
+    cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER)
+    cluster.pods = [pod(HEAD, CLUSTER, head=True, phase="Pending")]
+    assert sunspot("dashboard", "run") == 3
+    assert "no head that is ready" in sunspot.err
+    cluster.down()
+    assert sunspot("dashboard", "run") == 4
+
+
+def test_a_taken_port(cluster: FakeCluster, run: Run, sunspot: Command, dashboard: int) -> None:
+    make_live(cluster, run)
+    cluster.on("GET", "/portforward", Kubelet(dashboard))
+    assert sunspot("dashboard", "run", "--port", str(dashboard)) == 2
+    assert f"--port {dashboard}: cannot listen on 127.0.0.1" in sunspot.err

@@ -1,0 +1,594 @@
+"""Datasets: every form of a Parquet column, local and in S3, the bundled digits, MNIST, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from PIL import Image
+
+from app.data import mnist, parquet
+from app.data.mnist import open_mnist
+from app.data.parquet import SAMPLE, open_dataset, open_parquet
+from app.data.source import Source, check_labels_match, find_sources, rows_in
+from app.errors import DataError, StorageError
+from app.settings import Settings
+
+MNIST_ROOT = Path(__file__).parents[3] / "shared" / "data"
+needs_mnist = pytest.mark.skipif(not (MNIST_ROOT / "MNIST").exists(), reason="needs the MNIST files")
+
+
+def write(path: Path, image: pa.Array | None, label: object, **options: object) -> Path:
+    columns = {"label": label if isinstance(label, pa.Array) else pa.array(label)}
+    if image is not None:
+        columns["image"] = image
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def random_images(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def encode(pixels: np.ndarray, form: str = "PNG", mode: str | None = None) -> bytes:
+    sink = io.BytesIO()
+    image = Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(sink, form)
+    return sink.getvalue()
+
+
+def tensors(images: np.ndarray) -> pa.Array:
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(images)
+
+
+def lists(images: np.ndarray, pixel: pa.DataType | None = None) -> pa.Array:
+    kind = pixel or pa.int64()
+    for _ in images.shape[1:]:
+        kind = pa.list_(kind)
+    return pa.array(images.tolist(), kind)
+
+
+def channels_first(images: np.ndarray) -> np.ndarray:
+    """What a source must give for images [n, H, W], [n, H, W, C] or [n, C, H, W]."""
+    if images.ndim == 3:
+        return images[:, None]
+    return images.transpose(0, 3, 1, 2) if images.shape[3] in (1, 3) else images
+
+
+def everything(source: Source) -> dict[str, np.ndarray]:
+    groups = [source.read(group) for group in range(len(source.row_groups))]
+    return {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+
+
+def refusal(kind: type[Exception], *parts: str) -> object:
+    """Expects an error whose message has all the parts, in any order, on one short line."""
+    return pytest.raises(kind, match="".join(f"(?=.*{re.escape(part)})" for part in parts))
+
+
+# ------------------------------------------------------------------------------------------------------- column forms
+
+SHAPES = st.tuples(st.integers(1, 6), st.integers(4, 9), st.integers(4, 9)).flatmap(
+    lambda nhw: st.sampled_from([nhw, (*nhw, 1), (*nhw, 3), (nhw[0], 1, *nhw[1:]), (nhw[0], 3, *nhw[1:])])
+)
+FORMS = {
+    "tensor": tensors,
+    "int64 lists": lists,
+    "uint8 lists": lambda images: lists(images, pa.uint8()),
+    "int16 large lists": lambda images: lists(images, pa.int16()).cast(
+        pa.large_list(lists(images, pa.int16()).type.value_type)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(shape=SHAPES, seed=st.integers(0, 99))
+@effort(max_examples=25, deadline=None)
+def test_every_shape_reads_back(tmp_path_factory, form, shape, seed):
+    images = random_images(*shape, seed=seed)
+    path = write(tmp_path_factory.mktemp("form") / "a.parquet", FORMS[form](images), range(shape[0]), row_group_size=2)
+    source = open_parquet(str(path))
+    expected = channels_first(images)
+    assert source.shape == expected.shape[1:]
+    assert source.classes == shape[0]
+    read = everything(source)
+    assert read["image"].dtype == np.uint8
+    assert read["image"].flags.c_contiguous
+    assert read["label"].dtype == np.int64
+    np.testing.assert_array_equal(read["image"], expected)
+    np.testing.assert_array_equal(read["label"], np.arange(shape[0]))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "png"])
+def test_chosen_rows_come_in_the_order_asked_for(tmp_path, form):
+    images = random_images(8, 5, 7, 3)
+    column = pa.array([encode(image) for image in images]) if form == "png" else FORMS[form](images)
+    source = open_parquet(str(write(tmp_path / "a.parquet", column, range(8), row_group_size=4)))
+    read = source.read(1, np.array([3, 0, 2]))
+    np.testing.assert_array_equal(read["label"], [7, 4, 6])
+    np.testing.assert_array_equal(read["image"], channels_first(images)[[7, 4, 6]])
+    assert source.read(0, np.array([], np.int64))["image"].shape == (0, 3, 5, 7)
+
+
+def test_only_chosen_rows_are_decoded(tmp_path):
+    column = pa.array([encode(random_images(4, 4)), b"not an image", encode(random_images(4, 4))])
+    source = open_parquet(str(write(tmp_path / "a.parquet", column, [0, 1, 2])))
+    assert source.read(0, np.array([2, 0]))["label"].tolist() == [2, 0]
+    with refusal(DataError, "a.parquet", "row 1", "PNG"):
+        source.read(0, np.array([1]))
+
+
+def test_a_permuted_tensor_is_refused(tmp_path):
+    column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # channels first by strides only
+    path = write(tmp_path / "a.parquet", column, range(4))
+    with refusal(DataError, "a.parquet", "permutation"):
+        open_parquet(str(path))
+
+
+def test_tensors_are_read_without_a_copy(tmp_path):
+    source = open_parquet(str(write(tmp_path / "a.parquet", tensors(random_images(64, 28, 28)), [0] * 64)))
+    image = source.read(0)["image"]
+    assert not image.flags.writeable, "a view of Arrow's memory is read-only"
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels"), [("L", 1), ("LA", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("P", 3), ("CMYK", 3)]
+)
+def test_encoded_bytes_of_every_mode(tmp_path, mode, channels):
+    pixels = np.zeros((6, 5, 3), np.uint8)
+    pixels[:3] = 255
+    form = "JPEG" if mode == "CMYK" else "PNG"
+    path = write(tmp_path / "a.parquet", pa.array([encode(pixels, form, mode)] * 2), [0, 1])
+    source = open_parquet(str(path))
+    assert source.shape == (channels, 6, 5)
+    image = everything(source)["image"]
+    assert (image[:, :, :2] > 250).all()
+    assert (image[:, :, 4:] < 5).all()
+
+
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
+    pixels = np.array([[0, 256, 0x1234, 65535]] * 4, np.uint16)
+    source = open_parquet(str(write(tmp_path / "a.parquet", pa.array([encode(pixels)]), [0])))
+    np.testing.assert_array_equal(source.read(0)["image"][0, 0, 0], [0, 1, 0x12, 255])
+
+
+def test_grey_among_colour_becomes_colour_but_not_the_other_way(tmp_path):
+    grey, colour = random_images(4, 4), random_images(4, 4, 3)
+    source = open_parquet(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
+    np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))
+    source = open_parquet(str(write(tmp_path / "b.parquet", pa.array([encode(grey), encode(colour)]), [0, 1])))
+    with refusal(DataError, "b.parquet", "row 1", "colour"):
+        source.read(0)
+
+
+# -------------------------------------------------------------------------------------------------------- many files
+
+
+def test_row_ids_follow_the_paths_then_the_rows(tmp_path):
+    for name, label in (("b/1.parquet", 2), ("a.parquet", 0), ("b/0.parquet", 1), ("c.parquet", 3)):
+        write(tmp_path / name, tensors(random_images(3, 4, 4)), [label] * 3, row_group_size=2)
+    write(tmp_path / "_temporary" / "x.parquet", tensors(random_images(1, 4, 4)), [9])
+    write(tmp_path / ".hidden.parquet", tensors(random_images(1, 4, 4)), [9])
+    (tmp_path / "_SUCCESS").touch()
+    source = open_parquet(str(tmp_path))
+    assert source.row_groups == (2, 1) * 4
+    assert everything(source)["label"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert source.where(3, 0) == f"{tmp_path}/b/0.parquet, row 2"
+
+
+def test_the_fingerprint_is_of_names_groups_and_shape(tmp_path):
+    def fingerprint(folder: str, name: str = "a.parquet", rows: int = 4, size: int = 4, group: int = 2) -> str:
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        images = tensors(random_images(rows, size, 4, seed=rows))
+        write(tmp_path / folder / name, images, [0] * rows, row_group_size=group)
+        return open_parquet(str(tmp_path / folder)).fingerprint
+
+    base = fingerprint("x")
+    assert fingerprint("elsewhere") == base
+    others = {fingerprint("x", name="b.parquet"), fingerprint("x", rows=5), fingerprint("x", size=5)}
+    assert len({base, fingerprint("x", group=4)} | others) == 5
+
+
+def test_a_source_travels_and_is_read_by_many_threads(tmp_path):
+    images = random_images(64, 8, 8)
+    write(tmp_path / "a.parquet", tensors(images), range(64), row_group_size=4, compression="zstd")
+    source = pickle.loads(pickle.dumps(open_parquet(str(tmp_path))))
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda turn: source.read(turn % 16), range(160)))
+    for turn, group in enumerate(read):
+        np.testing.assert_array_equal(group["image"][:, 0], images[turn % 16 * 4 :][:4])
+
+
+def test_a_file_that_changed_is_refused_and_opened_anew(tmp_path):
+    path = write(tmp_path / "a.parquet", tensors(random_images(4, 4, 4)), [0] * 4)
+    before = open_parquet(str(path))
+    path.unlink()
+    write(path, tensors(random_images(6, 4, 4)), [0] * 6)
+    assert rows_in(open_parquet(str(path))) == 6
+    with refusal(DataError, "a.parquet", "changed"):
+        before.read(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+GOOD = tensors(random_images(3, 4, 4))
+TYPE, NULL, NEGATIVE = pa.array([0.0, 1.0, 2.0]), pa.array([0, 1, None]), pa.array([0, -1, 2])
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "parts"),
+    [
+        (None, [0, 1, 2], ("no column 'image'", "label")),
+        (GOOD, TYPE, ("row 0", "double", "integer")),
+        (GOOD, NULL, ("row 2", "null")),
+        (GOOD, NEGATIVE, ("row 1", "-1")),
+        (GOOD, pa.array([0, 2**63, 1], pa.uint64()), ("row 1", str(2**63))),
+        (GOOD.slice(0, 0), pa.array([], pa.int64()), ("no rows",)),
+        (pa.array(["a", "b", "c"]), [0, 1, 2], ("image is string", "PNG")),
+        (tensors(random_images(3, 4, 4).astype(np.float32)), [0, 1, 2], ("image is", "float", "uint8")),
+        (lists(random_images(3, 4)), [0, 1, 2], ("image is list", "lists of lists")),
+        (tensors(random_images(3, 5, 5, 2)), [0, 1, 2], ("[5, 5, 2]", "1 or 3")),
+        (pa.array([None, None, None], pa.binary()), [0, 1, 2], ("row 0", "null")),
+        (pa.array([[[]]] * 3, pa.list_(pa.list_(pa.int64()))), [0, 1, 2], ("row 0", "[1, 0]")),
+    ],
+)
+def test_what_is_refused_before_training(tmp_path, image, label, parts):
+    write(tmp_path / "a.parquet", GOOD, [0, 1, 2])
+    write(tmp_path / "bad.parquet", image, label)
+    with refusal(DataError, "bad.parquet", *parts):
+        open_parquet(str(tmp_path / "bad.parquet"))
+    if "row 0" not in parts or "double" in parts:
+        with refusal(DataError, "bad.parquet", *parts):
+            open_parquet(str(tmp_path))
+
+
+HOLED = pa.ExtensionArray.from_storage(
+    pa.fixed_shape_tensor(pa.uint8(), [2, 2]), pa.array([[0, 1, 2, 3], [0, None, 2, 3]], pa.list_(pa.uint8(), 4))
+)
+
+
+@pytest.mark.parametrize(
+    ("image", "parts"),
+    [
+        (pa.array([encode(random_images(4, 4)), encode(random_images(4, 4))[:60]]), ("damaged",)),
+        (pa.array([encode(random_images(4, 4)), encode(random_images(4, 5))]), ("4 x 5", "4 x 4")),
+        (pa.array([encode(random_images(4, 4)), None]), ("null",)),
+        (pa.array([[[0, 1], [2, 3]], [[0, 256], [2, 3]]]), ("256", "0 to 255")),
+        (pa.array([[[0, 1], [2, 3]], [[0, -1], [2, 3]]], pa.list_(pa.list_(pa.int8()))), ("-1", "0 to 255")),
+        (pa.array([[[0, 1], [2, 3]], [[0, 1], [2]]]), ("list of 1", "[2, 2]")),
+        (pa.array([[[0, 1], [2, 3]], [[0, 1]]]), ("list of 1", "[2, 2]")),
+        (pa.array([[[0, 1], [2, 3]], [[0, 1], None]]), ("null",)),
+        (pa.array([[[0, 1], [2, 3]], [[0, 1], [2, None]]]), ("null",)),
+        (pa.array([[[0, 1], [2, 3]], None]), ("null",)),
+        (HOLED, ("null",)),
+    ],
+)
+def test_what_is_refused_at_reading_names_the_row_of_the_file(tmp_path, image, parts):
+    good = pa.concat_arrays([image[:1]] * 3)
+    path = write(tmp_path / "a.parquet", pa.concat_arrays([good, image]), range(5), row_group_size=3)
+    source = open_parquet(str(path))
+    source.read(0)
+    with refusal(DataError, "a.parquet, row 4", *parts):
+        source.read(1)
+
+
+def test_files_of_unlike_shape_are_refused(tmp_path):
+    write(tmp_path / "a.parquet", tensors(random_images(2, 4, 4)), [0, 1])
+    write(tmp_path / "b.parquet", tensors(random_images(2, 4, 5)), [0, 1])
+    with refusal(DataError, "b.parquet", "[4, 5]", "[4, 4]"):
+        open_parquet(str(tmp_path))
+
+
+def test_damaged_files_are_refused_by_name(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    with refusal(DataError, "a.parquet", "not a Parquet file"):
+        open_parquet(str(tmp_path))
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with refusal(DataError, "a.parquet"):
+        open_parquet(str(tmp_path))
+    path = write(tmp_path / "a.parquet", tensors(random_images(500, 8, 8)), [0] * 500, compression="zstd")
+    content = bytearray(path.read_bytes())
+    at = pq.read_metadata(path).row_group(0).column(1).data_page_offset
+    content[at : at + 200] = bytes(200)
+    path.write_bytes(content)
+    source = open_parquet(str(path))
+    with refusal(DataError, "a.parquet", "damaged"):
+        source.read(0)
+
+
+def test_missing_and_empty_places_are_refused(tmp_path):
+    with refusal(DataError, str(tmp_path / "none"), "not found", "DATASET"):
+        open_parquet(str(tmp_path / "none"))
+    with refusal(DataError, str(tmp_path), "no *.parquet"):
+        open_parquet(str(tmp_path))
+    with refusal(DataError, "http://host/x", "s3://"):
+        open_parquet("http://host/x")
+
+
+# -------------------------------------------------------------------------------------------------------- the settings
+
+
+def folders(path: Path, **labels: list[int]) -> str:
+    for name, values in labels.items():
+        write(path / name / "0.parquet", tensors(random_images(len(values), 4, 4)), values)
+    return str(path)
+
+
+def test_train_and_test_folders_are_told_apart(tmp_path):
+    both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
+    train, test = find_sources(Settings(dataset=both))
+    assert test
+    assert (rows_in(train), rows_in(test)) == (3, 2)
+
+    alone = folders(tmp_path / "alone", train=[0, 1])
+    train, test = find_sources(Settings(dataset=alone))
+    assert (rows_in(train), test) == (2, None)
+
+    train, test = open_dataset(alone, both)
+    assert test
+    assert (rows_in(train), rows_in(test)) == (2, 2)
+
+
+def test_the_test_dataset_wins_and_may_be_the_dataset_itself(tmp_path):
+    both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
+    other = folders(tmp_path / "other", rest=[0])
+    train, test = open_dataset(both, other)
+    assert test
+    assert (rows_in(train), rows_in(test)) == (3, 1)
+    train, test = open_dataset(other, other)
+    assert test
+    assert (rows_in(train), rows_in(test)) == (1, 1)
+
+
+def test_held_out_rows_must_fit_the_training_rows(tmp_path):
+    location = folders(tmp_path, train=[0, 1], test=[1, 0, 2, 3])
+    with refusal(DataError, "test/0.parquet, row 2", "label 2", "0 to 1"):
+        find_sources(Settings(dataset=location))
+    write(tmp_path / "test" / "0.parquet", tensors(random_images(1, 4, 5)), [0])
+    with refusal(DataError, "test/0.parquet", "(1, 4, 5)", "(1, 4, 4)"):
+        check_labels_match(open_parquet(str(tmp_path / "train")), open_parquet(str(tmp_path / "test")))
+
+
+# ------------------------------------------------------------------------------------------------------ bundled digits
+
+
+def test_the_sample_is_balanced_and_split():
+    train, test = find_sources(Settings(dataset="sample"))
+    assert test
+    assert train.shape == test.shape == (1, 28, 28)
+    assert train.classes == test.classes == 10
+    assert train.fingerprint != test.fingerprint
+    assert np.bincount(everything(train)["label"]).tolist() == [1200] * 10
+    assert np.bincount(everything(test)["label"]).tolist() == [200] * 10
+
+
+def test_the_sample_is_the_file_that_its_note_describes():
+    content = SAMPLE.read_bytes()
+    note = SAMPLE.with_name("SAMPLE.md").read_text()
+    assert hashlib.sha256(content).hexdigest() in note
+    assert f"{len(content):,} bytes" in note
+    assert len(content) < 2.6e6
+
+
+@needs_mnist
+def test_the_sample_is_made_again_alike(tmp_path):
+    from scripts.make_sample import make_sample
+
+    make_sample(str(MNIST_ROOT), tmp_path / "sample.parquet")
+    made, bundled = pq.read_table(tmp_path / "sample.parquet"), pq.read_table(SAMPLE)
+    assert made.equals(bundled, check_metadata=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- MNIST
+
+
+def idx(values: np.ndarray) -> bytes:
+    magic = 2051 if values.ndim == 3 else 2049
+    return np.array([magic, *values.shape], ">u4").tobytes() + values.tobytes()
+
+
+def put_mnist(data_root: Path, train: int = 5000, test: int = 10, pack: bool = False) -> dict[str, np.ndarray]:
+    """Small files in MNIST's form; returns their images."""
+    raw = data_root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    images = {}
+    for split, rows in (("train", train), ("t10k", test)):
+        images[split] = random_images(rows, 4, 4)
+        labels = (np.arange(rows) % 10).astype(np.uint8)
+        for name, values in ((f"{split}-images-idx3-ubyte", images[split]), (f"{split}-labels-idx1-ubyte", labels)):
+            content = idx(values)
+            (raw / f"{name}{'.gz' * pack}").write_bytes(gzip.compress(content) if pack else content)
+    return images
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_mnist_files_unpacked_or_not_are_read_and_left_alone(tmp_path, pack):
+    images = put_mnist(tmp_path, pack=pack)
+    before = sorted(tmp_path.rglob("*"))
+    train, test = open_mnist(str(tmp_path))
+    train = pickle.loads(pickle.dumps(train))
+    assert train.row_groups == (4096, 904)
+    np.testing.assert_array_equal(everything(train)["image"][:, 0], images["train"])
+    np.testing.assert_array_equal(everything(test)["label"], np.arange(10))
+    read = train.read(1, np.array([2, 0]))
+    np.testing.assert_array_equal(read["image"][:, 0], images["train"][[4098, 4096]])
+    assert read["label"].tolist() == [8, 6]
+    assert train.where(1, 2).endswith("train-images-idx3-ubyte, row 4098")
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written when the files are complete"
+
+
+@needs_mnist
+def test_the_published_files():
+    train, test = find_sources(Settings(dataset="mnist", data_root=str(MNIST_ROOT)))
+    assert test
+    assert (rows_in(train), rows_in(test), train.shape) == (60000, 10000, (1, 28, 28))
+    assert np.bincount(everything(test)["label"])[0] == 980
+
+
+def test_without_network_one_error_says_what_to_do(tmp_path, monkeypatch):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror("no name service here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    began = time.monotonic()
+    with refusal(DataError, "MNIST/raw", "train-images-idx3-ubyte: missing", "cannot download", "DATASET=sample"):
+        open_mnist(str(tmp_path))
+    assert time.monotonic() - began < 30
+    assert not list(tmp_path.rglob("*ubyte*")), "a failed download leaves nothing behind"
+
+
+def test_a_download_that_fails_half_way_is_not_taken_for_complete(tmp_path, monkeypatch):
+    def half(folder: str) -> None:
+        put_mnist(Path(folder))
+        (Path(folder) / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0")
+
+    monkeypatch.setattr(mnist, "_fetch", half)
+    for _ in range(2):
+        with refusal(DataError, "t10k-labels-idx1-ubyte", "damaged"):
+            open_mnist(str(tmp_path))
+    assert not list(tmp_path.rglob("*ubyte*"))
+    monkeypatch.setattr(mnist, "_fetch", lambda folder: put_mnist(Path(folder)))
+    assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_damaged_file_is_replaced_or_named(tmp_path, monkeypatch, pack):
+    put_mnist(tmp_path, pack=pack)
+    path = tmp_path / "MNIST" / "raw" / f"train-images-idx3-ubyte{'.gz' * pack}"
+    path.write_bytes(path.read_bytes()[:-100])
+    monkeypatch.setattr(mnist, "_fetch", lambda folder: (_ for _ in ()).throw(OSError("no network")))
+    with refusal(DataError, path.name, "damaged", "no network"):
+        open_mnist(str(tmp_path))
+    monkeypatch.setattr(mnist, "_fetch", lambda folder: put_mnist(Path(folder)))
+    assert rows_in(open_mnist(str(tmp_path))[0]) == 5000
+
+
+def _open_counting(data_root: str, count: str) -> int:
+    def slow(folder: str) -> None:
+        with open(count, "a") as file:
+            file.write("x")
+        time.sleep(1)
+        put_mnist(Path(folder))
+
+    mnist._fetch = slow
+    return rows_in(open_mnist(data_root)[0])
+
+
+def test_one_process_downloads_and_the_others_wait(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        count = str(tmp_path / "count")
+        assert pool.starmap(_open_counting, [(str(tmp_path / "data"), count)] * 3, chunksize=1) == [5000] * 3
+    assert Path(count).read_text() == "x"
+    assert {path.name for path in (tmp_path / "data").iterdir()} <= {"MNIST", ".mnist.lock"}
+
+
+def test_waiting_is_bounded_and_says_for_what(tmp_path, monkeypatch, caplog):
+    from filelock import FileLock
+
+    monkeypatch.setattr(mnist, "WAIT_S", 0.2)
+    with (
+        FileLock(tmp_path / ".mnist.lock", is_singleton=False),
+        refusal(DataError, ".mnist.lock", "download MNIST"),
+    ):
+        open_mnist(str(tmp_path))
+    assert "waiting" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------------------ S3
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    server.stop()
+
+
+def s3_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    values = {"ENDPOINT_URL": endpoint, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+
+
+def test_a_dataset_in_s3_is_the_same_dataset(tmp_path, monkeypatch, s3_server):
+    import boto3
+
+    s3_environment(monkeypatch, s3_server)
+    both = folders(tmp_path, train=[0, 1, 2], test=[1, 2])
+    client = boto3.client("s3", endpoint_url=s3_server, region_name="us-east-1")
+    client.create_bucket(Bucket="data")
+    for path in tmp_path.rglob("*.parquet"):
+        client.upload_file(str(path), "data", f"digits/{path.relative_to(tmp_path)}")
+    client.put_object(Bucket="data", Key="digits/train/_SUCCESS", Body=b"")
+
+    local, _ = open_dataset(both)
+    train, test = open_dataset("s3://data/digits/")
+    assert test
+    assert train.fingerprint == local.fingerprint
+    assert train.where(0, 1) == "s3://data/digits/train/0.parquet, row 1"
+    np.testing.assert_array_equal(everything(train)["image"], everything(local)["image"])
+    np.testing.assert_array_equal(everything(test)["label"], [1, 2])
+    assert rows_in(open_parquet("s3://data/digits/test/0.parquet")) == 2
+    with refusal(DataError, "s3://data/nothing", "not found"):
+        open_parquet("s3://data/nothing")
+
+
+def test_a_url_that_is_forbidden_is_named(monkeypatch):
+    class Refuse(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(403)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *args: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        s3_environment(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        with refusal(StorageError, "s3://data/digits", "ACCESS_DENIED"):
+            open_parquet("s3://data/digits")
+        server.shutdown()
+
+
+def test_an_unreachable_url_is_named_within_its_time(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        s3_environment(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
+        began = time.monotonic()
+        with refusal(StorageError, "s3://data/digits"):
+            open_parquet("s3://data/digits")
+    assert time.monotonic() - began < 30
+
+
+def test_a_silent_server_is_given_up(monkeypatch):
+    monkeypatch.setattr(parquet, "REQUEST_TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        with refusal(StorageError, "s3://data/digits"):
+            open_parquet("s3://data/digits")
+    assert time.monotonic() - began < 10

@@ -1,0 +1,477 @@
+"""`sunspot delete`: what it shows, what it removes and what never, and what it leaves where it is interrupted."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import SupersededError
+from app.run import Run, copies_of, open_run
+from app.run.attempts import Attempt, claim, ensure_owner, read_attempts, record_submission
+from app.run.search import Results, Trial, write_results
+from app.run.status import MARK, RunState, Status, deletion_begun, mark_deletion, write_status
+from app.storage.local import LocalStorage
+from submitter.commands.delete import in_order
+from tests.conftest import Program
+from tests.harness import s3
+from tests.harness.commands import Command
+from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
+from tests.harness.runs import begin, commit, consumed, record_audit, report, start
+from tests.harness.s3 import FaultProxy
+from tests.harness.training import the_run, wait_for_step
+
+JOB, CLUSTER = "run-1", "run-1-x"
+
+
+def fill(run: Run, state: RunState = RunState.SUCCEEDED) -> Attempt:
+    """A run with some of everything."""
+    attempt = start(begin(run), JOB)
+    commit(run, attempt, 5)
+    commit(run, attempt, 10)
+    report(run, attempt, {"step": 5, "attempt": 1, "loss": 1.0})
+    record_audit(run, attempt, consumed(1, 5))
+    record_submission(run, JOB, "kind: RayJob\n")
+    run.storage.write(run.key("logs", "driver-1", "000000.log"), b"hello")
+    write_status(run, Status(state, JOB, "at step 10", step=10, attempt=1))
+    return attempt
+
+
+def files_of(run: Run) -> set[str]:
+    return {entry.key for entry in run.storage.list(run.name)}
+
+
+def end_job(cluster: FakeCluster, **spec: Any) -> None:
+    cluster.put_job(rayjob(JOB, **spec))
+    cluster.set_status(JOB, "Complete", "SUCCEEDED", rayClusterName=CLUSTER)
+    cluster.pods = [pod(f"{CLUSTER}-head", CLUSTER, head=True), pod(f"{CLUSTER}-worker-1", CLUSTER)]
+
+
+@pytest.fixture
+def bucket_run(s3_bucket: str) -> Run:
+    return open_run(f"s3://{s3_bucket}/runs", "run")
+
+
+@pytest.fixture
+def in_bucket(bucket_run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(bucket_run, capsys)
+
+
+# ---------------------------------------------------------------------------------------------------- what it asks for
+
+
+def test_without_consent_it_only_shows(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    fill(run)
+    end_job(cluster)
+    before = files_of(run)
+    assert sunspot("delete", "run") == 0
+    assert "RayJob" in sunspot.out
+    assert f"{CLUSTER}-worker-1" in sunspot.out
+    assert f"in namespace sunspot of http://127.0.0.1:{cluster._port}, and in {run.location}" in sunspot.out
+    lines = {line.split()[0]: line for line in sunspot.out.splitlines()}
+    assert "2, in 6 files" in lines["checkpoints"]
+    assert set(lines) >= {"attempts", "audit", "logs", "metrics", "records", "submissions"}
+    assert f"nothing was removed: 1 RayJob with 2 pods; {len(before)} files, " in sunspot.out
+    assert "--yes removes it" in sunspot.out
+    assert sunspot("delete", "run", "--json") == 0
+    assert (sunspot.json["removed"], sunspot.json["files"]) == (False, len(before))
+    assert sunspot.json["bytes"] == sum(entry.size for entry in run.storage.list("run"))
+    assert sunspot.json["left"]["files"] == len(before)
+    assert files_of(run) == before
+    assert JOB in cluster.jobs
+
+
+@pytest.mark.parametrize(("typed", "removed"), [("y", True), ("run", True), ("n", False), ("", False), ("ru", False)])
+def test_a_terminal_is_asked(
+    sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, removed: bool
+) -> None:
+    fill(run)
+    terminal = io.StringIO(typed + "\n" if typed else "")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert sunspot("delete", "run") == 0
+    assert "y or run: " in sunspot.err
+    assert bool(files_of(run)) is not removed
+    assert ("nothing was removed" in sunspot.out) is not removed
+
+
+def test_nothing_there(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    assert sunspot("delete", "run", "--yes") == 3
+    assert "no run run in" in sunspot.err
+    run.storage.write("run/train/part.parquet", b"a dataset")
+    assert sunspot("delete", "run", "--yes") == 3, "a folder that holds no run is somebody else's"
+    assert files_of(run)
+
+
+# ----------------------------------------------------------------------------------------------------- what it removes
+
+
+def test_all_of_a_run_goes_and_nothing_else(in_bucket: Command, bucket_run: Run, cluster: FakeCluster) -> None:
+    run = bucket_run
+    fill(run)
+    end_job(cluster)
+    others = [open_run(run.storage.locate("").rstrip("/"), name) for name in ("ru", "run-2", "runs", "r")]
+    for other in others:
+        fill(other)
+    cluster.put_job(rayjob("run-2-1", run="run-2"))
+    kept = {other.name: files_of(other) for other in others}
+    client, bucket = s3.plain_client(), run.storage.bucket  # type: ignore[attr-defined]
+    client.put_object(Bucket=bucket, Key="runs/run/", Body=b"")  # as a browser of buckets makes a folder
+    client.put_object(Bucket=bucket, Key="runs/run/checkpoints/", Body=b"")
+    for key in ("runs/run/checkpoints/x/model.pt", "runs/run-2/checkpoints/x/model.pt"):
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    wanted = len(files_of(run))
+
+    assert in_bucket("delete", "run", "--yes", "--json") == 0
+    assert in_bucket.json["removed"] is True
+    assert in_bucket.json["files"] == wanted
+    assert in_bucket.json["left"] is None
+    assert {(o["kind"], o["name"]) for o in in_bucket.json["objects"]} == {
+        ("RayJob", JOB),
+        ("RayCluster", CLUSTER),
+        ("Pod", f"{CLUSTER}-head"),
+        ("Pod", f"{CLUSTER}-worker-1"),
+    }
+    kinds = {kind["kind"]: kind for kind in in_bucket.json["kinds"]}
+    assert kinds["checkpoints"]["checkpoints"] == 2
+    assert kinds["unfinished uploads"]["files"] == 1
+    listed = client.list_objects_v2(Bucket=bucket, Prefix="runs/run/")
+    assert listed["KeyCount"] == 0, [item["Key"] for item in listed.get("Contents", ())]
+    assert s3.leftover_uploads(bucket) == ["runs/run-2/checkpoints/x/model.pt"]
+    assert {other.name: files_of(other) for other in others} == kept
+    assert set(cluster.jobs) == {"run-2-1"}
+    assert not cluster.pods
+    assert in_bucket("delete", "run", "--yes") == 3
+
+
+def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
+    fill(run)
+    fill(open_run(run.storage.locate(""), "run-2"))
+    assert isinstance(run.storage, LocalStorage)
+    root = run.storage.root
+    (root / "run" / "checkpoints" / "empty").mkdir()
+    (root / "run" / f".status.json.{'0' * 32}.tmp").write_text("killed while writing")
+    copy = copies_of(run.location) / "0" / "slot-0.data"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"x" * 1000)
+    assert sunspot("delete", "run", "--yes") == 0
+    assert "only what is in storage: no cluster" in sunspot.err
+    assert os.listdir(root) == ["run-2"]
+    assert not copies_of(run.location).exists(), "the next run of this name would go on from it"
+    assert "copies in this machine's memory" in sunspot.out
+
+
+def test_the_dataset_stays_unless_it_lies_in_the_run(sunspot: Command, run: Run, tmp_path: Path) -> None:
+    def settle(dataset: str) -> None:
+        fill(run)
+        record = run.read_json("run.json")
+        record["settings"]["SUNSPOT_DATASET"] = dataset
+        run.storage.write(run.key("run.json"), json.dumps(record).encode())
+
+    data = tmp_path / "digits"
+    data.mkdir()
+    settle(str(data))
+    assert sunspot("delete", "run", "--yes") == 0
+    assert f"the dataset {data} is not touched" in sunspot.out
+    assert data.is_dir()
+    settle(f"{run.location}/data")
+    run.storage.write(run.key("data", "part.parquet"), b"rows")
+    assert sunspot("delete", "run", "--yes") == 0
+    assert f"the dataset {run.location}/data lies in the run, and goes with it" in sunspot.out
+    settle("sample")
+    assert sunspot("delete", "run", "--yes") == 0
+    assert "the dataset" not in sunspot.out
+
+
+def test_the_trials_of_a_search_stay_and_are_told_of(sunspot: Command, run: Run) -> None:
+    fill(run)
+    trials = [Run(run.storage, f"run-0{number}") for number in (1, 2)]
+    for trial in trials:
+        fill(trial)
+    ended = tuple(Trial(trial.name, {}, RunState.SUCCEEDED) for trial in trials)
+    write_results(run, Results("loss", "min", {}, ended))
+    assert sunspot("delete", "run", "--yes") == 0
+    assert "its 2 trials, run-01 to run-02, are runs of their own, and stay" in sunspot.out
+    assert not files_of(run)
+    assert all(map(files_of, trials))
+
+
+def test_a_run_of_the_same_name_in_another_storage_keeps_its_job(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
+    fill(run)
+    job = rayjob(JOB)
+    environment = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    environment.append({"name": "SUNSPOT_STORAGE_PATH", "value": "s3://elsewhere/runs"})
+    cluster.put_job(job)
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    assert sunspot("delete", "run", "--yes", "--json") == 0
+    assert sunspot.json["objects"] == []
+    assert JOB in cluster.jobs
+    assert not files_of(run)
+
+
+def test_a_borrowed_cluster_stays(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    fill(run)
+    cluster.put_job(rayjob(JOB, clusterSelector={"ray.io/cluster": "shared"}))
+    cluster.set_status(JOB, "Complete", "SUCCEEDED", rayClusterName="shared")
+    cluster.pods = [pod("shared-head", "shared", head=True)]
+    assert sunspot("delete", "run", "--yes", "--json") == 0
+    assert [o["name"] for o in sunspot.json["objects"]] == [JOB]
+    assert cluster.pods
+
+
+def test_a_job_that_a_repository_may_keep_is_told_of(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    fill(run)
+    end_job(cluster)
+    assert sunspot("delete", "run") == 0
+    assert "GitOps" not in sunspot.err
+    cluster.put_job(rayjob("run-2"))
+    cluster.set_status("run-2", "Complete", "SUCCEEDED")
+    assert sunspot("delete", "run", "--yes") == 0
+    assert "run-2 did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out" in sunspot.err
+
+
+def test_versions_that_the_bucket_keeps_are_told_of(in_bucket: Command, bucket_run: Run) -> None:
+    fill(bucket_run)
+    bucket = bucket_run.storage.bucket  # type: ignore[attr-defined]
+    s3.plain_client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    assert in_bucket("delete", "run", "--yes") == 0
+    assert "the bucket keeps versions" in in_bucket.err
+    assert not files_of(bucket_run)
+
+
+def test_objects_go_in_batches_or_one_by_one_where_the_server_wants_that(
+    s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command
+) -> None:
+    fill(bucket_run)
+    assert in_bucket("delete", "run", "--yes") == 0
+    posts = [request for request in s3_proxy.requests if "delete" in request.query]
+    assert len(posts) == 4, "attempts, manifests, the rest, the records"
+    fill(bucket_run)
+    s3_proxy.on(lambda request: "delete" in request.query, s3.answer(400, "MissingContentMD5"))
+    assert in_bucket("delete", "run", "--yes") == 0
+    assert not files_of(bucket_run)
+
+
+# ------------------------------------------------------------------------------------------------------ what it refuses
+
+
+@pytest.mark.parametrize("deployment", ["", "Initializing", "Running", "Suspended"])
+def test_a_live_run_is_refused(sunspot: Command, run: Run, cluster: FakeCluster, deployment: str) -> None:
+    fill(run, RunState.RUNNING)
+    cluster.put_job(rayjob(JOB))
+    cluster.set_status(JOB, deployment, "RUNNING" if deployment == "Running" else "")
+    before = files_of(run)
+    assert sunspot("delete", "run", "--yes") == 6
+    assert "run is live, and nothing was removed" in sunspot.err
+    assert "`sunspot stop run --storage" in sunspot.err
+    assert files_of(run) == before
+    assert JOB in cluster.jobs
+
+
+def test_a_run_that_trains_without_a_cluster_is_refused(sunspot: Command, run: Run) -> None:
+    attempt = start(begin(run), JOB)
+    write_status(run, Status(RunState.RUNNING, JOB, attempt=1))
+    assert sunspot("delete", "run", "--yes") == 6
+    assert "run is live" in sunspot.err
+    assert read_attempts(run) == [attempt]
+
+
+def test_an_older_job_that_lives_keeps_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    fill(run)
+    end_job(cluster)
+    cluster.put_job(rayjob("run-0", created=time.time() - 1000))
+    cluster.set_status("run-0", "Running", "RUNNING")
+    assert sunspot("delete", "run", "--yes") == 6
+    assert set(cluster.jobs) == {"run-0", JOB}
+
+
+def test_a_cluster_that_does_not_answer_keeps_the_run(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    fill(run)
+    before = files_of(run)
+    cluster.down()
+    assert sunspot("delete", "run", "--yes") == 4
+    assert "Whether the run still trains cannot be seen" in sunspot.err
+    assert files_of(run) == before
+
+
+# ----------------------------------------------------------------------------------------------------- half-way, never
+
+
+def test_manifests_go_before_files_and_what_names_the_run_goes_last(run: Run) -> None:
+    fill(run)
+    groups = in_order(run, sorted(files_of(run)))
+    tops = [{key.split("/")[1] for key in group} for group in groups]
+    assert tops[0] == {"attempts"}
+    assert {key.rpartition("/")[2] for key in groups[1]} == {"manifest.json"}
+    assert tops[3] == {"run.json", "status.json", "submissions"}
+    assert {key for group in groups for key in group} == files_of(run)
+
+
+def test_a_refused_deletion_says_what_is_left_and_goes_on(
+    s3_proxy: FaultProxy, bucket_run: Run, in_bucket: Command, cluster: FakeCluster
+) -> None:
+    fill(bucket_run)
+    end_job(cluster)
+    model = "/checkpoints/step-00000005-attempt-0001/model.pt"
+    s3_proxy.on(
+        lambda request: "delete" in request.query and model.encode() in request.body, s3.answer(403, "AccessDenied")
+    )
+    s3_proxy.on(lambda r: r.method == "DELETE" and model in r.path, s3.answer(403, "AccessDenied"))
+    assert in_bucket("delete", "run", "--yes", "--json") == 4
+    assert "cannot delete" in in_bucket.err
+    assert "run is half-deleted; left: " in in_bucket.err
+    assert "`sunspot delete run --storage" in in_bucket.err
+    assert in_bucket.json["removed"] is False
+    assert in_bucket.json["left"]["files"] == len(files_of(bucket_run)) > 0
+    assert in_bucket.json["left"]["objects"] == []
+    assert not any(key.endswith("manifest.json") for key in files_of(bucket_run))
+    assert bucket_run.key("run.json") in files_of(bucket_run)
+
+    assert in_bucket("status", "run", "--json") == 0
+    assert in_bucket.json["state"] == "deleting"
+    assert "`sunspot delete` goes on" in in_bucket.json["reason"]
+    assert in_bucket("list", "--json") == 0
+    assert [row["state"] for row in in_bucket.json] == ["deleting"]
+    assert in_bucket("wait", "run") == 6
+    assert in_bucket("stop", "run") == 6
+    assert in_bucket("resume", "run") == 6
+    assert in_bucket("submit", "--run", "run", "--image", "sunspot:1") == 6
+    assert "run is deleting" in in_bucket.err
+    assert not cluster.jobs
+
+    s3_proxy._rules.clear()
+    assert in_bucket("delete", "run", "--yes") == 0
+    assert not files_of(bucket_run)
+    assert in_bucket("list", "--json") == 0
+    assert in_bucket.json == []
+
+
+def test_only_the_mark_is_left(sunspot: Command, run: Run) -> None:
+    mark_deletion(run, "me")
+    assert sunspot("list", "--json") == 0
+    assert [row["state"] for row in sunspot.json] == ["deleting"]
+    assert sunspot("delete", "run", "--yes") == 0
+    assert not files_of(run)
+
+
+def test_pods_that_do_not_go_keep_the_storage(
+    sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("submitter.delete.GONE_WITHIN_S", 0.1)
+    fill(run)
+    end_job(cluster)
+    stuck = pod("stuck", CLUSTER)
+    cluster.pods.append(stuck)
+    before = files_of(run)
+    assert sunspot("delete", "run", "--yes") == 5
+    assert "nothing was removed from storage" in sunspot.err
+    assert files_of(run) == before | {run.key(MARK)}
+
+
+def test_a_cluster_that_refuses_keeps_the_storage(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+    fill(run)
+    end_job(cluster)
+    cluster.on("DELETE", "rayjobs", answer(403, 'User "me" cannot delete rayjobs'))
+    before = files_of(run)
+    assert sunspot("delete", "run", "--yes") == 4
+    assert 'User "me" cannot delete rayjobs' in sunspot.err
+    assert "half-deleted; left: 1 RayJob with 2 pods" in sunspot.err
+    assert files_of(run) == before | {run.key(MARK)}
+
+
+def test_what_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:
+    attempt = fill(run)
+    ensure_owner(run, attempt)
+    mark_deletion(run, "me")
+    with pytest.raises(SupersededError, match="is being deleted"):
+        claim(run, [attempt], Attempt(2, JOB, None, 0))
+    for key in files_of(run):
+        run.storage.delete(key)
+    assert not deletion_begun(run)
+    with pytest.raises(SupersededError, match="was deleted while attempt 1 trained"):
+        ensure_owner(run, attempt)
+
+
+@pytest.mark.slow
+def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
+    program: Program, make_data: Callable[..., str]
+) -> None:
+    trained = the_run(program)
+    process = program.start(
+        TASK="tests.tasks.slow",
+        DATASET=make_data(2000),
+        GLOBAL_BATCH_SIZE=20,
+        EPOCHS=1000,
+        NUM_WORKERS=1,
+        CHECKPOINT_EVERY_STEPS=5,
+        REPORT_EVERY_S=0.5,
+    )
+    wait_for_step(trained, 5, process)
+    for group in in_order(trained, sorted(files_of(trained))):  # as from a machine that does not see the process
+        trained.storage.delete_many(group)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 6, output
+    assert "was deleted while attempt 1 trained" in output
+    assert not read_attempts(trained), "it began anew"
+    left = {key.split("/")[1] for key in files_of(trained)}
+    assert not left & {"run.json", "status.json", "metrics"}
+    assert not any(key.endswith("manifest.json") for key in files_of(trained))
+
+
+def test_what_is_written_meanwhile_goes_too_or_is_told_of(
+    sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(run)
+    late = iter(range(1))
+    delete_many = LocalStorage.delete_many
+
+    def with_straggler(self: LocalStorage, keys: list[str]) -> None:
+        delete_many(self, keys)
+        if any(key.endswith("status.json") for key in keys):
+            for number in late:
+                self.write(run.key("logs", "rank", f"{number}.log"), b"late")
+
+    monkeypatch.setattr(LocalStorage, "delete_many", with_straggler)
+    assert sunspot("delete", "run", "--yes") == 0
+    assert not files_of(run)
+
+    fill(run)
+    late = iter(range(1))
+
+    def always(self: LocalStorage, keys: list[str]) -> None:
+        delete_many(self, keys)
+        self.write(run.key("logs", "rank", "0.log"), b"late")
+
+    monkeypatch.setattr(LocalStorage, "delete_many", always)
+    assert sunspot("delete", "run", "--yes") == 6
+    assert "something goes on writing it (logs/rank/0.log)" in sunspot.err
+    assert sunspot("status", "run", "--json") == 0
+    assert sunspot.json["state"] == "deleting"
+
+
+def test_an_interrupted_deletion_says_so(sunspot: Command, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(run)
+
+    def interrupt(self: LocalStorage, keys: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "delete_many", interrupt)
+    assert sunspot("delete", "run", "--yes") == 130
+    assert "run is half-deleted; left: " in sunspot.err
+
+
+def test_a_deleted_name_begins_anew(sunspot: Command, run: Run) -> None:
+    fill(run)
+    assert sunspot("delete", "run", "--yes") == 0
+    attempt = start(begin(run), "another")
+    assert attempt.number == 1
+    ensure_owner(run, attempt)

@@ -1,0 +1,609 @@
+"""`sunspot doctor RUN`: what it finds of a run's pods, as the API server tells it, and of what lies in storage.
+
+Ailments of the training itself are caused in test_ailments.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import app.layout
+import pytest
+
+from app.errors import StorageError
+from app.run import Run
+from app.run.attempts import Attempt
+from app.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
+from app.run.history import Journal
+from app.run.incidents import Cause
+from app.run.status import RunState, Status, restore_status
+from submitter.doctor.pending import parse_refusals
+from submitter.doctor.throughput import LEAST_WINDOWS, climb, measure_pace, slope
+from submitter.findings import Diagnosis, Finding, Severity, in_order
+from tests.harness.commands import Command
+from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
+from tests.harness.runs import begin, commit, report, start, write_receipt
+
+JOB, CLUSTER = "run-1", "run-1-x"
+
+RESOURCES, TAINT, NO_NODE, NODES = Diagnosis.RESOURCES, Diagnosis.TAINT, Diagnosis.NO_NODE, Diagnosis.NODES
+
+MASTER = "1 node(s) had untolerated taint {node-role.kubernetes.io/control-plane: }"
+NOT_READY = "node.kubernetes.io/not-ready"
+PREEMPTION = (
+    " no new claims to deallocate, preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
+)
+
+
+def message(*reasons: str) -> str:
+    """What the scheduler of Kubernetes 1.34 says of a pod that it finds no node for."""
+    return f"0/3 nodes are available: {', '.join(reasons)}.{PREEMPTION}"
+
+
+def unschedulable(*reasons: str) -> dict[str, Any]:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message(*reasons)}
+    return {"conditions": [condition]}
+
+
+def waiting(reason: str, said: str) -> dict[str, Any]:
+    container = {"name": "ray", "image": "sunspot:1", "state": {"waiting": {"reason": reason, "message": said}}}
+    return {"containerStatuses": [container]}
+
+
+def warning(about: str, reason: str, said: str, age: float = 30) -> dict[str, Any]:
+    """A warning event."""
+    times = {"lastTimestamp": timestamp(time.time() - age)}
+    return {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": said, **times}
+
+
+@pytest.fixture
+def job(cluster: FakeCluster) -> dict[str, Any]:
+    """A RayJob whose pods are about to be made."""
+    job = rayjob(JOB, preRunningDeadlineSeconds=600)
+    group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    container = {"name": "ray", "resources": {"requests": {"cpu": "64", "memory": "3Gi"}}}
+    group["template"] = {"spec": {"containers": [container], "nodeSelector": {"gpu": "l4"}}}
+    cluster.put_job(job)
+    cluster.set_status(JOB, "Initializing", rayClusterName=CLUSTER)
+    return job
+
+
+def head(**more: Any) -> dict[str, Any]:
+    return pod(f"{CLUSTER}-head", CLUSTER, head=True, **more)
+
+
+def worker(number: int, **more: Any) -> dict[str, Any]:
+    return pod(f"{CLUSTER}-worker-{number}", CLUSTER, **more)
+
+
+def findings(sunspot: Command, *words: str) -> dict[str, dict[str, Any]]:
+    """What the doctor finds, by name; every finding is complete."""
+    assert sunspot("doctor", "run", "--json", *words) == 0, sunspot.err
+    assert {"run", "state", "findings", "unseen"} <= set(sunspot.json)
+    assert sunspot.json["findings"], "nothing is no answer"
+    for finding in sunspot.json["findings"]:
+        assert finding["finding"] in list(Diagnosis)
+        assert finding["severity"] in list(Severity)
+        assert finding["evidence"]
+        assert finding["advice"]
+    return {name: next(f for f in sunspot.json["findings"] if f["finding"] == name) for name in names(sunspot)}
+
+
+def names(sunspot: Command) -> list[str]:
+    """The names of what was found, what explains most first."""
+    return list(dict.fromkeys(finding["finding"] for finding in sunspot.json["findings"]))
+
+
+# -------------------------------------------------------------------------------------------------------------- pending
+
+
+def test_a_pod_that_no_node_takes_for_its_labels(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    refused = unschedulable(MASTER, "2 node(s) didn't match Pod's node affinity/selector")
+    cluster.pods = [head(), worker(1, phase="Pending", **refused), worker(2, phase="Pending", **refused)]
+    found = findings(sunspot)
+    assert list(found) == ["no node matches"], "the control plane is not what keeps it waiting"
+    finding = found["no node matches"]
+    assert finding["severity"] == "error"
+    assert finding["selector"] == {"gpu": "l4"}
+    assert finding["pods"] == [f"{CLUSTER}-worker-1", f"{CLUSTER}-worker-2"]
+    assert "worker.node_selector" in finding["advice"]
+    assert "gpu=l4" in finding["evidence"]
+
+
+def test_a_taint(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    refused = unschedulable(MASTER, "2 node(s) had untolerated taint {dedicated: vision}")
+    cluster.pods = [head(phase="Pending", **refused)]
+    found = findings(sunspot)
+    assert list(found) == ["taint"]
+    assert (found["taint"]["taint"], found["taint"]["value"], found["taint"]["nodes"]) == ("dedicated", "vision", 2)
+    assert "head.tolerations: [{key: dedicated, operator: Exists}]" in found["taint"]["advice"]
+
+
+def test_too_little_left(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    cluster.pods = [head(), worker(1, phase="Pending", **unschedulable(MASTER, "2 Insufficient cpu"))]
+    found = findings(sunspot)
+    assert list(found) == ["insufficient resources"]
+    finding = found["insufficient resources"]
+    assert (finding["resource"], finding["asked"], finding["nodes"]) == ("cpu", "64", 2)
+    assert "lower worker.cpu in the profile" in finding["advice"]
+    assert "too little cpu left" in finding["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "found"),
+    [
+        (
+            ["1 node(s) didn't match Pod's node affinity/selector", "1 Insufficient nvidia.com/gpu", MASTER],
+            [(RESOURCES, 1, "nvidia.com/gpu"), (NO_NODE, 1, "didn't match Pod's node affinity/selector")],
+        ),
+        (["2 Insufficient cpu", "1 Insufficient memory"], [(RESOURCES, 2, "cpu"), (RESOURCES, 1, "memory")]),
+        ([MASTER], [(TAINT, 1, "node-role.kubernetes.io/control-plane")]),
+        ([f"1 node(s) had untolerated taint {{{NOT_READY}: }}"], [(NODES, 1, NOT_READY)]),
+        (["3 node(s) were unschedulable"], [(NODES, 3, "cordoned")]),
+        (["3 Too many pods"], [(RESOURCES, 3, "pods")]),
+        (["4 node(s) had untolerated taint(s)"], [(TAINT, 4, "")]),
+        (["1 node(s) had untolerated taint(s) {a: b}, {c: }"], [(TAINT, 1, "a=b"), (TAINT, 1, "c")]),
+    ],
+)  # fmt: skip
+def test_what_the_scheduler_says(reasons: list[str], found: list[tuple[Diagnosis, int, str]]) -> None:
+    assert parse_refusals(message(*reasons)) == found
+    assert parse_refusals("nothing of the kind") == []
+
+
+def test_a_quota(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    said = (
+        f'Failed to create worker Pod sunspot/{CLUSTER}-worker-2, pods "{CLUSTER}-worker-2" is forbidden: exceeded '
+        "quota: sunspot, requested: requests.cpu=64, used: requests.cpu=65, limited: requests.cpu=100"
+    )
+    cluster.pods = [head(), worker(1)]
+    cluster.events = [warning(CLUSTER, "FailedToCreateWorkerPod", said)]
+    found = findings(sunspot)
+    assert list(found) == ["quota"]
+    quota = found["quota"]
+    assert (quota["quota"], quota["requested"]) == ("sunspot", "requests.cpu=64")
+    assert (quota["used"], quota["limited"]) == ("requests.cpu=65", "requests.cpu=100")
+    cluster.pods = [head(), worker(1), worker(2)]
+    assert "quota" not in findings(sunspot), "it has all its pods by now"
+
+
+def test_a_policy_that_refuses_a_pod(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true'
+    cluster.events = [warning(CLUSTER, "FailedToCreateHeadPod", said)]
+    assert "restricted" in findings(sunspot)["refused"]["evidence"]
+
+
+def test_an_image(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    cluster.pods = [head(phase="Pending", **waiting("ImagePullBackOff", "Back-off: ErrImagePull: not found"))]
+    found = findings(sunspot)
+    assert list(found) == ["image"]
+    assert found["image"]["evidence"].endswith("image sunspot:1 cannot be pulled: not found")
+    assert "push the image" in found["image"]["advice"]
+
+
+def test_a_secret_that_is_missing(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    missing = waiting("CreateContainerConfigError", 'secret "sunspot-storage" not found')
+    cluster.pods = [head(), worker(1, phase="Pending", **missing), worker(2, phase="Pending")]
+    cluster.events = [warning(f"{CLUSTER}-worker-2", "FailedMount", 'secret "certificates" not found')]
+    assert list(findings(sunspot)) == ["missing object"]
+    assert [finding["evidence"] for finding in sunspot.json["findings"]] == [
+        f'pod {CLUSTER}-worker-1: CreateContainerConfigError: secret "sunspot-storage" not found',
+        f'pod {CLUSTER}-worker-2: FailedMount: secret "certificates" not found',
+    ]
+
+
+def test_a_container_without_enough_memory(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    ended = {"name": "ray", "state": {}, "lastState": {"terminated": {"reason": "OOMKilled"}}}
+    cluster.pods = [head(), worker(1, phase="Pending", containerStatuses=[ended])]
+    assert findings(sunspot)["out of memory"]["severity"] == "error"
+    cluster.pods = [head(), worker(1, containerStatuses=[ended]), worker(2)]
+    assert findings(sunspot)["out of memory"]["severity"] == "warning", "it runs again"
+
+
+def test_a_queue(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "gpus"
+    cluster.put_job(job)
+    cluster.set_status(JOB, "Suspended")
+    found = findings(sunspot)
+    assert list(found) == ["not admitted"]
+    assert found["not admitted"]["queue"] == "gpus"
+
+
+def test_no_operator(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.put_job(rayjob(JOB, created=time.time() - 100))
+    assert list(findings(sunspot)) == ["no operator"]
+
+
+def test_a_deadline_names_what_it_waited_for(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    """Its pods are gone by then; what was wrong with them, their events still tell."""
+    cluster.set_status(JOB, "Failed", "", reason="PreRunningDeadlineExceeded")
+    refused = message(MASTER, "2 Insufficient cpu")
+    cluster.events = [warning(f"{CLUSTER}-workers-worker-{n}", "FailedScheduling", refused, age=700) for n in (1, 2)]
+    found = findings(sunspot)
+    assert list(found) == ["deadline", "insufficient resources"]
+    assert found["deadline"]["limit_s"] == 600
+    assert "pre_running_deadline_s" in found["deadline"]["advice"]
+    assert len(found["insufficient resources"]["pods"]) == 2
+
+
+def test_a_deadline_of_the_whole_attempt(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    cluster.put_job(rayjob(JOB, activeDeadlineSeconds=60))
+    trains(run, owner=JOB)
+    cluster.set_status(JOB, "Failed", "RUNNING", reason="DeadlineExceeded", rayClusterName=CLUSTER)
+    found = findings(sunspot)
+    assert list(found) == ["deadline"], "that it failed is no news then"
+    assert "activeDeadlineSeconds (60 s)" in found["deadline"]["evidence"]
+
+
+def test_a_run_that_merely_starts(cluster: FakeCluster, job: Any, sunspot: Command) -> None:
+    cluster.pods = [head(), worker(1), worker(2, phase="Pending")]
+    found = findings(sunspot)
+    assert list(found) == ["starting"]
+    assert found["starting"]["severity"] == "note"
+    assert "the operator gives up" in found["starting"]["advice"]
+
+
+def test_a_run_that_trains_with_fewer_pods_than_it_may_have(
+    cluster: FakeCluster, job: Any, run: Run, sunspot: Command
+) -> None:
+    trains(run, owner=JOB)
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    cluster.pods = [head(), worker(1), worker(2, phase="Pending", **unschedulable("2 Insufficient cpu"))]
+    assert findings(sunspot)["insufficient resources"]["severity"] == "warning"
+
+
+# ------------------------------------------------------------------------------------------------------------- storage
+
+
+SETTINGS = {"SUNSPOT_CHECKPOINT_EVERY_S": "60", "SUNSPOT_HANG_TIMEOUT_S": "300"}
+
+
+def trains(run: Run, owner: str = "job", age: float = 0.0, **more: Any) -> Attempt:
+    """A run of two ranks that trains: step 7 was taken just now, and `age` seconds ago it said so."""
+    begin(run)
+    about = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
+    attempt = start(run, owner, **about)
+    now = time.time()
+    usual = {"step": 7, "total_steps": 100, "began": now - 500, "attempt": attempt.number, "world_size": 2}
+    restore_status(run, Status(RunState.RUNNING, owner, **{**usual, "beat": now - 1, "time": now - age, **more}))
+    return attempt
+
+
+def window(step: int, seconds: float = 10.0, **ranks: list[float]) -> dict[str, Any]:
+    """A window of ten steps in which two ranks were alike, but for what is given."""
+    usual = {"data_wait_s": 0.1, "forward_s": 2.0, "steps_s": 9.5, "seconds": seconds, "resident_mib": 500.0}
+    usual |= {"memory_left_mib": 1000.0, "throttled_s": 0.0, "throttled_share": 0.0, "gpu_memory_mib": 0.0}
+    both = [{name: ranks.get(name, [value] * 2)[rank] for name, value in usual.items()} for rank in (0, 1)]
+    return {"step": step, "epoch": 1, "steps": 10, "time": step * seconds / 10, "seconds": seconds, "ranks": both}
+
+
+def windows(count: int, **ranks: list[float]) -> list[dict[str, Any]]:
+    return [window(10 * number, **ranks) for number in range(1, count + 1)]
+
+
+def test_a_healthy_run_says_what_was_looked_at(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    report(run, attempt, *windows(5))
+    found = findings(sunspot)
+    assert list(found) == ["healthy"]
+    assert found["healthy"]["evidence"].startswith("step 50 of 100, 950 ms a step, 1% of it waiting for rows")
+    assert sunspot.json["state"] == "running"
+    [text] = sunspot.json["unseen"]
+    assert text.startswith("the cluster: no cluster"), "it was not asked, and that is not said"
+
+
+def test_history_of_an_older_version_is_no_trouble(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    report(run, attempt, {"step": 5, "epoch": 1, "time": 1.0, "steps": 5, "loss": 1.0, "ranks": [{"rows": 3}]})
+    assert "nothing of its speed" in findings(sunspot)["healthy"]["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ({"data_wait_s": [4.0, 4.2]}, ["data-bound"]),
+        ({"data_wait_s": [1.0, 4.2]}, ["straggler"]),
+        ({"forward_s": [2.0, 3.5]}, ["straggler"]),
+        ({"forward_s": [2.0, 2.3]}, ["healthy"]),
+        ({"forward_s": [0.004, 0.015], "steps_s": [0.1, 0.1], "data_wait_s": [0.0, 0.0]}, ["healthy"]),
+        ({"throttled_share": [0.1, 0.9], "forward_s": [2.0, 4.0]}, ["throttled", "straggler"]),
+        ({"throttled_share": [0.2, 0.2]}, ["healthy"]),
+    ],
+)  # fmt: skip
+def test_what_makes_a_run_slow(run: Run, sunspot: Command, ranks: dict[str, list[float]], expected: list[str]) -> None:
+    report(run, trains(run), *windows(5, **ranks))
+    found = findings(sunspot)
+    assert list(found) == expected
+    for name in {"throttled", "straggler"} & set(found):
+        assert (found[name]["rank"], found[name]["host"]) == (1, "b")
+
+
+def test_only_the_newest_windows_count_and_never_the_first() -> None:
+    slow = {"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])}
+    later = [{"attempt": 1, **window(step)} for step in (20, 30)]
+    assert measure_pace([slow]).windows == []
+    assert measure_pace([slow, *later]).data_share == pytest.approx(0.1 / 9.5)
+    much_later = {"attempt": 1, **window(1000)}
+    assert len(measure_pace([slow, *later, much_later]).windows) == 1
+    assert len(measure_pace([slow, *later, {**much_later, "attempt": 2}]).windows) == 0
+
+
+def test_a_rank_that_is_slow_now_and_then_is_no_straggler(run: Run, sunspot: Command) -> None:
+    now_and_then = [window(10 * n, forward_s=[2.0, 9.0 if n % 3 == 0 else 1.9]) for n in range(1, 10)]
+    report(run, trains(run), *now_and_then)
+    assert list(findings(sunspot)) == ["healthy"]
+
+
+CLIMBS: dict[str, tuple[Callable[[int], float], bool]] = {
+    "steady": (lambda n: 500 + 20 * n, True),
+    "noisy": (lambda n: 500 + 20 * n + (37 * n) % 50, True),
+    "beginning": (lambda n: 500 + min(n, 8) * 40, False),
+    "a step": (lambda n: 500 + 400 * (n > 10), False),
+    "level": (lambda n: 500 + (37 * n) % 50, False),
+    "little": (lambda n: 5000 + 10 * n, False),
+}
+
+
+@pytest.mark.parametrize("name", CLIMBS)
+def test_memory_that_climbs_on_and_on(run: Run, sunspot: Command, name: str) -> None:
+    size, climbs = CLIMBS[name]
+    report(run, trains(run), *(window(10 * n, resident_mib=[500.0, size(n)]) for n in range(1, 21)))
+    found = findings(sunspot)
+    assert ("memory climbing" in found) == climbs
+    if name == "steady":
+        finding = found["memory climbing"]
+        assert (finding["rank"], finding["host"]) == (1, "b")
+        assert finding["mib_per_s"] == pytest.approx(2.0)
+        assert finding["limit_in_s"] == pytest.approx(500)
+        assert "120 MiB a minute, 2 MiB a step; at this rate the limit is met in 8 min" in finding["evidence"]
+
+
+def test_a_climb_is_told_by_no_single_point() -> None:
+    times = [float(n) for n in range(20)]
+    assert slope([(time, 3 * time + (1000 if time == 7 else 0)) for time in times]) == pytest.approx(3)
+    assert climb(times, [100 + 50 * time for time in times]) == pytest.approx(50)
+    assert climb(times[: LEAST_WINDOWS - 1], [50 * time for time in times[: LEAST_WINDOWS - 1]]) == 0
+    assert climb(times, [None] * 20) == 0
+
+
+def test_gpu_memory_climbs_too(run: Run, sunspot: Command) -> None:
+    report(run, trains(run), *(window(10 * n, gpu_memory_mib=[900.0, 500 + 50.0 * n]) for n in range(1, 21)))
+    assert findings(sunspot)["memory climbing"]["memory"] == "gpu_memory_mib"
+
+
+# --------------------------------------------------------------------------------------------------------------- stuck
+
+
+def test_a_live_run_that_takes_no_step(run: Run, sunspot: Command) -> None:
+    trains(run, beat=time.time() - 120, step_time_s=0.5)
+    found = findings(sunspot)
+    assert list(found) == ["no step"]
+    assert found["no step"]["evidence"].startswith("no step for 2 min, after step 7")
+    assert "300 s" in found["no step"]["advice"]
+    trains(run, beat=time.time() - 120, step_time_s=20.0)
+    assert list(findings(sunspot)) == ["healthy"], "six steps are no time"
+
+
+def test_a_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
+    trains(run, beat=None)
+    assert list(findings(sunspot)) == ["healthy"]
+
+
+def test_a_live_run_without_news(cluster: FakeCluster, job: Any, run: Run, sunspot: Command) -> None:
+    cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
+    cluster.pods = [head(), worker(1), worker(2)]
+    job["metadata"]["creationTimestamp"] = timestamp(time.time() - 1000)
+    cluster.put_job({**job, "status": cluster.jobs[JOB]["status"]})
+    trains(run, owner=JOB, age=400)
+    found = findings(sunspot)
+    assert list(found) == ["silent"]
+    assert found["silent"]["severity"] == "error"
+
+
+def test_ranks_that_hung(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    for rank, waits in ((0, True), (1, False)):
+        journal = Journal(run, "events", attempt.number, rank)
+        where = "waits for other ranks in train at loop.py:7" if waits else "stands in read at my_task.py:12"
+        detail = f"rank {rank}: no step for 300 s; {where}"
+        event = {"event": "hung", "step": 7, "time": time.time(), "rank": rank, "detail": detail, "waiting": waits}
+        journal.append({**event, "stacks": f"Training thread of rank {rank}\n"})
+        journal.flush()
+    hung = findings(sunspot)["hung"]
+    assert hung["severity"] == "error"
+    assert hung["ranks"] == [1]
+    assert hung["places"] == [{"rank": 1, "host": "b", "node": None}]
+    assert hung["evidence"] == (
+        "after step 7, rank 1 (b): no step for 300 s; stands in read at my_task.py:12; rank 0 waited for it"
+    )
+    assert sunspot("doctor", "run") == 0
+    assert "Training thread" not in sunspot.out
+    assert "--stacks" in sunspot.err
+    assert sunspot("doctor", "run", "--stacks") == 0
+    assert "Training thread of rank 1" in sunspot.out
+
+    after = start(run, "job", commit(run, attempt, 5).name, tier="storage")
+    write_receipt(run, after, 1, Cause.HUNG)
+    assert findings(sunspot)["hung"]["severity"] == "warning", "it was started again"
+
+
+# -------------------------------------------------------------------------------------------------------------- failed
+
+
+def failed(run: Run, reason: str = "training failed") -> None:
+    restore_status(run, Status(RunState.FAILED, "job", reason=reason, began=time.time() - 100))
+
+
+def raises() -> ValueError:
+    try:
+        raise ValueError("wrong\nand more")
+    except ValueError as error:
+        return error
+
+
+def test_the_first_error_is_told_once_for_all_ranks(run: Run, sunspot: Command) -> None:
+    trains(run)
+    failed(run)
+    now = time.time()
+    frames = 'Traceback:\n  File "/w/my_task.py", line 31, in loss\nValueError: wrong'
+    consequence = Failure(1, 2, 6, "RuntimeError", "[gloo/pair.cc] Connection closed by peer", "...", time=now - 50)
+    record_failure(run, consequence)
+    for rank in (0, 1):
+        error = Failure(1, rank, 6, "ValueError", "wrong", frames, "/w/my_task.py", 31, "loss", time=now - rank)
+        record_failure(run, error)
+    record_failure(run, Failure(1, 3, 6, "OSError", "of long ago", "", time=now - 1000))
+    found = findings(sunspot)
+    assert list(found) == ["failed"]
+    failure = found["failed"]
+    assert failure["severity"] == "error"
+    assert (failure["file"], failure["line"], failure["function"]) == ("/w/my_task.py", 31, "loss")
+    assert (failure["ranks"], failure["step"]) == ([0, 1], 6)
+    assert failure["evidence"] == (
+        "ValueError: wrong in loss at /w/my_task.py:31; ranks 0, 1, after step 6; then 1 RuntimeError"
+    )
+    assert failure["traces"] == [frames]
+
+
+def test_a_run_that_failed_without_a_traceback(run: Run, sunspot: Command) -> None:
+    trains(run)
+    failed(run, "no checkpoint could be committed for 600 s")
+    found = findings(sunspot)
+    assert list(found) == ["failed"]
+    assert "no checkpoint could be committed" in found["failed"]["evidence"]
+    assert "sunspot logs run" in found["failed"]["advice"]
+
+
+def test_where_an_error_comes_from() -> None:
+    def text(*files: str) -> str:
+        return "".join(f'  File "{file}", line {n}, in f{n}\n    code\n' for n, file in enumerate(files, 1))
+
+    ours = app.run.__file__
+    assert find_place(text(ours, "/w/my_task.py", "/v/site-packages/torch/nn.py")) == ("/w/my_task.py", 2, "f2")
+    assert find_place(text(ours, "/v/site-packages/torch/nn.py")) == (ours, 1, "f1")
+    assert find_place(text("/usr/lib/python3.11/json.py")) == ("/usr/lib/python3.11/json.py", 1, "f1")
+    assert find_place("") == ("", 0, "")
+    own = ours.replace("layout/__init__.py", "tasks/mine.py")
+    assert find_place(text(ours, own, ours)) == (own, 2, "f2")
+
+
+def test_a_failure_comes_back_as_it_was_kept(run: Run) -> None:
+    assert read_failures(run) == []
+    driver = describe_failure(raises(), 0, None, 3)
+    assert (driver.file, driver.function, driver.message) == (__file__, "raises", "wrong\nand more")
+    record_failure(run, driver)
+    worker = describe_failure(raises(), 2, 7, 3)
+    record_failure(run, worker)
+    assert read_failures(run) == [driver, worker]
+
+
+def test_a_lost_run(run: Run, sunspot: Command) -> None:
+    trains(run, age=100_000)
+    for entry in run.storage.list(run.name):
+        os.utime(run.storage.locate(entry.key), (1, 1))
+    assert list(findings(sunspot)) == ["lost"]
+
+
+def test_a_stopped_run(run: Run, sunspot: Command) -> None:
+    trains(run)
+    restore_status(run, Status(RunState.STOPPED, "job", step=7))
+    found = findings(sunspot)
+    assert list(found) == ["stopped"]
+    assert found["stopped"]["severity"] == "note"
+
+
+# ------------------------------------------------------------------------------------------------ storage and incidents
+
+
+def test_a_checkpoint_that_is_damaged(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    commit(run, attempt, 3)
+    commit(run, attempt, 5)
+    run.storage.write(run.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"?")
+    damaged = findings(sunspot)["checkpoint damaged"]
+    assert "step-00000005-attempt-0001" in damaged["evidence"]
+
+
+def test_checkpoints_that_cannot_be_committed(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    journal = Journal(run, "events", attempt.number)
+    journal.append({"step": 5, "time": time.time() - 60, "event": "commit failed", "detail": "503 SlowDown"})
+    journal.flush()
+    trouble = findings(sunspot)["storage trouble"]
+    assert "503 SlowDown" in trouble["evidence"]
+    assert "600 s" in trouble["advice"]
+    commit(run, attempt, 6)
+    assert "storage trouble" not in findings(sunspot), "it came through in the end"
+
+
+def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = trains(run)
+    commit(run, attempt, 5)
+    assert "checkpoint too old" not in findings(sunspot)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 300)
+    restore_status(run, Status(RunState.RUNNING, "job", attempt=1, beat=time.time(), time=time.time(), save_s=2.0))
+    assert "due every 60 s and took 2.0 s" in findings(sunspot)["checkpoint too old"]["evidence"]
+
+
+def test_a_save_that_exceeds_the_notice(run: Run, sunspot: Command) -> None:
+    trains(run, warning="a checkpoint takes 40 s to commit", save_s=40.0, notice_s=27.0)
+    notice = findings(sunspot)["save exceeds notice"]
+    assert (notice["save_s"], notice["notice_s"]) == (40.0, 27.0)
+
+
+def test_goodput_that_incidents_cost(run: Run, sunspot: Command) -> None:
+    first = trains(run)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
+    write_receipt(run, second, 1, Cause.NODE_LOST, worker_seconds_lost=20.0, last_step=7)
+    low = findings(sunspot)["low goodput"]
+    assert low["worker_seconds_lost"] == {"node lost": 20}
+    assert low["steps_replayed"] == 2
+    assert "1 node lost (20 worker-seconds)" in low["evidence"]
+
+
+# ------------------------------------------------------------------------------------------------------ what it cannot
+
+
+def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot("doctor", "nowhere") == 3
+    assert "nowhere" in sunspot.err
+
+
+def test_a_cluster_that_is_away_leaves_storage(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    report(run, trains(run), *windows(5, data_wait_s=[5.0, 5.0]))
+    cluster.down()
+    found = findings(sunspot)
+    assert "data-bound" in found
+    assert any("cannot be reached" in text for text in sunspot.json["unseen"])
+
+
+def test_storage_that_is_away_leaves_the_cluster(
+    cluster: FakeCluster, job: Any, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: Any) -> None:
+        raise StorageError("the bucket is gone")
+
+    monkeypatch.setattr("submitter.cluster.watch._stored", refuse)
+    cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
+    assert "insufficient resources" in findings(sunspot)
+    assert any("the bucket is gone" in text for text in sunspot.json["unseen"])
+
+
+def test_neither_answers(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.on("GET", "/rayjobs", answer(403, "forbidden"))
+    assert sunspot("doctor", "run") == 4
+
+
+def test_findings_are_told_in_the_order_of_what_they_explain() -> None:
+    def finding(name: Diagnosis, severity: Severity, cost: float = 0.0) -> Finding:
+        return Finding(name, severity, "seen", "do", cost=cost)
+
+    note = finding(Diagnosis.HEALTHY, Severity.NOTE)
+    wait = finding(Diagnosis.DATA_BOUND, Severity.WARNING, 0.6)
+    lag = finding(Diagnosis.STRAGGLER, Severity.WARNING, 0.2)
+    old = finding(Diagnosis.OLD_CHECKPOINT, Severity.WARNING)
+    end = finding(Diagnosis.FAILED, Severity.ERROR)
+    assert in_order([note, old, lag, wait, end]) == [end, wait, lag, old, note]

@@ -1,0 +1,200 @@
+"""Receipts: what each start of a worker group cost, and what all of them leave of a run's time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.run.attempts import Attempt
+from app.run.incidents import Cause, Receipt, describe, find_gaps, goodput, read_receipts, worker_seconds
+
+
+def attempt(number: int, time: float, workers: int = 2) -> Attempt:
+    about = {"world_size": workers, "tier": "storage"}
+    return Attempt(number, "job", None, 0, time=time, about=about)
+
+
+def receipt(number: int, left: float, first_step: float, **about: Any) -> Receipt:
+    given = {"since": number - 1, "cause": Cause.NODE_LOST, "detail": "", "noticed": None, "restarted": left}
+    given |= {"save_began": None, "committed": None, "step": 10, "last_step": 10, "tier": "memory"}
+    return Receipt(
+        attempt=number, left=left, first_step=first_step, **{**given, "world_before": 2, "world_after": 2, **about}
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- one receipt
+
+
+def test_a_receipt_is_an_event_and_back() -> None:
+    written = receipt(2, 10, 20, cause=Cause.RECLAIM, noticed=12.0, last_step=14, detail="node a goes")
+    event = json.loads(json.dumps(written.record()))
+    assert (event["event"], event["time"], event["attempt"], event["step"]) == ("recovered", 20, 2, 10)
+    [read] = read_receipts([{"event": "hung", "attempt": 1}, {**event, "of a later version": 1}])
+    assert read == written
+    assert (read.replayed, read.recovery_s) == (4, 8.0)
+
+
+@pytest.mark.parametrize("change", [{"cause": "of a later version"}, {"cause": None}, {"first_step": ...}])
+def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) -> None:
+    event = {**receipt(2, 10, 20).record(), **change}
+    broken = {name: value for name, value in event.items() if value is not ...}
+    assert [r.attempt for r in read_receipts([receipt(3, 30, 40).record(), broken, receipt(1, 0, 1).record()])] == [
+        1,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("about", "line"),
+    [
+        (
+            {"cause": Cause.RECLAIM, "detail": "node a goes", "noticed": 12.0, "world_after": 1},
+            "reclaim (node a goes): first step 8.0 s after the notice, 0 steps replayed, 2 -> 1 worker, "
+            "0 worker-seconds lost, from memory",
+        ),
+        (
+            {"noticed": 11.0, "last_step": 11, "worker_seconds_lost": 19.7, "tier": "storage"},
+            "node lost: first step 9.0 s after the loss, 1 step replayed, 2 workers, 20 worker-seconds lost, "
+            "from storage",
+        ),
+        (
+            {"cause": Cause.DRIVER_LOST},
+            "driver lost: first step 10.0 s after the last step that counts, 0 steps replayed, 2 workers, "
+            "0 worker-seconds lost, from memory",
+        ),
+        (
+            {"cause": Cause.BEGIN, "world_before": 0, "tier": "beginning", "restarted": 15.0},
+            "begin: first step 5.0 s after the start, 0 steps replayed, 2 workers, 0 worker-seconds lost, "
+            "from the beginning",
+        ),
+    ],
+)
+def test_a_receipt_for_people(about: dict[str, Any], line: str) -> None:
+    assert describe(receipt(2, 10, 20, **about)) == line
+
+
+# ------------------------------------------------------------------------------------------------------------- goodput
+
+
+def test_goodput_of_a_run_with_one_incident() -> None:
+    attempts = [attempt(1, 100, workers=3), attempt(2, 150, workers=2)]
+    begin = receipt(1, 100, 110, cause=Cause.BEGIN)
+    # 3 workers for 50 s and 2 for 50 s; lost: 3 for 10 s, then 3 for 5 s and 2 for 15 s.
+    assert goodput(attempts, [begin, receipt(2, 145, 165)], 200) == pytest.approx(1 - (30 + 15 + 30) / 250)
+
+
+def test_what_is_not_known_yet() -> None:
+    assert goodput([], [], 100) is None
+    assert goodput([attempt(1, 100)], [], 200) is None, "no receipt: nothing was measured"
+    begun = [receipt(1, 100, 110)]
+    assert goodput([attempt(1, 100)], begun, 100) is None, "no time has passed"
+    attempts = [attempt(1, 100), attempt(2, 150), attempt(3, 160)]
+    assert goodput(attempts, begun, 200) == pytest.approx(0.4), "since the claim of 2, nobody has taken a step"
+
+
+def test_a_loss_within_a_loss_is_none() -> None:
+    attempts = [attempt(number, 0) for number in (1, 2, 3)]
+    receipts = [receipt(1, 10, 20), receipt(2, 30, 40), receipt(3, 0, 50)]
+    assert goodput(attempts, receipts, 100) == pytest.approx(0.5)
+
+
+def test_time_in_which_a_run_had_ended_counts_nowhere() -> None:
+    attempts = [attempt(1, 0), attempt(2, 1000)]
+    receipts = [receipt(1, 0, 10), receipt(2, 100, 1010, cause=Cause.RESUMED, paused_s=890)]
+    assert goodput(attempts, receipts, 1100) == pytest.approx(1 - (10 + 20) / (100 + 110))
+
+
+def test_steps_lost_twice_are_lost_once() -> None:
+    """Attempt 2 goes on from memory; then all nodes go, and 3 goes on from an older checkpoint in storage."""
+    attempts = [attempt(1, 0), attempt(2, 60), attempt(3, 80)]
+    receipts = [receipt(1, 0, 0), receipt(2, 55, 65), receipt(3, 40, 90)]
+    assert goodput(attempts, receipts, 100) == pytest.approx(0.5)
+
+
+moments = st.integers(0, 60)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Attempt], list[Receipt]]:
+    """Attempts in the order of their claims, some with a receipt: of any stretch of time that ends after its claim."""
+    claims = sorted(draw(st.lists(moments, min_size=1, max_size=8)))
+    attempts = [attempt(n, claimed, draw(st.integers(0, 4))) for n, claimed in enumerate(claims, 1)]
+    chosen = [a for a in attempts if draw(st.booleans())] or attempts[-1:]
+    ends = {a.number: int(a.time) + draw(moments) for a in chosen}
+    return attempts, [receipt(n, draw(st.integers(0, end)), end) for n, end in ends.items()]
+
+
+@given(histories(), moments)
+def test_goodput_counts_every_second_of_every_worker_once(
+    history: tuple[list[Attempt], list[Receipt]], end: int
+) -> None:
+    """The same, second by second."""
+    attempts, receipts = history
+    tail = min((a.time for a in attempts if a.number > receipts[-1].attempt), default=end)
+
+    def lost(second: int) -> bool:
+        return second >= tail or any(r.left <= second < r.first_step for r in receipts)
+
+    total = useful = 0
+    for second in range(int(min(tail, *(r.left for r in receipts))) if receipts else 0, end):
+        owner = [a for a in attempts if a.time <= second]
+        workers = owner[-1].about["world_size"] if owner else 0
+        total += workers
+        useful += 0 if lost(second) else workers
+    found = goodput(attempts, receipts, end)
+    assert found == (pytest.approx(useful / total) if total else None)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 9)), max_size=6),
+    st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e5)), max_size=6),
+    st.floats(0, 1e6),
+)
+def test_goodput_is_a_share_whatever_clocks_say(
+    begun: list[tuple[float, int]], cost: list[tuple[float, float, float]], end: float
+) -> None:
+    attempts = [attempt(n, claimed, size) for n, (claimed, size) in enumerate(begun, 1)]
+    receipts = [receipt(n, left, first, paused_s=paused) for n, (left, first, paused) in enumerate(cost, 1)]
+    found = goodput(attempts, receipts, end)
+    assert found is None or 0 <= found <= 1
+
+
+def test_clocks_that_disagree_count_no_worker_twice() -> None:
+    assert worker_seconds([attempt(1, 0), attempt(2, 30), attempt(3, 20)], 0, 40) == 80
+
+
+# ---------------------------------------------------------------------------------------------------------------- gaps
+
+
+@pytest.mark.parametrize(
+    ("chain", "stepped", "missing"),
+    [
+        ({}, [], []),
+        ({}, [1], [1]),
+        ({1: 0}, [1], []),
+        ({1: 0, 2: 1, 3: 2}, [1, 2, 3], []),
+        ({1: 0, 4: 1}, [1, 4], []),
+        ({1: 0, 4: 3}, [1, 4], [3]),
+        ({2: 1}, [2], [1]),
+        ({1: 0, 4: 1}, [1, 2, 4], [2]),
+        ({1: 0, 2: 1}, [1, 2, 3], [3]),
+    ],
+    ids=[
+        *("nothing began", "none", "the first", "all", "lost before a first step", "a link is missing"),
+        *("the first is missing", "a checkpoint without a receipt", "the newest is missing"),
+    ],
+)
+def test_receipts_that_are_missing(chain: dict[int, int], stepped: list[int], missing: list[int]) -> None:
+    attempts = [attempt(number, number) for number in range(1, 5)]
+    receipts = [receipt(number, 0, 1, since=since) for number, since in chain.items()]
+    expected = [f"no receipt of attempt {number}, which took steps" for number in missing]
+    assert find_gaps(attempts, receipts, stepped) == expected
+
+
+def test_versions_that_wrote_no_receipts_owe_none() -> None:
+    attempts = [Attempt(1, "job", None, 0, about={"world_size": 2}), attempt(2, 10), attempt(3, 20)]
+    assert find_gaps(attempts, [receipt(3, 0, 1, since=1)], [1, 2, 3]) == ["no receipt of attempt 2, which took steps"]

@@ -1,0 +1,237 @@
+"""The scripts that strike a live run: whom they choose, and what they say that it cost. No cluster is needed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import submitter.seen
+import yaml
+
+import scripts.cluster
+import scripts.recovery
+import scripts.subjects
+import submitter.cluster
+from app.errors import ClusterError, GaveUpError, SettingsError, SunspotError
+from app.run import open_run
+from app.run.attempts import Attempt, claim
+from app.run.history import Journal
+from app.run.incidents import Cause, Receipt
+from app.run.status import RunState
+from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
+from scripts.recovery import choose, measure, strike, table
+from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
+
+PODS = [
+    Pod("head", "n0", "10.0.0.1", True),
+    Pod("a", "n1", "10.0.1.1", False),
+    Pod("b", "n2", "10.0.2.1", False),
+    Pod("c", "n0", "10.0.0.2", False),
+]
+RECEIPT = Receipt(
+    attempt=2,
+    since=1,
+    cause=Cause.RECLAIM,
+    detail="n1 drains",
+    noticed=101.0,
+    save_began=101.5,
+    committed=None,
+    restarted=108.0,
+    first_step=110.0,
+    left=101.5,
+    step=50,
+    last_step=52,
+    tier="memory",
+    world_before=3,
+    world_after=2,
+)
+
+
+class Run:
+    """A run whose groups are those that it is told."""
+
+    job, namespace, workers = "job", "sunspot", 2
+
+    def __init__(self, *groups: Group) -> None:
+        self.all = list(groups)
+
+    def submit(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def rank0(self) -> str:
+        return "a"
+
+    def groups(self) -> list[Group]:
+        return self.all
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
+
+
+def test_whose_nodes_are_struck() -> None:
+    chance = random.Random(0)
+    assert choose("head", PODS, "a", chance) == ["n0"]
+    assert choose("rank0", PODS, "a", chance) == ["n1"]
+    assert choose("worker", PODS, "a", chance) == ["n2"], "neither rank 0's node nor the head's"
+    assert choose("all", PODS, "a", chance) == ["n1", "n2"], "the head would go with its own"
+    assert choose("worker", PODS[:2], "a", chance) == ["n1"], "there is no other"
+    for target, alive, rank0 in (("rank0", PODS, "gone"), ("worker", [PODS[0], PODS[3]], ""), ("head", PODS[1:], "a")):
+        assert choose(target, alive, rank0, chance) == []
+    assert {choose("worker", PODS, "", chance)[0] for _ in range(20)} == {"n1", "n2"}
+
+
+def test_what_a_blow_cost() -> None:
+    before, after = Group(1, 0, 3, 10.0, 0), Group(2, 50, 2, 110.0, 2, RECEIPT)
+    blow = measure("reclaim", "worker", ["n1"], 100.0, before, after)
+    assert (blow.first_step_s, blow.replayed, blow.world_before, blow.world_after) == (10.0, 2, 3, 2)
+    assert blow.phases == {"noticed": 1.0, "save_began": 1.5, "restarted": 8.0}, "what nobody took is left out"
+    lines = table([blow, replace(blow, first_step_s=14.0, replayed=0, complete_s=40.0)]).splitlines()
+    assert lines[2] == "| reclaim | worker | 3 to 2 | 1.0 | 1.5 |  | 8.0 | 10.0 | 2 |  |"
+    assert lines[-1].split("|")[8:10] == [" 12.0 ", " 1 "]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "lines"),
+    [
+        ("rank0", ["kill n1", "step", "add n1"]),
+        ("head", ["kill n0", "add head n0", "step"]),
+        ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
+    ],
+)
+def test_a_blow_ends_with_the_first_step_after_it(
+    target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the nodes come back; before that step, when there can be none without them."""
+    monkeypatch.setattr(scripts.recovery, "pods", lambda job, namespace: PODS)
+    log = tmp_path / "log"
+    names = {"kill": "kill", "add": "add", "add_head": "add head"}
+    commands = {name: f"echo {what} {{node}} >> {log}" for name, what in names.items()}
+    before, late = Group(1, 0, 2, time.time() - 60, 0), Group(2, 10, 1, time.time() - 30, 9)
+    run = Run(before)
+
+    def groups() -> list[Group]:
+        if not log.exists() or not log.stat().st_size:
+            return [before]
+        if len(run.all) == 1:
+            run.all += [late, Group(3, 10, 1, time.time() + 3600, 4)]
+            with log.open("a") as file:
+                file.write("step\n")
+        return run.all
+
+    run.groups = groups  # type: ignore[method-assign]
+    blow = strike(run, "kill", target, commands, random.Random(0))
+    assert (blow.target, blow.replayed, blow.world_after) == (target, 4, 1)
+    assert 3590 < blow.first_step_s < 3610
+    said, struck = log.read_text().splitlines(), len(blow.nodes)
+    assert sorted(said[:struck]) + said[struck:] == lines
+
+
+def test_complete_is_a_group_with_all_workers_that_has_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts.subjects, "START_S", 0)
+    now = time.time()
+    trained = Group(3, 20, 2, now - 30, 0)
+    assert wait_until_complete(Run(trained), now - 60) is trained
+    for newest in (
+        replace(trained, world_size=1),
+        replace(trained, first_step=now),
+        replace(trained, first_step=now - 70),
+    ):
+        with pytest.raises(GaveUpError, match="no 2 workers that train within 0 s"):
+            wait_until_complete(Run(trained, newest), now - 60)
+    with pytest.raises(GaveUpError):
+        wait_until_complete(Run(), 0)
+
+
+def test_groups_in_a_drivers_log() -> None:
+    """As Ray writes it: prefixes, colours, other lines, and a start that no step followed."""
+    records = [
+        {"time": 1.0, "event": "start", "from_step": 0, "world": 2},
+        {"time": 2.0, "step": 1, "world": 2},
+        {"time": 3.0, "step": 2, "world": 2},
+        {"time": 4.0, "step": 3, "world": 2},
+        {"time": 9.0, "event": "start", "from_step": 1, "world": 1},
+        {"time": 10.0, "event": "start", "from_step": 1, "world": 2},
+        {"time": 11.0, "step": 2, "world": 2},
+    ]
+    prefix = "\x1b[36m(RayTrainWorker pid=7, ip=10.0.0.1)\x1b[0m "
+    lines = [prefix + json.dumps(record) for record in reversed(records)]
+    lines += ["Training {'CPU': 1} at the time of writing", '{"time" is no json}', "", "warning: {}"]
+    assert read_groups(lines) == [Group(1, 0, 2, 2.0, 0), Group(2, 1, 2, 11.0, 2)]
+
+
+def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    verdict = [(RunState.RUNNING, "2 workers train")]
+    seen = SimpleNamespace(verdict=lambda: verdict[-1], cluster_trouble="", storage_trouble="")
+    monkeypatch.setattr(submitter.cluster.watch, "look", lambda cluster, run: seen)
+    monkeypatch.setattr(submitter.cluster.api, "connect", lambda context, namespace: None)
+    ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
+    assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
+    ours.run = open_run(str(tmp_path), "mine")
+    assert ours.groups() == []
+    claim(ours.run, [], Attempt(2, "me", None, 50, about={"nodes": {"0": "a", "1": "b"}}))
+    events = Journal(ours.run, "events", 2)
+    events.append(RECEIPT.record())
+    events.flush()
+    assert ours.groups() == [Group(2, 50, 2, 110.0, 2, RECEIPT)]
+    assert ours.rank0() == "a"
+    verdict.append((RunState.SUCCEEDED, "at step 94"))
+    with pytest.raises(SunspotError, match="mine succeeded, with no more to strike: at step 94"):
+        ours.groups()
+    seen.cluster_trouble = "gone"  # then it is not known
+    assert ours.groups()
+
+
+def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts.subjects, "pods", lambda job, namespace: PODS)
+    stock = Stock("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}, None, None)
+    assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
+    lines = [f'(RayTrainWorker pid=7, ip={ip}) {{"time": 1.0, "event": "start"}}' for ip in ("10.0.1.1", "10.0.2.1")]
+    stock._lines = dict.fromkeys([*lines, '(RayTrainWorker pid=8, ip=10.0.0.2) {"time": 2.0, "step": 1}'])
+    assert stock.rank0() == "b"
+
+
+def test_the_yardstick_has_no_settings_of_its_own() -> None:
+    """Nothing in it tunes Ray or KubeRay: that would be no yardstick."""
+    text = STOCK.read_text()
+    spec = yaml.safe_load(text)["spec"]
+    assert set(spec) == {"submissionMode", "entrypoint", "rayClusterSpec"}
+    for word in ("RAY_", "terminationGracePeriod", "autoscaler", "Probe", "preStop"):
+        assert word not in text
+    cluster = spec["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILL", "false {node}")
+    monkeypatch.delenv("RECLAIM", raising=False)
+    assert commands_of_the_environment("kill")["kill"] == "false {node}"
+    with pytest.raises(SettingsError, match="RECLAIM=: set it to the command"):
+        commands_of_the_environment("kill", "reclaim")
+    with pytest.raises(SunspotError, match="ended with 3: no n1"):
+        finish(begin("echo no {node}; exit 3", "n1"))
+
+
+def test_who_does_not_answer_is_asked_again() -> None:
+    answers = iter([ClusterError("gone"), None, "there"])
+
+    def ask() -> object:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert until("word", 60, ask) == "there"
+    with pytest.raises(GaveUpError, match="no word within 0 s: gone"):
+        until("word", 0, lambda: (_ for _ in ()).throw(ClusterError("gone")))

@@ -1,0 +1,817 @@
+"""Manifests: what every profile renders to, that it never varies, and what is refused.
+
+The golden files are what each profile renders to. After a change that is meant, write them anew and read the diff:
+WRITE_GOLDEN=1 python -m pytest tests/unit/test_render.py -k golden
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.errors import SettingsError
+from submitter.cli import main
+from submitter.cluster.api import POD_ROLE, ROLE, ROLES
+from submitter.manifest.profile import load_profile
+from submitter.manifest.render import Rendered, image_problem, render, settings_of, to_yaml
+from tests.conftest import SHELL
+
+REPOSITORY = Path(__file__).parents[2]
+MANIFESTS = REPOSITORY / "k8s"
+GOLDEN = Path(__file__).parent / "golden"
+PROFILES = sorted(path.stem for path in (MANIFESTS / "profiles").glob("*.yaml"))
+GPU_PROFILES = [name for name in PROFILES if name != "kind"]
+SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]
+
+FULL = """
+extends: gke-spot
+namespace: vision
+image: registry.example/sunspot:1.2
+image_pull_policy: Always
+image_pull_secrets: [registry]
+service_account: trainer
+env: {NCCL_DEBUG: WARN}
+env_from_secrets: [bucket, tracking]
+env_secrets: {HF_TOKEN: {secret: hub, key: token}}
+priority_class: batch
+labels: {team: vision}
+annotations: {example.com/owner: me}
+settings: {LOADER: ray, NUM_WORKERS: 4..16, EPOCHS: 5, AUDIT: true, TASK_ARGS: {width: 64}}
+head: {memory: 16Gi, node_selector: {pool: cpu}, tolerations: [{key: dedicated, operator: Exists}]}
+worker:
+  gpus: 4
+  cpu: 24
+  memory: 96Gi
+  placement: spread
+  gpu_selector: {cloud.google.com/gke-accelerator: nvidia-l4}
+  tolerations: [{key: dedicated, value: gpu, effect: NoSchedule}]
+data_workers: {max: 6, cpu: 7500m, memory: 24Gi, node_selector: {pool: data}}
+pre_running_deadline_s: 900
+active_deadline_s: 86400
+ttl_s: 30
+backoff_limit: 5
+"""
+"""A user's own profile with every key that a shipped one does not have."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = yaml.safe_load(path.read_text())
+    return manifest
+
+
+def own_profile(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def cluster_of(rendered: Rendered) -> dict[str, Any]:
+    cluster: dict[str, Any] = rendered.manifest["spec"]["rayClusterSpec"]
+    return cluster
+
+
+def groups_of(rendered: Rendered) -> list[dict[str, Any]]:
+    """The head's group, the training pods', and the data pods' if there are any."""
+    return [cluster_of(rendered)["headGroupSpec"], *cluster_of(rendered)["workerGroupSpecs"]]
+
+
+def pods_of(rendered: Rendered) -> list[dict[str, Any]]:
+    return [group["template"]["spec"] for group in groups_of(rendered)]
+
+
+def variables_of(pod: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in pod["containers"][0]["env"]}
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(SettingsError) as raised:
+        render(*arguments, **options)
+    return str(raised.value)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Rendered:
+    return render(own_profile(tmp_path, FULL), {})
+
+
+# ------------------------------------------------------------------------------------------------------- as they lie
+
+
+def test_the_cluster_that_is_kept_is_the_one_of_a_job() -> None:
+    assert load(MANIFESTS / "raycluster.yaml")["spec"] == load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]
+
+
+def test_the_manifests_name_the_version_of_ray_that_is_locked() -> None:
+    locked = re.findall(r"^ray==([\d.]+)", (REPOSITORY / "requirements" / "train.txt").read_text(), re.MULTILINE)
+    assert [load(MANIFESTS / "rayjob.yaml")["spec"]["rayClusterSpec"]["rayVersion"]] == locked
+
+
+def test_the_job_as_it_lies_is_what_kind_renders_to() -> None:
+    """Besides the run's identity and the settings that were chosen."""
+    rendered = json.loads(json.dumps(render("kind", {}).manifest))
+    lies = json.loads(json.dumps(load(MANIFESTS / "rayjob.yaml")))
+    del rendered["metadata"]["annotations"]
+    rendered["metadata"]["name"] = "mnist"
+    for spec in (rendered["spec"], lies["spec"]):
+        cluster = spec["rayClusterSpec"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            group["template"]["metadata"]["labels"].pop("sunspot/run", None)
+            pod = group["template"]["spec"]
+            for constraint in pod.get("topologySpreadConstraints", ()):
+                constraint["labelSelector"]["matchLabels"].pop("sunspot/run", None)
+            container = pod["containers"][0]
+            container["env"] = [entry for entry in container["env"] if not entry["name"].startswith("SUNSPOT_")]
+    assert rendered == lies
+
+
+def base_objects() -> list[dict[str, Any]]:
+    folder = MANIFESTS / "base"
+    listed = load(folder / "kustomization.yaml")["resources"]
+    return [item for name in listed for item in yaml.safe_load_all((folder / name).read_text())]
+
+
+def test_the_base_holds_the_namespace_to_the_restricted_standard() -> None:
+    (namespace,) = [item for item in base_objects() if item["kind"] == "Namespace"]
+    assert namespace["metadata"]["name"] == load(MANIFESTS / "base" / "kustomization.yaml")["namespace"] == "sunspot"
+    for mode in ("enforce", "audit", "warn"):
+        assert namespace["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] == "restricted"
+
+
+def test_nobody_but_the_submitter_gets_rights() -> None:
+    bindings = [item for item in base_objects() if item["kind"].endswith("Binding")]
+    assert [subject["name"] for item in bindings for subject in item["subjects"]] == ["sunspot-submitter"]
+    roles = {item["metadata"]["name"]: item["rules"] for item in base_objects() if item["kind"].endswith("Role")}
+    assert set(roles) == {ROLE, *ROLES.values()}
+    assert [item["roleRef"]["name"] for item in bindings] == [ROLE]
+    assert POD_ROLE != ROLE, "who may submit a run may not kill the pods of others"
+    assert roles[POD_ROLE] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
+    assert roles["sunspot-dashboard"] == [
+        {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]},
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]},
+    ]
+    assert roles[ROLE] == [
+        {
+            "apiGroups": ["ray.io"],
+            "resources": ["rayjobs"],
+            "verbs": ["create", "get", "list", "watch", "patch", "delete"],
+        },
+        {"apiGroups": ["ray.io"], "resources": ["rayjobs/status"], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+    ]
+    accounts = [item for item in base_objects() if item["kind"] == "ServiceAccount"]
+    assert not any(item["automountServiceAccountToken"] for item in accounts)
+    assert {"sunspot-train", "sunspot-autoscaler"} <= {item["metadata"]["name"] for item in accounts}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_policies_and_budget_select_the_pods_that_are_rendered(profile: str) -> None:
+    elastic = render(profile, {"NUM_WORKERS": "1..2"})
+    head, workers = (
+        {**group["template"]["metadata"]["labels"], "ray.io/node-type": kind}
+        for group, kind in zip(groups_of(elastic), ("head", "worker"), strict=True)
+    )
+    selected: dict[str, set[str]] = {"head": set(), "workers": set()}
+    for item in base_objects():
+        if item["kind"] in ("NetworkPolicy", "PodDisruptionBudget"):
+            wanted = (item["spec"].get("podSelector") or item["spec"]["selector"])["matchLabels"].items()
+            for name, labels in (("head", head), ("workers", workers)):
+                if wanted <= labels.items():
+                    selected[name].add(item["metadata"]["name"])
+    everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-workload-identity"}
+    assert selected["workers"] == everyone
+    assert selected["head"] == everyone | {"from-operator", "autoscaler-to-api-server", "sunspot-head"}
+    assert "sunspot/autoscaler" not in groups_of(render(profile, {}))[0]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kustomize_builds_the_base() -> None:
+    built = subprocess.run(["kubectl", "kustomize", str(MANIFESTS / "base")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert {item["metadata"].get("namespace", "sunspot") for item in yaml.safe_load_all(built.stdout)} == {"sunspot"}
+
+
+@pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_api_server_accepts_every_profile(profile: str) -> None:
+    """Every field known, every value of its type."""
+    for settings in ({}, {"NUM_WORKERS": "1..2"}):
+        answer = subprocess.run(
+            f"kubectl --context {SHELL['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
+            input=render(profile, settings, namespace="default").to_yaml(),
+            env=SHELL,
+            capture_output=True,
+            text=True,
+        )
+        assert answer.returncode == 0, answer.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- pure
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_golden(profile: str) -> None:
+    path = GOLDEN / f"{profile}.yaml"
+    text = render(profile, {}).to_yaml()
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
+    settings = {"SUNSPOT_EPOCHS": "3", "SUNSPOT_NUM_WORKERS": "2..4", "SUNSPOT_SEED": "7", "SUNSPOT_AUDIT": "true"}
+    texts = set()
+    for order, seed in ((1, "1"), (-1, "2")):
+        environment = {**dict(list(settings.items())[::order]), "PYTHONHASHSEED": seed, "PATH": os.environ["PATH"]}
+        done = subprocess.run(
+            [sys.executable, "-m", "submitter.cli", "render", "--profile", "gke-spot"],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        texts.add(done.stdout)
+    assert texts == {render("gke-spot", {name.removeprefix("SUNSPOT_"): v for name, v in settings.items()}).to_yaml()}
+
+
+def test_rendering_imports_no_client_of_a_cluster_or_a_bucket() -> None:
+    program = (
+        "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
+        "from submitter.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "render"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    imported = {name.partition(".")[0] for name in done.stderr.split()}
+    assert "yaml" in imported
+    assert not imported & {"kubernetes", "boto3", "pyarrow", "rich", "torch", "ray", "numpy"}
+
+
+def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = own_profile(tmp_path, "settings: {EPOCHS: 1, SEED: 1, max_steps: 1, SUNSPOT_AUDIT: true}")
+    monkeypatch.setenv("SUNSPOT_SEED", "2")
+    monkeypatch.setenv("SUNSPOT_MAX_STEPS", "2")
+    monkeypatch.setenv("SUNSPOT_AUDIT", "")
+    rendered = render(profile, {"SUNSPOT_MAX_STEPS": "3", "dataset": "mnist"})
+    settings = rendered.settings
+    assert (settings.epochs, settings.seed, settings.max_steps, settings.dataset) == (1, 2, 3, "mnist")
+    assert settings.audit
+    sources = {value.name: value.source for value in rendered.derived}
+    assert sources["SUNSPOT_EPOCHS"] == f"profile {profile}"
+    assert (sources["SUNSPOT_SEED"], sources["SUNSPOT_MAX_STEPS"]) == ("the environment", "given")
+
+
+def test_only_what_was_given_or_chosen_is_set() -> None:
+    """Or an image with a task of its own could not say so."""
+    names = set(settings_of(render("kind", {}).manifest))
+    of_every_job = {"STORAGE_PATH", "DATA_ROOT", "MAX_DRIVER_STARTS", "NOTICE_S"}
+    chosen = {"RUN_NAME", "NUM_WORKERS", "USE_GPU", "RESOURCES_PER_WORKER", "JOB_ID"}
+    assert names == {f"SUNSPOT_{name}" for name in of_every_job | chosen}
+    assert "SUNSPOT_DATA_ROOT" not in settings_of(render("kind", {"DATA_ROOT": ""}).manifest)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_job_reads_the_settings_that_were_rendered(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = render(profile, {"TASK_ARGS": '{"a": "$(HOME) $$ ${X} é\\n"}', "LEARNING_RATE": "1e-5"})
+    assert rendered.settings.task_args == {"a": "$(HOME) $$ ${X} é\n"}
+    assert rendered.settings.job_id == rendered.name
+    live = yaml.safe_load(rendered.to_yaml())
+    environment = rendered.settings.environment()
+    assert settings_of(live).items() <= environment.items()
+    for pod in pods_of(rendered):
+        escaped = variables_of(pod)["SUNSPOT_TASK_ARGS"]
+        assert re.sub(r"\$\$", "$", escaped) == environment["SUNSPOT_TASK_ARGS"]
+        assert not re.search(r"(?<!\$)(\$\$)*\$\(", escaped)  # Kubernetes would expand it
+
+
+# ---------------------------------------------------------------------------------------------------------------- name
+
+
+def test_the_name_is_the_run_and_a_hash_of_everything(tmp_path: Path) -> None:
+    longest = "a" * 38
+    first = render("gke-spot", {"RUN_NAME": longest})
+    assert re.fullmatch(rf"{longest}-[0-9a-f]{{8}}", first.name)
+    assert len(first.name) == 47
+    assert first.name == render("gke-spot", {"RUN_NAME": longest}).name
+    variants = [
+        render("gke-spot", {}),
+        render("gke-spot", {}, generation=2),
+        render("gke-spot", {}, image="sunspot:2"),
+        render("gke-spot", {}, namespace="other"),
+        render("gke-spot", {}, queue="gpus"),
+        render("gke-spot", {}, cluster="sunspot"),
+        render("gke-spot", {"EPOCHS": "9"}),
+        render("aks-spot", {}),
+        render(own_profile(tmp_path, "extends: gke-spot\nlabels: {team: vision}"), {}),
+    ]
+    assert len({variant.name for variant in variants}) == len(variants)
+
+
+def test_the_name_tells_no_wording_nor_spelling(tmp_path: Path) -> None:
+    by_path = render(own_profile(tmp_path, "extends: gke-spot"), {"LEARNING_RATE": "0.0010"})
+    by_name = render("gke-spot", {"LEARNING_RATE": "1e-3"})
+    assert by_path.name == by_name.name
+    assert by_path.derived != by_name.derived
+
+
+def test_generation_and_derived_values_are_annotations() -> None:
+    rendered = render("gke-spot", {"NUM_WORKERS": "2..8"}, generation=3)
+    annotations = rendered.manifest["metadata"]["annotations"]
+    assert annotations["sunspot/generation"] == "3"
+    derived = json.loads(annotations["sunspot/derived"])
+    assert derived["training pods"] == "2..8"
+    assert derived == {value.name: value.value for value in rendered.derived}
+    assert "generateName" not in rendered.manifest["metadata"]
+
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize("workers", ["2", "1..2"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_container_meets_the_restricted_standard(profile: str, workers: str) -> None:
+    check_restricted(render(profile, {"NUM_WORKERS": workers}))
+
+
+def test_every_container_of_a_full_profile_meets_it_too(full: Rendered) -> None:
+    check_restricted(full)
+    assert len(pods_of(full)) == 3
+
+
+def check_restricted(rendered: Rendered) -> None:
+    cluster = cluster_of(rendered)
+    contexts = [container["securityContext"] for pod in pods_of(rendered) for container in pod["containers"]]
+    if "autoscalerOptions" in cluster:
+        contexts.append(cluster["autoscalerOptions"]["securityContext"])
+    for context in contexts:
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert context["readOnlyRootFilesystem"] is True
+    head, *others = pods_of(rendered)
+    for pod in (head, *others):
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert (context["runAsUser"], context["fsGroup"]) == (1000, 1000)
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["enableServiceLinks"] is False
+        assert {tuple(volume) for volume in pod["volumes"]} == {("name", "emptyDir")}
+        mounts = {mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounts == {"/tmp", "/dev/shm"}
+    assert head["automountServiceAccountToken"] is bool(cluster.get("enableInTreeAutoscaling"))
+    assert not any(pod["automountServiceAccountToken"] for pod in others)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_what_every_job_has(profile: str) -> None:
+    rendered = render(profile, {})
+    spec = rendered.manifest["spec"]
+    assert spec["submissionMode"] == "HTTPMode"
+    assert spec["entrypoint"] == "python -m app"
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["ttlSecondsAfterFinished"] == 60
+    assert spec["backoffLimit"] == 2
+    assert 0 < spec["preRunningDeadlineSeconds"] <= 1800
+    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    assert not {"activeDeadlineSeconds", "deletionStrategy", "submitterPodTemplate", "suspend"} & set(spec)
+
+    head, workers = groups_of(rendered)
+    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0", "metrics-export-port": "8080"}
+    assert head["template"]["metadata"]["annotations"] == {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+    }
+    for pod in pods_of(rendered):
+        resources = pod["containers"][0]["resources"]
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        assert resources["requests"]["ephemeral-storage"] == resources["limits"]["ephemeral-storage"]
+        assert "cpu" not in resources["limits"]
+        check_volumes(pod)
+        variables = variables_of(pod)
+        assert variables["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
+        assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
+        assert pod["serviceAccountName"] == "sunspot-train"
+        assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "sunspot-storage"}}]
+    assert not any("gpu" in name for name in pods_of(rendered)[0]["containers"][0]["resources"]["limits"])
+    assert (workers["groupName"], workers["replicas"]) == ("workers", 2)
+
+
+def check_volumes(pod: dict[str, Any]) -> None:
+    """/dev/shm counts as the container's memory, /tmp as its disk."""
+    limits = pod["containers"][0]["resources"]["limits"]
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    assert volumes["shared-mem"] == {"medium": "Memory", "sizeLimit": limits["memory"]}
+    assert volumes["tmp"] == {"sizeLimit": limits["ephemeral-storage"]}
+
+
+def test_volumes_follow_the_limits_of_a_profile_of_ones_own(full: Rendered) -> None:
+    assert [pod["containers"][0]["resources"]["limits"]["memory"] for pod in pods_of(full)] == ["16Gi", "96Gi", "24Gi"]
+    for pod in pods_of(full):
+        check_volumes(pod)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_lost_node_is_given_up_before_its_connections_are(profile: str) -> None:
+    """The head asks its nodes, and they ask whether it still knows them."""
+    for pod in pods_of(render(profile, {})):
+        ray = {name: int(value) for name, value in variables_of(pod).items() if re.match("RAY_[a-z]", name)}
+        period, timeout = ray["RAY_health_check_period_ms"], ray["RAY_health_check_timeout_ms"]
+        found_ms = ray["RAY_health_check_failure_threshold"] * (period + timeout)
+        assert found_ms == 12_000
+        assert found_ms < ray["RAY_grpc_client_keepalive_timeout_ms"] <= 20_000
+        assert ray["RAY_raylet_liveness_self_check_interval_ms"] <= 5_000
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_drain_ends_before_the_node_does(profile: str) -> None:
+    notice = load_profile(profile, {}).notice_s
+    assert notice is not None
+    for pod in pods_of(render(profile, {})):
+        check_drain(pod, notice)
+
+
+@pytest.mark.parametrize("notice", [5, 6, 15, 19, 20, 21, 30, 120, 3600])
+def test_a_drain_from_any_notice(tmp_path: Path, notice: int) -> None:
+    for pod in pods_of(render(own_profile(tmp_path, f"notice_s: {notice}"), {})):
+        check_drain(pod, notice)
+
+
+def check_drain(pod: dict[str, Any], notice: int) -> None:
+    drain = int(variables_of(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert pod["terminationGracePeriodSeconds"] == notice
+    assert float(variables_of(pod)["SUNSPOT_NOTICE_S"]) == drain
+    assert 0 < drain <= notice - 2
+    assert drain <= notice * 0.9
+    assert drain >= notice * 0.6
+
+
+def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
+    profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
+    rendered = render(profile, {})
+    assert rendered.settings.notice_s == 20
+    assert {variables_of(pod)["SUNSPOT_NOTICE_S"] for pod in pods_of(rendered)} == {"20"}
+
+
+def test_the_notice_of_each_cloud() -> None:
+    notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
+    assert notices == {"aks-spot": 30, "eks-spot": 120, "gke-spot": 15, "karpenter-spot": 120}
+
+
+@pytest.mark.parametrize("profile", SPOT_PROFILES)
+def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
+    spot = load_profile(profile, {}).spot
+    assert spot
+    head, workers = pods_of(render(profile, {}))
+    assert workers["nodeSelector"] == {spot.label: spot.value}
+    assert {"key": spot.label, "operator": "Exists"} in workers["tolerations"]
+    required = head["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    expressions = [term["matchExpressions"] for term in required["nodeSelectorTerms"]]
+    assert expressions == [[{"key": spot.label, "operator": "NotIn", "values": [spot.value]}]]
+    assert "tolerations" not in head
+
+
+@pytest.mark.parametrize("profile", GPU_PROFILES)
+def test_a_worker_for_each_gpu(profile: str) -> None:
+    rendered = render(profile, {"NUM_WORKERS": "3"})
+    _, group = groups_of(rendered)
+    pod = group["template"]["spec"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (3, 3, 3)
+    assert group["resources"] == {"CPU": "6", "GPU": "1", "training-worker": "1"}
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
+    assert rendered.settings.use_gpu == "true"
+    assert rendered.settings.resources_per_worker == {"CPU": 6, "GPU": 1, "training-worker": 1}
+    reading = render(profile, {"LOADER": "ray"})
+    assert reading.settings.resources_per_worker == {"CPU": 5, "GPU": 1, "training-worker": 1}
+    without = render(profile, {"USE_GPU": "false"})
+    assert "gpu" not in json.dumps(groups_of(without)[1]["template"])
+    assert without.settings.resources_per_worker == {"CPU": 6, "training-worker": 1}
+
+
+def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
+    rendered = render("gke-spot", {"NUM_WORKERS": "2..8"})
+    cluster, (_, group) = cluster_of(rendered), groups_of(rendered)
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 8)
+    assert cluster["enableInTreeAutoscaling"] is True
+    options = cluster["autoscalerOptions"]
+    assert options["version"] == "v2"
+    assert options["resources"]["requests"]["memory"] == options["resources"]["limits"]["memory"]
+    assert options["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
+    head, workers = pods_of(rendered)
+    assert (head["serviceAccountName"], workers["serviceAccountName"]) == ("sunspot-autoscaler", "sunspot-train")
+    fixed = cluster_of(render("gke-spot", {"NUM_WORKERS": "2"}))
+    assert not {"enableInTreeAutoscaling", "autoscalerOptions"} & set(fixed)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_placement(profile: str) -> None:
+    rendered = render(profile, {"RUN_NAME": "mine"})
+    pod = pods_of(rendered)[1]
+    selector = {
+        "matchLabels": {"app.kubernetes.io/part-of": "sunspot", "ray.io/group": "workers", "sunspot/run": "mine"}
+    }
+    if profile == "kind":
+        (constraint,) = pod["topologySpreadConstraints"]
+        assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == (
+            "kubernetes.io/hostname",
+            "ScheduleAnyway",
+        )
+        assert constraint["labelSelector"] == selector
+        assert "affinity" not in pod
+    else:
+        (preferred,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert preferred["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
+        assert preferred["podAffinityTerm"]["labelSelector"] == selector
+        assert "topologySpreadConstraints" not in pod
+    assert any(value.name == "placement" and ": " in value.source for value in rendered.derived)
+
+
+def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
+    manifest = full.manifest
+    assert full.namespace == manifest["metadata"]["namespace"] == "vision"
+    assert manifest["metadata"]["labels"]["team"] == "vision"
+    spec = manifest["spec"]
+    assert (spec["preRunningDeadlineSeconds"], spec["activeDeadlineSeconds"]) == (900, 86400)
+    assert (spec["ttlSecondsAfterFinished"], spec["backoffLimit"]) == (30, 5)
+    for group, pod in zip(groups_of(full), pods_of(full), strict=True):
+        container = pod["containers"][0]
+        assert (container["image"], container["imagePullPolicy"]) == ("registry.example/sunspot:1.2", "Always")
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "batch")
+        assert container["envFrom"] == [{"secretRef": {"name": "bucket"}}, {"secretRef": {"name": "tracking"}}]
+        assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
+        token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+        assert token in container["env"]
+        assert group["template"]["metadata"]["labels"]["team"] == "vision"
+        assert group["template"]["metadata"]["annotations"]["example.com/owner"] == "me"
+    head, workers, data = pods_of(full)
+    assert head["nodeSelector"] == {"pool": "cpu"}
+    assert head["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+    assert head["containers"][0]["resources"]["limits"]["memory"] == "16Gi"
+    assert workers["nodeSelector"] == {
+        "cloud.google.com/gke-spot": "true",
+        "cloud.google.com/gke-accelerator": "nvidia-l4",
+    }
+    assert {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"} in workers["tolerations"]
+    assert data["nodeSelector"] == {"cloud.google.com/gke-spot": "true", "pool": "data"}
+    assert full.settings.task_args == {"width": 64}
+
+
+def test_several_gpus_in_a_pod(full: Rendered) -> None:
+    _, workers, _ = groups_of(full)
+    assert (workers["minReplicas"], workers["replicas"], workers["maxReplicas"]) == (1, 1, 4)
+    assert workers["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
+    assert full.settings.resources_per_worker == {"CPU": 4, "GPU": 1, "training-worker": 1}
+    assert str(full.settings.num_workers) == "4..16"
+
+
+def test_a_group_for_reading_that_has_no_gpu(full: Rendered, tmp_path: Path) -> None:
+    _, workers, data = groups_of(full)
+    assert (workers["groupName"], data["groupName"]) == ("workers", "data")
+    assert (data["minReplicas"], data["replicas"], data["maxReplicas"]) == (0, 0, 6)
+    assert data["resources"] == {"CPU": "7", "GPU": "0"}
+    assert "gpu" not in json.dumps(data["template"]["spec"]["containers"][0]["resources"])
+    assert "gpu" not in json.dumps(data["template"]["spec"]["tolerations"]).replace("gke-spot", "")
+    profile = tmp_path / "mine.yaml"
+    fixed = render(str(profile), {"NUM_WORKERS": "4"})
+    assert cluster_of(fixed)["enableInTreeAutoscaling"] is True  # the group itself may grow
+    assert len(groups_of(render(str(profile), {"LOADER": "torch"}))) == 2
+
+
+def test_workload_identity_instead_of_a_secret(tmp_path: Path) -> None:
+    rendered = render(own_profile(tmp_path, "extends: eks-spot\nenv_from_secrets: []\nservice_account: me"), {})
+    assert all(pod["serviceAccountName"] == "me" for pod in pods_of(rendered))
+    assert all(pod["containers"][0]["envFrom"] == [] for pod in pods_of(rendered))
+
+
+def test_a_queue_of_kueue() -> None:
+    rendered = render("gke-spot", {}, queue="gpus")
+    assert rendered.manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert rendered.manifest["spec"]["shutdownAfterJobFinishes"] is True
+
+
+def test_a_job_for_a_cluster_that_runs() -> None:
+    rendered = render("kind", {"EPOCHS": "3", "LEARNING_RATE": "1e-5"}, cluster="shared")
+    spec = rendered.manifest["spec"]
+    assert spec["clusterSelector"] == {"ray.io/cluster": "shared"}
+    refused_by_the_operator = {"rayClusterSpec", "backoffLimit", "ttlSecondsAfterFinished"}
+    assert not (refused_by_the_operator | {"shutdownAfterJobFinishes"}) & set(spec)
+    assert spec["preRunningDeadlineSeconds"] == 600
+    variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
+    assert all(isinstance(value, str) for value in variables.values())
+    assert variables == settings_of(rendered.manifest)
+    assert (variables["SUNSPOT_EPOCHS"], variables["SUNSPOT_JOB_ID"]) == ("3", rendered.name)
+    assert "SUNSPOT_USE_GPU" not in variables
+    assert "SUNSPOT_NOTICE_S" not in variables, "that cluster's pods have their own"
+    assert (rendered.settings.learning_rate, rendered.settings.job_id) == (1e-5, rendered.name)
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "options", "told"),
+    [
+        ("kind", {"STORAGE_PATH": "/mnt/nfs"}, {}, "SUNSPOT_STORAGE_PATH=/mnt/nfs: .*set it to s3://bucket/prefix"),
+        ("kind", {"STORAGE_PATH": ""}, {}, "SUNSPOT_STORAGE_PATH=runs: "),
+        ("kind", {"JOB_ID": "me"}, {}, "SUNSPOT_JOB_ID=me: .*unset it"),
+        ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0: .*set notice_s there"),
+        ("kind", {"EPOCS": "3"}, {}, "SUNSPOT_EPOCS: no such setting; did you mean SUNSPOT_EPOCHS"),
+        ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true: .*worker.gpus"),
+        ("kind", {}, {"generation": 0}, "generation 0: set it to a whole number from 1"),
+        ("kind", {}, {"cluster": ""}, "cluster '': set it to the name of a RayCluster"),
+        ("kind", {}, {"image": ""}, "image='': set it to the reference of an image"),
+        ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
+        ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
+        ("kind", {"NUM_WORKERS": "1..2"}, {"queue": "q"}, "queue q: .*SUNSPOT_NUM_WORKERS=1..2 .*leave the queue out"),
+        ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out the queue, or the cluster"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1; ask for fewer"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker has 1 GPU here"),
+        ("gke-spot", {"RESOURCES_PER_WORKER": '{"TPU": 2}'}, {}, "no pod offers TPU"),
+        ("kind", {"RESOURCES_PER_WORKER": '{"GPU": 1}'}, {}, "a worker has no GPU here"),
+        ("kind", {"RESOURCES_PER_WORKER": '{"CPU": 2}', "LOADER": "ray"}, {}, "LOADER=ray needs one to read with"),
+        ("gke", {}, {}, "no profile 'gke'; did you mean gke-spot"),
+        ("./nowhere.yaml", {}, {}, "nowhere.yaml: No such file"),
+    ],
+)
+def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any], told: str) -> None:
+    assert re.search(told, refusal(profile, settings, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
+        ("wroker: {}", "wroker: no such key; did you mean worker"),
+        ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
+        ("notice_s: '30'", "notice_s='30': set it to whole seconds"),
+        ("worker: {cpu: 4Gi}", "worker.cpu='4Gi': set it to CPUs"),
+        ("head: {memory: 500m}", "head.memory='500m': set it to bytes"),
+        ("labels: {paid: true}", "labels.paid=True: set it to labels with their values, values in quotes"),
+        ("labels: {sunspot/run: x}", "labels.sunspot/run='sunspot/run': .*not those that are Sunspot's own"),
+        ("labels: {kueue.x-k8s.io/queue-name: x}", "labels.kueue.x-k8s.io/queue-name=.*not those"),
+        ("env: {SUNSPOT_EPOCHS: '3'}", "env.SUNSPOT_EPOCHS=.*settings of Sunspot go below settings"),
+        ("env_secrets: {TOKEN: {secret: hub}}", "env_secrets.TOKEN.key: missing; set it to a key in that Secret"),
+        ("spot: {label: a}", "spot.value: missing; set it to that label's value"),
+        ("worker: {tolerations: [{kee: a}]}", "worker.tolerations.0.kee: no such key; did you mean .*0.key"),
+        (
+            "extends: gke-spot\ndata_workers: {min: 3, max: 2, cpu: 1, memory: 1Gi}",
+            "data_workers.max=2: .*not below min",
+        ),
+        ("data_workers: {max: 2, cpu: 1, memory: 1Gi}", "data_workers: the profile has no GPU"),
+        ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to multiples of 4"),
+        ("extends: gke-spt", "no profile 'gke-spt'; did you mean gke-spot"),
+        ("extends: ./mine.yaml", "extends mine.yaml, which extends it"),
+        ("- a", "no profile: it must be a mapping"),
+        ("a: [", "no YAML: "),
+        ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
+    ],
+)
+def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    assert re.search(told, refusal(own_profile(tmp_path, text), {}))
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = refusal(own_profile(tmp_path, "worker: {memry: 1Gi, cpu: x}\nnotice: 3"), {})
+    assert [line.split(":")[0].split("=")[0].strip() for line in text.splitlines()[1:]] == [
+        "notice",
+        "worker.cpu",
+        "worker.memry",
+    ]
+    text = refusal("kind", {"STORAGE_PATH": "x", "USE_GPU": "true", "NUM_WORKERS": "1..2"}, queue="q", generation=0)
+    assert text.startswith("4 problems")
+
+
+def test_a_profile_extends_another_by_key_and_null_takes_away(tmp_path: Path) -> None:
+    (tmp_path / "team.yaml").write_text(
+        "extends: gke-spot\nworker: {memory: 48Gi}\nlabels: {team: vision, floor: '1', cost: a}"
+    )
+    profile = load_profile(own_profile(tmp_path, "extends: ./team.yaml\nlabels: {cost: b, team: null}\nspot: null"), {})
+    assert profile.worker
+    assert (profile.worker.memory, profile.worker.cpu, profile.worker.gpus) == ("48Gi", "6", 1)
+    assert profile.labels == {"floor": "1", "cost": "b"}
+    assert profile.spot is None
+    assert profile.notice_s == 15
+
+
+# ---------------------------------------------------------------------------------------------------------------- YAML
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-3", "1E5", "y", "N", "0x1F", ".inf", "1_000", "12:30", "~", "", "true", "no", "+1", "-", "1.0.0", "12"]
+)
+def test_text_stays_text_for_every_reader(text: str) -> None:
+    """Go's reader takes 1e-3 for a number and y for true, where Python's does not."""
+    written = to_yaml({"value": text})
+    assert re.fullmatch(r"value: (['\"]).*\1\n", written)
+    assert yaml.safe_load(written) == {"value": text}
+
+
+@pytest.mark.parametrize("text", ["10Gi", "250m", "s3://a/b", "a: b", "# a", "a\nb\n", " a", "é", "it's", '{"a": 1}'])
+def test_text_comes_back(text: str) -> None:
+    assert yaml.safe_load(to_yaml({"value": text})) == {"value": text}
+
+
+def test_nothing_is_written_as_an_alias(full: Rendered) -> None:
+    shared = {"one": 1}
+    assert to_yaml([shared, shared]) == "- one: 1\n- one: 1\n"
+    assert "&id" not in full.to_yaml()
+    assert yaml.safe_load(full.to_yaml()) == full.manifest
+
+
+@pytest.mark.parametrize(
+    ("reference", "pinned"),
+    [
+        ("sunspot", False),
+        ("registry:5000/sunspot", False),
+        ("registry:5000/sunspot:latest", False),
+        ("registry:5000/sunspot:1.2", True),
+        (f"sunspot@sha256:{'0' * 64}", True),
+        (f"a/sunspot:latest@sha256:{'0' * 64}", True),
+    ],
+)
+def test_an_image_that_may_be_another_tomorrow(reference: str, pinned: bool) -> None:
+    problem = image_problem(reference)
+    assert (problem == "") is pinned
+    assert pinned or reference in problem
+
+
+# ----------------------------------------------------------------------------------------------------------- command
+
+
+def sunspot(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["render", *words])
+    return (ended.value.code, *capsys.readouterr())
+
+
+def test_render_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = sunspot(capsys)
+    assert (code, out, err) == (0, (GOLDEN / "kind.yaml").read_text(), "")
+    words = ["--profile", "gke-spot", "--run", "mine", "--storage", "s3://b/p", "--set", "EPOCHS=3", "--image", "i:1"]
+    words += ["--set", "SUNSPOT_TASK_ARGS={}", "--namespace", "other", "--queue", "q", "--generation", "2", "--json"]
+    code, out, err = sunspot(capsys, *words)
+    expected = render(
+        "gke-spot",
+        {"RUN_NAME": "mine", "STORAGE_PATH": "s3://b/p", "EPOCHS": "3", "TASK_ARGS": "{}"},
+        image="i:1",
+        namespace="other",
+        queue="q",
+        generation=2,
+    )
+    assert (code, json.loads(out), err) == (0, expected.manifest, "")
+    assert "clusterSelector" in sunspot(capsys, "--cluster", "shared")[1]
+
+
+def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = sunspot(capsys, "--explain", "--profile", "gke-spot", "--run", "mine")
+    assert code == 0
+    rows = [re.split(r"  +", line) for line in out.splitlines()]
+    assert rows[0] == ["value", "is", "from"]
+    assert ["SUNSPOT_RUN_NAME", "mine", "given"] in rows
+    assert ["SUNSPOT_STORAGE_PATH", "s3://sunspot/runs", "k8s/rayjob.yaml"] in rows
+    assert ["terminationGracePeriodSeconds", "15", "the notice, profile gke-spot"] in rows
+    assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves"] in rows
+    assert len({row[0] for row in rows}) == len(rows), "a value is explained once"
+    assert all(len(row) == 3 for row in rows)
+    code, out, _ = sunspot(capsys, "--explain", "--json")
+    assert {tuple(value) for value in json.loads(out)} == {("name", "value", "source")}
+
+
+def test_a_directory_for_gitops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mnist"
+    for _ in range(2):
+        code, out, err = sunspot(capsys, "--output", str(folder))
+        assert (code, out) == (0, "")
+        assert err.splitlines() == [f"wrote {folder}/rayjob.yaml", f"wrote {folder}/kustomization.yaml"]
+        (folder / "notes.txt").write_text("mine")
+    assert (folder / "rayjob.yaml").read_text() == (GOLDEN / "kind.yaml").read_text()
+    assert load(folder / "kustomization.yaml") == {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["rayjob.yaml"],
+    }
+    assert (folder / "notes.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("")
+    code, _, err = sunspot(capsys, "--output", str(tmp_path / "file"))
+    assert (code, len(err.splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "words", [["--set", "EPOCHS"], ["--set", "=3"], ["--run", ""], ["--storage", ""], ["--storage", "./runs"]]
+)
+def test_wrong_usage_is_one_message(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, out, err = sunspot(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "Traceback" not in err

@@ -1,0 +1,535 @@
+"""The report: what it shows of a run, what it says is missing, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.report import gather, render
+from app.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
+from app.run import Run
+from app.run.checkpoints import MANIFEST
+from app.run.failures import Failure, record_failure
+from app.run.history import Journal
+from app.run.incidents import Cause
+from app.run.predictions import write_predictions
+from app.run.status import RunState, read_status, restore_status
+from app.storage.local import LocalStorage
+from tests.harness.browser import Browser
+from tests.harness.commands import Command
+from tests.harness.runs import begin, commit, report, start, write_receipt
+from tests.harness.trained import BEGUN, about, png, predictions_of, record, trained
+
+LIMIT = 2_000_000
+"""Bytes of a report, at most."""
+
+VOID = ("meta", "img", "br", "path", "circle", "rect")
+
+
+class Page(HTMLParser):
+    """A report as a program reads it; refuses what is not closed in the order it was opened."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.figures: dict[str, float] = {}
+        self._open: list[str] = []
+        self._figure = ""
+        self._words: list[str] = []
+        self.feed(page.decode())
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "dd":
+            self._figure = attributes["id"].removeprefix("figure-")
+        if tag == "data" and self._figure:
+            self.figures.setdefault(self._figure, float(attributes["value"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop() == tag
+        if tag == "dd":
+            self._figure = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self._words.append(data)
+
+    @property
+    def text(self) -> str:
+        """All that can be read, in one line."""
+        return " ".join(" ".join(self._words).split())
+
+    def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
+        """The attributes of every such element."""
+        return [a for name, a in self.elements if name == tag and attributes.items() <= a.items()]
+
+    @property
+    def charts(self) -> list[str]:
+        """The text alternatives of the drawings."""
+        return [str(attributes["aria-label"]) for attributes in self.all("svg", role="img")]
+
+
+def made(run: Run, state: RunState = RunState.SUCCEEDED, reason: str = "") -> Page:
+    """The report of a run, read again."""
+    page = render(gather(run, state, reason))
+    assert len(page) <= LIMIT
+    return Page(page)
+
+
+def damage(run: Run, checkpoint: str, file: str = "model.pt") -> None:
+    run.storage.write(run.key("checkpoints", checkpoint, file), b"other bytes")
+
+
+# -------------------------------------------------------------------------------------------------------------- content
+
+
+def test_the_figures_are_those_of_the_run(run: Run) -> None:
+    page = made(trained(run))
+    figures = page.figures
+    assert (figures["test_accuracy"], figures["accuracy"]) == (0.9805, 0.9917)
+    assert (figures["test_loss"], figures["loss"]) == (0.0586, 0.0393)
+    assert (figures["steps"], figures["time"], figures["throughput"]) == (188, 245, 256)
+    # 2 workers for 245 s; lost: the first 12 s, and from step 94 to the first step after it.
+    assert figures["goodput"] == pytest.approx(1 - (12 + 51) / 245)
+    assert figures["incidents"] == 1
+    assert "✓ Succeeded : held-out accuracy 98.05 % , 188 of 188 steps in 4 min 5 s" in page.text
+    assert "goodput 74 % , 1 incident." in page.text
+
+
+def test_the_curves_are_over_steps_and_over_wall_clock_with_the_restart_marked(run: Run) -> None:
+    charts = made(trained(run)).charts
+    for name in (
+        "Loss over steps",
+        "Loss over wall clock",
+        "Accuracy in % over steps",
+        "Accuracy in % over wall clock",
+    ):
+        [chart] = [text for text in charts if text.startswith(name)]
+        assert "1 restart." in chart
+    [steps, clock] = [text for text in charts if text.startswith("Loss over")]
+    assert "0.0393 at 188" in steps
+    assert "0.0586 at 188" in steps
+    assert "highest 1.8" in steps, "not the 9 of a step that was lost and taken again"
+    assert "0.0393 at 4" in clock, "240 s are 4 minutes"
+
+
+def test_a_mark_stands_where_the_restart_was(run: Run) -> None:
+    page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
+    [chart] = re.findall(r'aria-label="Loss over steps.*?</svg>', page)
+    [mark] = re.findall(r'class="mark" d="M([\d.]+) ', chart)
+    lines = re.findall(r'class="line a" d="M([\d.]+) .*?L([\d.]+) [\d.]+"', chart)
+    first, last = map(float, lines[0])
+    assert float(mark) == pytest.approx(first + (last - first) * (94 - 10) / (188 - 10), abs=0.2)
+
+
+def test_a_single_record_can_be_seen(run: Run) -> None:
+    report(run, start(begin(run), "job"), {"step": 5, "loss": 0.5})
+    page = made(run)
+    assert len(page.all("circle", **{"class": "dot a"})) == 1
+
+
+def test_mistakes_come_first_and_every_picture_says_what_it_shows(run: Run) -> None:
+    page = made(trained(run))
+    pictures = page.all("img")
+    assert len(pictures) == 30 + 20 + 20
+    assert pictures[0]["alt"] == "Held-out row 0: label 0, predicted 1"
+    assert pictures[30]["alt"] == "Held-out row 100: label 0, predicted 0"
+    assert pictures[50]["alt"] == "Training row 0: label 0"
+    assert all(str(picture["src"]).startswith("data:image/png;base64,") for picture in pictures)
+    assert "1,970 right and 30 wrong: accuracy 98.50 %" in page.text
+    assert "Confusion matrix" in page.text
+
+
+def test_many_classes_are_shown_as_the_pairs_that_are_confused(run: Run) -> None:
+    trained(run)
+    write_predictions(run, predictions_of("step-00000188-attempt-0002", classes=1000, wrong=600))
+    page = made(run)
+    assert "The pairs that are confused most often, 30 of 600; 1000 classes" in page.text
+    assert "Mistakes, the most certain first, 48 of 600" in page.text
+
+
+def test_each_rank_and_the_spread_between_ranks(run: Run) -> None:
+    page = made(trained(run, ranks=4))
+    assert [chart for chart in page.charts if chart.startswith("Rows per second of one rank over wall clock")]
+    [spread] = [chart for chart in page.charts if chart.startswith("Seconds of a step on one rank")]
+    assert re.search(r"Lowest to highest rank: 0\.3\d* to 0\.3\d*\.", spread)
+    assert len([chart for chart in page.charts if chart.startswith("Median step of a window")]) == 4
+    assert "node-3" in page.text
+
+
+def test_incidents_have_their_receipts(run: Run) -> None:
+    trained(run)
+    third = start(run, "job", "step-00000188-attempt-0002", at=BEGUN + 300, **about(2, "memory"))
+    failed = {"rank": 1, "step": 190, "type": "RuntimeError", "traceback": "", "file": "task.py", "line": 7}
+    record_failure(run, Failure(attempt=3, message="no good", function="loss", **failed))
+    journal = Journal(run, "events", third.number, rank=1)
+    journal.append({"event": "hung", "rank": 1, "step": 190, "time": BEGUN + 320, "detail": "in all_reduce"})
+    journal.flush()
+    text = made(run, RunState.FAILED, "training failed").text
+    assert "✗ Failed" in text
+    assert "training failed" in text
+    assert "1 incident (1 node lost); 6 steps taken again." in text
+    assert "incident: node lost (node-1 is gone)" in text
+    assert "35 s" in text, "from the loss to the first step after it"
+    assert "no receipt: it took no step" in text
+    assert "RuntimeError: no good" in text
+    assert "task.py:7, loss" in text
+    assert "in all_reduce" in text
+
+
+def test_a_receipt_that_is_missing_is_said(run: Run) -> None:
+    trained(run)
+    run.storage.delete(run.key("events", "attempt-0002-00000.jsonl"))
+    text = made(run).text
+    assert "No receipt of attempt 2, which took steps." in text
+    assert "no receipt, though it took steps" in text
+
+
+def test_checkpoints_have_their_state(run: Run) -> None:
+    trained(run)
+    damage(run, "step-00000094-attempt-0001")
+    run.storage.write(run.key("checkpoints", "step-00000189-attempt-0002", "model.pt"), b"begun")
+    stale = "step-00000150-attempt-0001"
+    commit(run, replace(start(run, "job", "step-00000188-attempt-0002"), number=1), 150)
+    text = made(run).text
+    assert "✓ verified newest and best" in text
+    assert "✗ damaged: model.pt has 11 bytes instead of" in text
+    assert "… incomplete: it has no manifest" in text
+    assert stale not in text
+    assert "Left out: 1 of superseded attempts." in text
+
+
+def test_a_manifest_that_was_changed_is_damage(run: Run) -> None:
+    trained(run)
+    damage(run, "step-00000188-attempt-0002", MANIFEST)
+    page = made(run)
+    assert f"✗ damaged: {MANIFEST} cannot be used" in page.text
+    assert "its newest checkpoint is step-00000094-attempt-0001" in page.text
+
+
+def test_settings_and_versions_with_what_changed(run: Run) -> None:
+    text = made(trained(run)).text
+    assert "CHECKPOINT_EVERY_S 30.0 60" in text
+    assert "HANG_TIMEOUT_S 300.0 the same" in text
+    assert "attempt 2: SUNSPOT_CHECKPOINT_EVERY_S: 60.0 -> 30.0" in text
+    assert "torch 2.15.0" in text
+    assert "Every attempt has had the same versions." in text
+    assert "training rows 12000" in text
+
+
+# ------------------------------------------------------------------------------------------------------ what is missing
+
+
+def test_an_empty_run_says_what_is_missing(run: Run) -> None:
+    text = made(run, RunState.PENDING, "its driver has not begun").text
+    for words in (
+        *("Pending: 0 steps", "its driver has not begun", "No metric is recorded yet", "No predictions are stored"),
+        *("No numbers of single ranks are recorded", "No worker has begun yet", "No checkpoint is there"),
+        *("No settings are recorded yet", "Nothing is recorded of the data yet", "No versions are recorded yet"),
+        *("goodput not known", "no incidents"),
+    ):
+        assert words in text.replace(" :", ":")
+
+
+def test_a_run_that_goes_on(run: Run) -> None:
+    first = start(begin(run), "job", at=BEGUN, **about())
+    write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 5)
+    report(run, first, record(3, BEGUN + 10))
+    page = made(run, RunState.RUNNING, "2 workers train")
+    assert "Running" in page.text
+    assert "2 workers train" in page.text
+    assert "Nothing was evaluated on held-out rows so far." in page.text
+    assert "of a number not known yet" in page.text
+    assert page.figures["time"] > 1000, "it goes on until now"
+
+
+def test_records_without_times_results_or_ranks(run: Run) -> None:
+    report(run, start(begin(run), "job"), {"step": 1}, {"step": 2, "loss": 0.5}, {"step": 3, "learning_rate": 0.1})
+    page = made(run)
+    assert [chart.partition(";")[0] for chart in page.charts] == ["Loss over steps"]
+    assert "Loss over wall clock: nothing is recorded" in page.text
+    report(Run(run.storage, "other"), start(begin(Run(run.storage, "other")), "job"), {"step": 1})
+    assert "no loss, no accuracy and nothing of held-out rows" in made(Run(run.storage, "other")).text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.7e308])
+def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) -> None:
+    first = start(begin(run), "job", at=BEGUN, **about())
+    broken = [record(step, BEGUN + step, loss=value) for step in (12, 13)]
+    report(run, first, record(10, BEGUN + 10, loss=2.0), record(11, BEGUN + 11, loss=1.0), *broken)
+    page = made(run)
+    assert "loss was no number that can be drawn (NaN, infinite or huge) in 2 records, first at step 12." in page.text
+    [steps] = [chart for chart in page.charts if chart.startswith("Loss over steps")]
+    assert "1 at 11" in steps
+    report(Run(run.storage, "all"), start(begin(Run(run.storage, "all")), "job"), *broken)
+    assert "Loss: no number can be drawn." in made(Run(run.storage, "all")).text
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("metrics/attempt-0002-00000.jsonl", "The metric history, or a part of it, cannot be read"),
+        ("events/attempt-0001-00000.jsonl", "The events cannot be read"),
+        ("predictions.json", "The predictions cannot be read"),
+        ("attempts/0002.json", "The list of its attempts cannot be read"),
+        ("run.json", "Run.json cannot be read"),
+        ("status.json", "Its status cannot be read"),
+    ],
+)
+def test_a_part_that_cannot_be_read_is_told_and_hides_no_other(run: Run, key: str, told: str) -> None:
+    trained(run)
+    run.storage.write(run.key(key), b"{broken")
+    text = made(run).text
+    assert told in text
+    assert "✓ verified" in text or key.startswith("attempts"), "no attempt: no checkpoint leads anywhere"
+
+
+# ------------------------------------------------------------------------------------------------------- hostile, large
+
+HOSTILE = "</style></script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x00\x1b[31m\u202e"
+
+
+def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
+    trained(run)
+    hostile = about(2, "storage", task_args={"name": HOSTILE})
+    hostile |= {"nodes": {"0": HOSTILE}, "versions": {HOSTILE: HOSTILE}}
+    third = start(run, HOSTILE, "step-00000188-attempt-0002", at=BEGUN + 300, **hostile)
+    write_receipt(run, third, 2, Cause.HUNG, detail=HOSTILE, left=BEGUN + 290, first_step=BEGUN + 310)
+    report(run, third, record(190, BEGUN + 320, **{f"{HOSTILE}loss": 1.0, f"test_{HOSTILE}": 2.0}))
+    journal = Journal(run, "events", third.number)
+    journal.append({"event": HOSTILE, "step": HOSTILE, "rank": HOSTILE, "time": 1.0, "detail": HOSTILE})
+    journal.flush()
+    record_failure(run, Failure(3, 0, 190, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1, HOSTILE))
+    page = made(run, RunState.FAILED, HOSTILE)
+    assert "alert(1)" in page.text, "it is shown as what it is"
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "link", "iframe", "object", "form", "base", "foreignobject", "animate"}
+    for _, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert str(attributes.get("src", "data:")).startswith("data:")
+        assert str(attributes.get("href", "#")).startswith("#")
+    assert page.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", page.text)
+
+
+def test_predictions_of_the_largest_pictures_fit(run: Run) -> None:
+    trained(run)
+    noise = png(0) + os.urandom(14_000)
+    write_predictions(run, predictions_of("step-00000188-attempt-0002", classes=20, image=noise, wrong=400))
+    page = made(run)
+    shown = len(page.all("img"))
+    assert 48 <= shown < 48 + 20 + 20, "the mistakes before all others"
+    assert f"Left out: {88 - shown} images" in page.text
+
+
+def test_what_is_no_png_is_left_out_and_said(run: Run) -> None:
+    trained(run)
+    write_predictions(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
+    page = made(run)
+    assert not page.all("img")
+    assert "Left out: 70 images, no PNG or too large for this page." in page.text
+
+
+def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> None:
+    first = start(begin(run), "job", at=BEGUN, **about())
+    steps = range(1, 100_001)
+    peaks = {50_000: 9.0, 70_000: 0.001}
+    journal = Journal(run, "metrics", first.number)
+    for step in steps:
+        ranks = [{"rows": 64, "seconds": 1.0, "step_time_median_s": 0.1}]
+        loss = peaks.get(step, 1.0 + step % 7 / 10)
+        journal.append({"step": step, "time": BEGUN + 10 * step, "loss": loss, "accuracy": 0.5, "ranks": ranks})
+    journal.flush()
+    page = made(run)
+    [steps_chart] = [chart for chart in page.charts if chart.startswith("Loss on a logarithmic axis over steps")]
+    assert "lowest 0.001 at 7e+04, highest 9 at 5e+04" in steps_chart
+    assert "Of 100,000 records, the lowest and the highest in each of 240 stretches are drawn." in page.text
+    assert "Results, 40 of 100,000" in page.text
+
+
+def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
+    begin(run)
+    origin = None
+    for number in range(1, 151):
+        attempt = start(run, "job", origin, at=BEGUN + 100 * number, **about(500))
+        write_receipt(run, attempt, number - 1, detail="x" * 5000)
+        origin = commit(run, attempt, 5 * number, loss=1 / number).name
+    report(run, attempt, *(record(n, BEGUN + 20_000 + n, ranks=500) for n in range(751, 760)))
+    journal = Journal(run, "events", attempt.number, rank=0)
+    for number in range(500):
+        journal.append({"event": "hung", "step": 751, "time": float(number), "detail": "y" * 5000})
+    journal.flush()
+    page = made(run)
+    assert "Each rank over the whole run, the 64 slowest of 500" in page.text
+    assert "with its receipt, the newest 100 of 150" in page.text
+    assert "Other events, the newest 100 of 500" in page.text
+    assert "Left out: 100 older." in page.text
+
+
+@given(st.integers(1, 2000), st.integers(0, 2**32), st.booleans())
+def test_thinned_points_are_few_and_keep_the_extremes(number: int, seed: int, evenly: bool) -> None:
+    draw = random.Random(seed)
+    places = range(number) if evenly else sorted(draw.uniform(0, 1e6) for _ in range(number))
+    given_points = [Point(float(place), draw.gauss(0, 1)) for place in places]
+    few = thin(given_points)
+    assert len(few) <= 2 * BUCKETS
+    assert [point for point in given_points if point in set(few)] == few, "in their order"
+    assert min(p.y for p in few) == min(p.y for p in given_points)
+    assert max(p.y for p in few) == max(p.y for p in given_points)
+
+
+@given(st.lists(st.floats(-9e99, 9e99), min_size=1), st.booleans())
+def test_an_axis_has_room_for_all_values(values: list[float], from_zero: bool) -> None:
+    for axis in (linear_axis(values, from_zero), linear_axis(values, from_zero, tight=True)):
+        assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
+        assert 1 <= len(axis.ticks) <= 12
+
+
+def test_numbers_on_an_axis_can_be_told_apart() -> None:
+    assert [text for _, text in linear_axis([98.01, 98.09]).ticks] == ["98", "98.02", "98.04", "98.06", "98.08", "98.1"]
+    assert [text for _, text in linear_axis([0, 2400]).ticks] == ["0", "500", "1k", "1.5k", "2k", "2.5k"]
+    assert [text for _, text in log_axis([0.013, 4]).ticks] == ["0.01", "0.1", "1", "10"]
+
+
+@given(st.lists(st.floats(1e-100, 9e99), min_size=1))
+def test_a_logarithmic_axis_has_room_for_all_values(values: list[float]) -> None:
+    axis = log_axis(values)
+    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in [*values, *(tick for tick, _ in axis.ticks)])
+    assert len(axis.ticks) <= 14
+
+
+# ----------------------------------------------------------------------------------------------------------------- verb
+
+
+def test_the_verb_writes_the_file(run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run)
+    monkeypatch.chdir(tmp_path)
+    assert sunspot("report", "run") == 0
+    default = tmp_path / "run-report.html"
+    assert str(default) in sunspot.out
+    assert Page(default.read_bytes()).figures["test_accuracy"] == 0.9805
+    wanted = tmp_path / "elsewhere.html"
+    assert sunspot("report", "run", "--output", str(wanted), "--json") == 0
+    assert sunspot.json == {"run": "run", "path": str(wanted), "bytes": wanted.stat().st_size}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_verb_without_a_run_or_a_place(run: Run, sunspot: Command, tmp_path: Path) -> None:
+    assert sunspot("report", "run") == 3
+    trained(run)
+    assert sunspot("report", "run", "--output", str(tmp_path / "no" / "such" / "folder.html")) == 4
+    assert "cannot be written: No such file or directory" in sunspot.err
+
+
+def test_a_run_that_is_only_submitted_has_a_report(run: Run, sunspot: Command, tmp_path: Path) -> None:
+    run.storage.write(run.key("submissions", "0001-run-1234.yaml"), b"kind: RayJob")
+    assert sunspot("report", "run", "--output", str(tmp_path / "r.html")) == 0
+    assert b"its driver has not begun" in (tmp_path / "r.html").read_bytes()
+
+
+# -------------------------------------------------------------------------------------------------------------- browser
+
+CONTRAST = """
+const parse = color => color.match(/[\\d.]+/g).map(Number);
+const over = (top, below) => { const a = top[3] ?? 1; return [0, 1, 2].map(i => a * top[i] + (1 - a) * below[i]); };
+const linear = c => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+const light = color => { const [r, g, b] = color.map(linear);
+  return .2126 * r + .7152 * g + .0722 * b; };
+const background = element => { if (!element) return [255, 255, 255];
+  return over(parse(getComputedStyle(element).backgroundColor), background(element.parentElement)); };
+const poor = [];
+for (const element of document.body.querySelectorAll('*')) {
+  const own = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+  if (!own || !element.getClientRects().length) continue;
+  const style = getComputedStyle(element), behind = background(element.closest('svg')?.parentElement ?? element);
+  const color = over(parse(element.closest('svg') ? style.fill : style.color), behind);
+  const [high, low] = [light(color), light(behind)].sort((a, b) => b - a);
+  const ratio = (high + .05) / (low + .05);
+  if (ratio < 4.5) poor.push([element.tagName, element.textContent.slice(0, 30), ratio]);
+}
+return poor;
+"""
+"""Every text whose contrast to what is behind it is below 4.5:1."""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with something in each of its sections."""
+    folder = tmp_path_factory.mktemp("report")
+    run = trained(Run(LocalStorage(str(folder)), "run"), ranks=8)
+    damage(run, "step-00000094-attempt-0001")
+    run.storage.write(run.key("checkpoints", "step-00000189-attempt-0002", "model.pt"), b"begun")
+    status = read_status(run)
+    assert status
+    restore_status(run, replace(status, state=RunState.FAILED, reason="a reason " + "without_a_place_to_break" * 20))
+    path = folder / "report.html"
+    path.write_bytes(render(gather(run, RunState.FAILED, "a reason " + "without_a_place_to_break" * 20)))
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_a_browser_shows_it(browser: Browser, page: Path, width: int, scheme: str) -> None:
+    browser.show(page, width, scheme)
+    assert browser.messages() == []
+    browser.run("document.querySelectorAll('details').forEach(details => details.open = true)")
+    assert browser.run("return document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+    assert browser.run("return [...document.images].every(image => image.alt && image.naturalWidth)")
+    assert browser.run(CONTRAST) == []
+    figure = "return document.querySelector('#figure-{} data').value"
+    figures = {name: float(browser.run(figure.format(name))) for name in ("test_accuracy", "test_loss", "steps")}
+    assert figures == {"test_accuracy": 0.9805, "test_loss": 0.0586, "steps": 188}
+    assert (
+        browser.run("return getComputedStyle(document.body).backgroundColor")
+        == {
+            "light": "rgb(253, 252, 250)",
+            "dark": "rgb(22, 23, 26)",
+        }[scheme]
+    )
+    loaded = (
+        "return performance.getEntriesByType('resource').map(entry => entry.name).filter(n => !n.startsWith('data:'))"
+    )
+    assert browser.run(loaded) == []
+
+
+def test_every_table_and_chart_can_be_read_without_seeing_it(browser: Browser, page: Path) -> None:
+    browser.show(page, 1280, "light")
+    assert browser.run(
+        "return [...document.querySelectorAll('table')].every(t => t.caption && t.querySelector('th[scope]'))"
+    )
+    unnamed = "return [...document.querySelectorAll('svg:not([aria-hidden])')].filter(s => !s.ariaLabel).length"
+    assert browser.run(unnamed) == 0
+    assert browser.run("return document.documentElement.lang") == "en"
+    headings = browser.run("return [...document.querySelectorAll('h1,h2,h3')].map(h => Number(h.tagName[1]))")
+    assert headings[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(headings))
+    anchors = (
+        "return [...document.querySelectorAll('nav a')].every(a => document.querySelector(a.getAttribute('href')))"
+    )
+    assert browser.run(anchors)
+
+
+def test_what_a_page_must_not_do_is_refused(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The policy holds where the escaping would not."""
+    broken = tmp_path / "broken.html"
+    hostile = b"<script>document.title = 'run'</script><img alt='x' src='https://example.invalid/x.png'></body>"
+    broken.write_bytes(page.read_bytes().replace(b"</body>", hostile))
+    browser.show(broken, 1280, "light")
+    assert len([message for message in browser.messages() if "Content Security Policy" in message]) == 2
+    assert browser.run("return document.title") == "run: failed"

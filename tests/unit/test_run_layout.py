@@ -1,0 +1,380 @@
+"""Who owns a run, which of what was written counts, and which checkpoints are whole."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import DamageError, StorageError, SupersededError
+from app.run import Run, open_run, to_json
+from app.run.attempts import (
+    Attempt,
+    attempt_of,
+    checkpoint_name,
+    claim,
+    ensure_owner,
+    lineage,
+    read_attempts,
+    read_error,
+    record_error,
+    refuse_if_superseded,
+    step_of,
+)
+from app.run.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    delete_checkpoint,
+    find_faults,
+    find_newest_good,
+    in_lineage,
+    list_checkpoints,
+    list_directories,
+)
+from app.run.history import FILE_RECORDS, Journal, read_audit, read_journal
+from tests.harness.runs import commit, consumed, record_audit, start
+
+
+def list_incomplete(run: Run) -> list[str]:
+    """Names of the checkpoint directories without a manifest."""
+    return [name for name, files in list_directories(run).items() if MANIFEST not in files]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return open_run(str(tmp_path), "run")
+
+
+# --------------------------------------------------------------------------------------------------------- attempts
+
+
+def test_attempts_are_read_back_as_they_were_claimed(run: Run) -> None:
+    assert read_attempts(run) == []
+    first = Attempt(1, "job", None, 0, about={"host": "a"})
+    second = Attempt(2, "job", checkpoint_name(7, 1), 7, skipped=("one", "two"))
+    assert claim(run, [], first)
+    assert claim(run, [first], second)
+    record_error(run, 2, DamageError("lost"))
+    assert read_attempts(run) == [first, second], "the record of an error is no attempt"
+
+
+def test_exactly_one_of_many_claims_wins(run: Run) -> None:
+    ready = threading.Barrier(8)
+    won: list[str] = []
+
+    def race(owner: str) -> None:
+        ready.wait()
+        if claim(run, [], Attempt(1, owner, None, 0)):
+            won.append(owner)
+
+    threads = [threading.Thread(target=race, args=(f"job-{number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [attempt.owner for attempt in read_attempts(run)]
+    assert len(won) == 1
+
+
+def test_a_superseded_owner_learns_it_and_never_claims_again(run: Run) -> None:
+    old = start(run, "old")
+    ensure_owner(run, old)
+    new = start(run, "new")
+    with pytest.raises(SupersededError, match="attempt 2 of new"):
+        ensure_owner(run, old)
+    with pytest.raises(SupersededError):
+        refuse_if_superseded(read_attempts(run), "old")
+    with pytest.raises(SupersededError):
+        claim(run, read_attempts(run), replace(old, number=3))
+    assert [attempt.owner for attempt in read_attempts(run)] == ["old", "new"]
+    ensure_owner(run, new)
+    refuse_if_superseded(read_attempts(run), "new")
+    refuse_if_superseded(read_attempts(run), "third")
+
+
+def test_an_attempt_is_superseded_by_one_that_is_not_its_neighbour(run: Run) -> None:
+    old = start(run, "job")
+    start(run, "job")
+    start(run, "other")
+    with pytest.raises(SupersededError, match="attempt 3 of other"):
+        ensure_owner(run, old)
+
+
+def test_an_error_is_kept_with_its_class(run: Run) -> None:
+    assert read_error(run, 1) is None
+    record_error(run, 1, DamageError("optimizer.pt lost"))
+    error = read_error(run, 1)
+    assert isinstance(error, DamageError)
+    assert str(error) == "optimizer.pt lost"
+
+
+@given(st.integers(0, 10**10), st.integers(1, 10**6))
+def test_a_checkpoint_name_says_step_and_attempt(step: int, attempt: int) -> None:
+    assert (step_of(checkpoint_name(step, attempt)), attempt_of(checkpoint_name(step, attempt))) == (step, attempt)
+
+
+# ---------------------------------------------------------------------------------------------------------- lineage
+
+
+def make_history(draw: Any) -> tuple[list[Attempt], list[Checkpoint], list[int]]:
+    """Attempts, their checkpoints, and for each step of the newest attempt's model which attempt took it.
+
+    Attempts start from any checkpoint that leads to the newest one, and go on and commit after they are superseded.
+    """
+    attempts: list[Attempt] = []
+    checkpoints: list[Checkpoint] = []
+    taken: dict[int, list[int]] = {0: []}
+    for _ in range(draw(st.integers(1, 25))):
+        if not attempts or draw(st.booleans()):
+            mine = taken[attempts[-1].number] if attempts else []
+            good = [c for c in checkpoints if c.step <= len(mine) and mine[c.step - 1] == c.attempt]
+            origin = draw(st.sampled_from([None, *good]))
+            number = len(attempts) + 1
+            attempts.append(Attempt(number, "job", origin.name if origin else None, origin.step if origin else 0))
+            taken[number] = taken[origin.attempt][: origin.step] if origin else []
+        else:
+            number = draw(st.sampled_from(attempts)).number
+            taken[number] += [number] * draw(st.integers(1, 5))
+            step = len(taken[number])
+            checkpoints.append(Checkpoint(checkpoint_name(step, number), step, 1, 10, 100, number))
+    return attempts, checkpoints, taken[len(attempts)]
+
+
+@given(st.data())
+def test_the_lineage_holds_each_step_of_the_model_once(data: st.DataObject) -> None:
+    attempts, checkpoints, taken = make_history(data.draw)
+    spans = lineage(attempts)
+    for step, attempt in enumerate(taken, 1):
+        assert [span.attempt for span in spans if any(span.holds(a.number, step) for a in attempts)] == [attempt]
+    oldest_first = spans[::-1]
+    assert oldest_first[0].after == 0
+    assert [span.upto for span in oldest_first] == [*(span.after for span in oldest_first[1:]), None]
+
+    counted = in_lineage(checkpoints, spans)
+    assert counted == [c for c in checkpoints if c.step <= len(taken) and taken[c.step - 1] == c.attempt]
+    assert len({c.step for c in counted}) == len(counted)
+
+
+def test_no_attempt_no_lineage() -> None:
+    assert lineage([]) == []
+    assert in_lineage([Checkpoint("step-00000001-attempt-0001", 1, 1, 10, 100, 1)], []) == []
+
+
+def test_a_stale_writers_late_manifest_is_ignored(run: Run) -> None:
+    old = start(run, "old")
+    origin = commit(run, old, 4)
+    new = start(run, "new", origin.name)
+    commit(run, old, 9)
+    attempts = read_attempts(run)
+    assert find_newest_good(run, attempts) == (origin, ())
+    newest = commit(run, new, 6)
+    assert find_newest_good(run, attempts) == (newest, ())
+    assert [c.step for c in in_lineage(list_checkpoints(run), lineage(attempts))] == [4, 6]
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_the_newest_is_found_among_whole_ones(run: Run) -> None:
+    assert find_newest_good(run, []) == (None, ())
+    attempt = start(run, "job")
+    assert find_newest_good(run, [attempt]) == (None, ())
+    checkpoints = [commit(run, attempt, step, loss=1 / step) for step in (2, 10, 7)]
+    assert list_checkpoints(run) == sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+    assert find_newest_good(run, [attempt]) == (checkpoints[1], ())
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "model.pt is missing"),
+        (b"", "model.pt has 0 bytes"),
+        (b"model.pt of step-00000006-attempt-00", "model.pt has 36 bytes"),
+        (b"model.pt of step-00000006-attempt-0002", "model.pt has SHA-256"),
+    ],
+)
+def test_a_file_that_differs_is_passed_over(run: Run, content: bytes | None, fault: str) -> None:
+    attempt = start(run, "job")
+    good, bad = commit(run, attempt, 3), commit(run, attempt, 6)
+    key = run.key("checkpoints", bad.name, "model.pt")
+    if content is None:
+        run.storage.delete(key)
+    else:
+        run.storage.write(key, content)
+    [found] = find_faults(run, bad)
+    assert found.startswith(fault)
+    assert find_newest_good(run, [attempt]) == (good, (f"{bad.name}: damaged, {found}",))
+
+
+def broken_manifests() -> dict[str, Any]:
+    files = {"model.pt": {"size": 1, "sha256": "0"}}
+    good = {
+        "name": checkpoint_name(6, 1),
+        "step": 6,
+        "epoch": 2,
+        "steps_per_epoch": 5,
+        "total_steps": 100,
+        "attempt": 1,
+    }
+    whole = {**good, "files": files, "metrics": {}, "time": 0.0}
+    records: dict[str, Any] = {
+        "list": [],
+        "null": None,
+        "no field": {},
+        "unknown field": {**whole, "colour": "red"},
+        "another name": {**whole, "name": checkpoint_name(7, 1)},
+        "another step": {**whole, "step": 60},
+        "step is text": {**whole, "step": "6"},
+        "no file": {**whole, "files": {}},
+        "files is a list": {**whole, "files": ["model.pt"]},
+        "file without hash": {**whole, "files": {"model.pt": {"size": 1}}},
+        "file is a number": {**whole, "files": {"model.pt": 1}},
+        "metrics is a list": {**whole, "metrics": [1]},
+    }
+    broken = {"empty": b"", "cut": to_json(whole)[:-20], "binary": b"\xff\xfe\x00", "text": b"manifest"}
+    return broken | {name: json.dumps(record).encode() for name, record in records.items()}
+
+
+@pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in broken_manifests().items()])
+def test_a_manifest_that_cannot_be_used_is_damage(run: Run, content: bytes) -> None:
+    attempt = start(run, "job")
+    good, bad = commit(run, attempt, 3), commit(run, attempt, 6)
+    run.storage.write(run.key("checkpoints", bad.name, "manifest.json"), content)
+    assert [(c.name, bool(c.damage), c.bytes > 0) for c in list_checkpoints(run)] == [
+        (good.name, False, True),
+        (bad.name, True, False),
+    ]
+    newest, [skipped] = find_newest_good(run, [attempt])
+    assert newest == good
+    assert skipped.startswith(f"{bad.name}: damaged, manifest.json cannot be used: ")
+
+
+def test_what_is_no_checkpoint_is_not_looked_at(run: Run) -> None:
+    attempt = start(run, "job")
+    good = commit(run, attempt, 3)
+    for name in (".DS_Store", "copy/manifest.json", "step-00000009/manifest.json", f"{good.name}-old/model.pt"):
+        run.storage.write(run.key("checkpoints", name), b"{}")
+    assert list_checkpoints(run) == [good]
+    assert list_incomplete(run) == []
+    assert find_newest_good(run, [attempt]) == (good, ())
+
+
+def test_skipped_ones_are_told_newest_first_and_only_newer_than_the_found(run: Run) -> None:
+    attempt = start(run, "job")
+    for step in (2, 4, 6, 8):
+        commit(run, attempt, step)
+    for step in (2, 6):
+        run.storage.delete(run.key("checkpoints", checkpoint_name(step, 1), "manifest.json"))
+    run.storage.delete(run.key("checkpoints", checkpoint_name(8, 1), "model.pt"))
+    newest, skipped = find_newest_good(run, [attempt])
+    assert newest
+    assert newest.step == 4
+    assert [step_of(text.partition(":")[0]) for text in skipped] == [8, 6]
+
+
+def test_a_deletion_killed_halfway_leaves_it_incomplete(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = start(run, "job")
+    good, old = commit(run, attempt, 3), commit(run, attempt, 6)
+    deleted: list[str] = []
+    delete = run.storage.delete
+
+    def fail_after_one(key: str) -> None:
+        if deleted:
+            raise StorageError("gone")
+        deleted.append(key)
+        delete(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.storage, "delete", fail_after_one)
+        with pytest.raises(StorageError):
+            delete_checkpoint(run, old.name)
+    assert list_incomplete(run) == [old.name]
+    assert list_checkpoints(run) == [good]
+    assert find_newest_good(run, [attempt]) == (good, (f"{old.name}: incomplete, it has no manifest",))
+    delete_checkpoint(run, old.name)
+    delete_checkpoint(run, old.name)
+    assert list_incomplete(run) == []
+    assert run.storage.list(run.key("checkpoints", old.name)) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- history
+
+
+def test_a_journal_keeps_the_order_over_files_and_flushes(run: Run) -> None:
+    steps = list(range(1, 2 * FILE_RECORDS + 500))
+    journal = Journal(run, "metrics", 1)
+    for step in steps:
+        journal.append({"step": step, "time": 0.0})
+        if step in (1, FILE_RECORDS - 1, FILE_RECORDS, FILE_RECORDS + 1, steps[-1]):
+            journal.flush()
+            assert [record["step"] for record in read_journal(run, "metrics")] == list(range(1, step + 1))
+    assert len(run.storage.list(run.key("metrics"))) == 3
+    assert read_journal(run, "metrics")[0] == {"attempt": 1, "step": 1, "time": 0.0}
+    assert read_journal(run, "events") == []
+
+
+def test_a_journal_writes_later_what_storage_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(key: str, data: bytes) -> None:
+        raise StorageError("full")
+
+    journal = Journal(run, "events", 1)
+    journal.append({"step": 1, "time": 0.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(run.storage, "write", refuse)
+        with pytest.raises(StorageError):
+            journal.flush()
+    journal.append({"step": 2, "time": 0.0})
+    journal.flush()
+    assert [record["step"] for record in read_journal(run, "events")] == [1, 2]
+
+
+def test_only_records_of_steps_that_count_are_read(run: Run) -> None:
+    for number, steps in [(1, range(1, 9)), (2, range(5, 8))]:
+        journal = Journal(run, "metrics", number)
+        for step in steps:
+            journal.append({"step": step, "time": 0.0})
+        journal.flush()
+    spans = lineage([Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)])
+    found = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics", spans)]
+    assert found == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (2, 6), (2, 7)]
+
+
+def audited(run: Run, *attempts: Attempt) -> list[tuple[int, int]]:
+    """Step and row of all that the audit gives back."""
+    tables = read_audit(run, lineage(list(attempts)))
+    return sorted((line["step"], line["row"]) for table in tables for line in table.to_pylist())
+
+
+def expected(first: int, last: int) -> list[tuple[int, int]]:
+    return sorted((step, row) for step, rows in consumed(first, last).items() for row in rows)
+
+
+def test_an_audit_file_that_reaches_past_its_span_counts_up_to_there(run: Run) -> None:
+    """The commit of step 4 took so long that the window up to step 7 had closed when it wrote the audit."""
+    first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)
+    record_audit(run, first, consumed(1, 7))
+    record_audit(run, second, consumed(5, 9))
+    assert audited(run, first) == expected(1, 7)
+    assert audited(run, first, second) == expected(1, 9)
+
+
+def test_an_audit_file_that_was_written_again_counts_once(run: Run) -> None:
+    """Storage took the first file and said that it had failed: the next commit wrote its steps again."""
+    attempt = Attempt(1, "job", None, 0)
+    record_audit(run, attempt, consumed(1, 5))
+    record_audit(run, attempt, consumed(1, 8))
+    record_audit(run, attempt, consumed(9, 10))
+    assert audited(run, attempt) == expected(1, 10)
+
+
+def test_a_damaged_audit_file_is_named(run: Run) -> None:
+    attempt = Attempt(1, "job", None, 0)
+    run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005.parquet"), b"PAR1")
+    with pytest.raises(DamageError, match=r"00000001-00000005\.parquet: cannot be read"):
+        audited(run, attempt)

@@ -1,0 +1,483 @@
+"""Runs as storage shows them: which there are, where one stands, its events, and what its processes printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import DamageError, NotFoundError
+from app.run import Run, open_run, to_json
+from app.run.attempts import Attempt, checkpoint_name, claim, record_error, record_submission
+from app.run.history import Journal
+from app.run.incidents import Cause
+from app.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
+from app.run.status import RunState, Status, request_stop, restore_status, write_status
+from app.storage.local import LocalStorage
+from submitter.commands import logs
+from submitter.runs import SILENCE_S, find_run, list_runs, read_state, read_statuses, read_view, state_from_storage
+from tests.harness.runs import begin, commit, report, start, write_receipt
+from tests.harness.s3 import FaultProxy
+from tests.unit.test_cli import Answer, Command
+
+RUNNING = Status(RunState.RUNNING, "job", attempt=1, world_size=2, step=40, epoch=2, total_steps=100, loss=0.5)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return begin(open_run(str(tmp_path), "run"))
+
+
+@pytest.fixture
+def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(str(tmp_path), capsys)
+
+
+def age(run: Run, seconds: float, *parts: str) -> None:
+    """Make what the run has written, below `parts` of it, so much older."""
+    assert isinstance(run.storage, LocalStorage)
+    for entry in run.storage.list(run.key(*parts)):
+        moment = entry.modified - seconds
+        os.utime(run.storage.root / entry.key, (moment, moment))
+
+
+# -------------------------------------------------------------------------------------------------------------- summary
+
+
+def test_a_listing_alone_shows_what_there_is(tmp_path: Path) -> None:
+    storage = open_run(str(tmp_path), "a").storage
+    trained = begin(Run(storage, "trained"))
+    first = start(trained, "job")
+    origin = commit(trained, first, 10)
+    commit(trained, first, 30)
+    second = start(trained, "job", origin.name)
+    newest = commit(trained, second, 20)
+    storage.write(trained.key("checkpoints", "step-00000040-attempt-0002", "model.pt"), b"no manifest yet")
+    record_error(trained, 1, DamageError("lost"))
+    submitted = Run(storage, "submitted")
+    record_submission(submitted, "submitted-1234", "kind: RayJob")
+    record_submission(submitted, "submitted-5678", "kind: RayJob")
+    request_stop(submitted, "me")
+    storage.write("data/train/part.parquet", b"")
+    storage.write("file", b"")
+    age(trained, 100)
+
+    found = {summary.name: summary for summary in list_runs(storage)}
+    assert list(found) == ["submitted", "trained"], "the one that was written last comes first"
+    one, other = found["trained"], found["submitted"]
+    assert (one.checkpoint, one.attempts, one.job, one.stop_wanted) == (newest.name, 2, "", False)
+    assert one.checkpoint_time == pytest.approx(time.time() - 100, abs=20)
+    assert one.bytes == sum(entry.size for entry in storage.list("trained"))
+    assert (one.heard, one.submitted) == (one.modified, 0)
+    assert (other.checkpoint, other.attempts, other.job, other.stop_wanted) == (None, 0, "submitted-5678", True)
+    assert (other.heard, other.submitted > 0) == (0, True), "what the submitter leaves is no sign of life"
+
+
+def test_a_run_is_found_as_soon_as_it_was_submitted(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no run is there"):
+        find_run("run", str(tmp_path))
+    record_submission(open_run(str(tmp_path), "run"), "run-1234", "kind: RayJob")
+    assert find_run("run", str(tmp_path)).name == "run"
+    with pytest.raises(NotFoundError, match=r"there are run$"):
+        find_run("another", str(tmp_path))
+
+
+def test_a_status_that_cannot_be_used_hides_no_other(run: Run) -> None:
+    other = Run(run.storage, "other")
+    write_status(run, RUNNING)
+    run.storage.write(other.key("status.json"), b'{"state": "dancing", "owner": "x"}')
+    statuses = read_statuses(run.storage, ["other", "run", "third"])
+    assert (statuses["other"], statuses["third"]) == (None, None)
+    assert statuses["run"]
+    assert statuses["run"].step == 40
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+NOW = 1_000_000.0
+
+
+def status(state: RunState, ago: float, **about: Any) -> Status:
+    return replace(RUNNING, state=state, time=NOW - ago, **about)
+
+
+@pytest.mark.parametrize(
+    ("given", "stop", "heard_ago", "submitted_ago", "state", "words"),
+    [
+        (None, False, None, None, "pending", "its driver has not begun"),
+        (None, False, None, 60, "pending", "submitted at "),
+        (None, True, None, 60, "stopped", "before its driver began"),
+        (None, False, 5, 60, "starting", "its driver has begun"),
+        (None, False, SILENCE_S + 1, None, "lost", "no news since"),
+        (status(RunState.STARTING, SILENCE_S + 1), False, None, None, "lost", "nothing trains it"),
+        (status(RunState.RUNNING, 10), False, 10, None, "running", "step 40 of 100"),
+        (status(RunState.RUNNING, 10), False, None, None, "running", ""),
+        (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),
+        (status(RunState.RUNNING, SILENCE_S + 60), False, 20, None, "running", ""),
+        (status(RunState.RUNNING, SILENCE_S + 1), False, SILENCE_S + 1, None, "lost", "no news since 1970-01-12"),
+        (status(RunState.RUNNING, 3 * 3600), False, 3 * 3600, None, "lost", "3 h ago"),
+        (status(RunState.RUNNING, SILENCE_S + 1), True, SILENCE_S + 1, None, "stopped", "told to stop; no news"),
+        (status(RunState.RUNNING, 3600), False, 3600, 30, "pending", "its driver has not begun"),
+        (status(RunState.SUCCEEDED, 9999), False, 9999, 10000, "succeeded", "succeeded at step 40"),
+        (status(RunState.FAILED, 9999, reason="no luck"), True, 9999, None, "failed", "no luck"),
+        (status(RunState.STOPPED, 9999), True, 9999, None, "stopped", ""),
+        (status(RunState.LOST, 1, reason="interrupted"), False, 1, None, "lost", "interrupted"),
+        (status(RunState.FAILED, 9999, reason="no luck"), False, 9999, 30, "pending", "its driver has not begun"),
+    ],
+)
+def test_the_state_by_storage_alone(
+    given: Status | None, stop: bool, heard_ago: float | None, submitted_ago: float | None, state: str, words: str
+) -> None:
+    def moment(ago: float | None) -> float:
+        return 0 if ago is None else NOW - ago
+
+    found, reason = state_from_storage(given, stop, NOW, moment(heard_ago), moment(submitted_ago))
+    assert found == state
+    assert words in reason
+    assert reason
+
+
+def test_the_state_costs_one_read_while_the_news_is_fresh(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_status(run, RUNNING)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "list", lambda self, prefix: pytest.fail("listed"))
+        assert read_state(run)[0] is RunState.RUNNING
+    run.storage.write(run.key("status.json"), to_json({"state": "running", "owner": "job", "time": time.time() - 9999}))
+    assert read_state(run)[0] is RunState.RUNNING, "something of it was written just now"
+    age(run, 9999)
+    assert read_state(run)[0] is RunState.LOST
+    record_submission(run, "run-1234", "kind: RayJob")
+    assert read_state(run)[0] is RunState.PENDING
+    request_stop(run, "me")
+    assert read_state(run)[0] is RunState.STOPPED
+
+
+# ----------------------------------------------------------------------------------------------------------------- view
+
+
+def test_all_that_storage_has_to_say(run: Run) -> None:
+    """Of 100 s with two workers, the first 5 were lost, and 10 between two attempts."""
+    began = time.time() - 100
+    first = Attempt(1, "job", None, 0, time=began, about={"tier": "beginning", "world_size": 2})
+    claim(run, [], first)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    report(run, first, *({"step": step, "seconds": 5.0, "time": began + step, "loss": 1.0} for step in (2, 4)))
+    origin = commit(run, first, 2)
+    second = Attempt(2, "job", origin.name, 2, time=began + 50, about={"tier": "storage", "world_size": 2})
+    claim(run, [first], second)
+    write_receipt(run, second, 1, last_step=4)
+    report(run, second, *({"step": step, "seconds": 5.0, "time": began + 50, "loss": 0.1} for step in (4, 6)))
+    newest, damaged = commit(run, second, 4), commit(run, second, 6)
+    run.storage.delete(run.key("checkpoints", damaged.name, "model.pt"))
+    write_status(run, replace(RUNNING, step=6, step_time_s=2.0, total_steps=10, rows_per_s=9.5))
+
+    view = read_view(run)
+    assert (view.state, view.step, view.total_steps, view.epoch, view.loss) == (RunState.RUNNING, 6, 10, 2, 0.5)
+    assert (view.rows_per_s, view.seconds_left, view.restarts) == (9.5, 8.0, 1)
+    assert view.checkpoint == newest
+    assert [text.partition(":")[0] for text in view.passed_over] == [damaged.name]
+    assert view.checkpoint_age_s == pytest.approx(0, abs=20)
+    assert view.goodput == pytest.approx(0.85, abs=0.03)
+    assert [(receipt.cause, receipt.replayed) for receipt in view.receipts] == [("begin", 0), ("node lost", 2)]
+    assert [receipt.attempt for receipt in view.incidents] == [2]
+    assert view.logs == run.storage.locate("run/logs")
+    assert view.identity["rows"] == 22
+
+    write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
+    record_error(run, 2, DamageError("lost"))
+    view = read_view(run)
+    assert (view.state, view.reason, view.seconds_left, str(view.error)) == (RunState.FAILED, "no luck", None, "lost")
+    restore_status(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
+    assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "what passes after its end is not lost"
+
+
+def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:
+    run = open_run(str(tmp_path), "run")
+    with pytest.raises(NotFoundError):
+        read_view(run)
+    record_submission(run, "run-1234", "kind: RayJob")
+    view = read_view(run)
+    assert (view.state, view.step, view.total_steps, view.epoch, view.goodput) == (RunState.PENDING, 0, 0, 0, None)
+    assert (view.checkpoint, view.loss, view.seconds_left, view.restarts) == (None, None, None, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------- list
+
+
+def test_runs_are_listed_newest_first(run: Run, sunspot: Command) -> None:
+    commit(run, start(run, "job"), 30)
+    write_status(run, RUNNING)
+    old = begin(Run(run.storage, "old"))
+    age(old, 7200)
+    listed = sunspot.process("list", "--json")
+    assert (listed.code, listed.err) == (0, "")
+    assert [(line["run"], line["state"]) for line in listed.json] == [("run", "running"), ("old", "lost")]
+    one = listed.json[0]
+    assert (one["step"], one["total_steps"], one["epoch"], one["loss"]) == (40, 100, 2, 0.5)
+    assert one["checkpoint"] == "step-00000030-attempt-0001"
+    table = sunspot("list").out.splitlines()
+    assert table[0].split() == ["run", "state", "step", "epoch", "loss", "checkpoint", "last", "change"]
+    assert re.fullmatch(r"run +running +40/100 +2 +0.5 +30, \d+ s ago +\d+ s ago", table[1])
+    assert re.fullmatch(r"old +lost +0/\? +120 min ago|old +lost +0/\? +2 h ago", table[2])
+
+    limited = sunspot("list", "--limit", "1", "--json")
+    assert [line["run"] for line in limited.json] == ["run"]
+    assert limited.err == "left out: 1 older; --all lists them\n"
+    assert len(sunspot("list", "--all", "--json").json) == 2
+    assert sunspot("list", "--limit", "0").code == 2
+
+
+def test_a_storage_without_runs_lists_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = Command(str(tmp_path / "nowhere"), capsys)("list", "--json")
+    assert (listed.code, listed.json, listed.err) == (0, [], "")
+
+
+def test_fifty_of_many_runs_cost_fifty_reads(
+    s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    for number in range(60):
+        run = begin(open_run(sunspot.storage, f"run-{number}"))
+        write_status(run, RUNNING)
+    s3_proxy.requests.clear()
+    assert len(sunspot("list", "--json").json) == 50
+    assert {operation: len(s3_proxy.seen(operation)) for operation in ("ListObjects", "GetObject")} == {
+        "ListObjects": 1,
+        "GetObject": 50,
+    }
+    assert len(s3_proxy.requests) == 51
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def test_events_of_all_attempts_by_time(run: Run, sunspot: Command) -> None:
+    claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, about={"world_size": 2}))
+    origin = commit(run, first, 4)
+    journal = Journal(run, "events", 1)
+    journal.append({"step": 9, "time": 30.0, "event": "commit failed", "detail": "no answer"})
+    journal.flush()
+    claim(run, [first], Attempt(2, "job", origin.name, 4, time=20.0))
+    journal = Journal(run, "events", 2)
+    journal.append({"step": 4, "time": 21.0, "event": "checkpoint skipped", "detail": "damaged"})
+    journal.flush()
+    record_error(run, 2, DamageError("lost"))
+    run.storage.write(run.key("attempts", "0001-error.json"), b"{")
+
+    shown = sunspot.process("events", "run", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    assert [(e["attempt"], e["step"], e["event"]) for e in shown.json] == [
+        (1, 0, "attempt began"),
+        (2, 4, "attempt began"),
+        (2, 4, "checkpoint skipped"),
+        (1, 9, "commit failed"),
+        (2, 4, "failed for good"),
+        (1, 0, "failed for good"),
+    ]
+    assert shown.json[0]["detail"] == "2 workers of job, from the beginning"
+    assert shown.json[1]["detail"] == f"job, from {origin.name}"
+    assert shown.json[4]["detail"] == "DamageError: lost"
+    lines = sunspot("events", "run").out.splitlines()
+    assert lines[0].split() == ["time", "attempt", "step", "event", "detail"]
+    assert re.fullmatch(r"1970-01-01 00:00:21 UTC +2 +4 +checkpoint skipped +damaged", lines[3])
+
+
+def test_receipts_and_stacks_are_readable(run: Run, sunspot: Command) -> None:
+    first = Attempt(1, "job", None, 0, time=10.0, about={"tier": "beginning", "world_size": 2})
+    second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, about={"tier": "memory", "world_size": 1})
+    assert claim(run, [], first)
+    assert claim(run, [first], second)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    receipt = write_receipt(run, second, 1, Cause.RECLAIM, noticed=second.time - 4.1, detail="node a goes")
+    journal = Journal(run, "events", 2, rank=1)
+    journal.append(
+        {
+            "step": 20,
+            "time": time.time() + 60,
+            "event": "hung",
+            "rank": 1,
+            "waiting": False,
+            "detail": "rank 1: no step for 300 s; stands in load at task.py:7",
+            "stacks": 'Training thread (most recent call first):\n  File "task.py", line 7 in load\n',
+        }
+    )
+    journal.flush()
+
+    shown = sunspot.process("events", "run", "--json")
+    assert (shown.code, shown.err) == (0, "")
+    recovered = next(event for event in shown.json if event["event"] == "recovered" and event["attempt"] == 2)
+    assert recovered == json.loads(json.dumps(receipt.record()))
+    assert shown.json[-1]["stacks"].startswith("Training thread")
+
+    table = sunspot("events", "run")
+    began, line, hung = table.out.splitlines()[3:]
+    assert began.endswith("1 worker of job, from step-00000012-attempt-0001 in memory")
+    assert line.endswith(
+        "    12  recovered      reclaim (node a goes): first step 9.1 s after the notice, 0 steps replayed, 2 workers, "
+        "0 worker-seconds lost, from memory"
+    )
+    assert hung.endswith("hung           rank 1: no step for 300 s; stands in load at task.py:7")
+    assert "--stacks" in table.err
+
+    told = sunspot("events", "run", "--stacks")
+    assert told.out == table.out + (
+        "\nattempt 2, step 20: rank 1: no step for 300 s; stands in load at task.py:7\n"
+        '    Training thread (most recent call first):\n      File "task.py", line 7 in load\n'
+    )
+    assert told.err == ""
+
+
+# ----------------------------------------------------------------------------------------------------------------- logs
+
+
+def say(run: Run, stream: str, text: str) -> LogWriter:
+    writer = LogWriter(run, stream)
+    writer.append(text.encode())
+    writer.flush()
+    return writer
+
+
+def test_the_newest_output_of_each_process(run: Run, sunspot: Command) -> None:
+    say(run, "driver-20260101T000000000Z", "old driver\n")
+    say(run, "driver-20260102T000000000Z", "new driver\nits last words")
+    say(run, rank_stream(1, 1), "old rank\n")
+    say(run, rank_stream(2, 1), "new rank ünd\n")
+    say(run, rank_stream(2, 0), "another rank\n")
+    shown = sunspot.process("logs", "run")
+    assert (shown.code, shown.out) == (0, "new driver\nits last words\n")
+    assert shown.err.startswith("driver-20260102T000000000Z, in ")
+    assert sunspot("logs", "run", "--previous").out == "old driver\n"
+    assert sunspot("logs", "run", "--rank", "1").out == "new rank ünd\n"
+    assert sunspot("logs", "run", "--rank", "1", "--previous").out == "old rank\n"
+    lines = sunspot("logs", "run", "--json").out.splitlines()
+    assert [json.loads(line)["line"] for line in lines] == ["new driver", "its last words"]
+    assert json.loads(lines[0])["stream"] == "driver-20260102T000000000Z"
+
+
+def test_output_that_is_not_there(run: Run, sunspot: Command) -> None:
+    answer = sunspot("logs", "run")
+    assert (answer.code, answer.out) == (3, "")
+    assert "no output of the driver; no process of it has shipped any" in answer.err
+    say(run, rank_stream(1, 0), "text")
+    answer = sunspot("logs", "run", "--rank", "7", "-f")
+    assert answer.code == 3
+    assert "no output of rank 7; there are attempt-0001-rank-0000" in answer.err
+    answer = sunspot("logs", "run", "--rank", "0", "--previous")
+    assert (answer.code, "one start of rank 0 only" in answer.err) == (3, True)
+    assert sunspot("logs", "run", "-f", "--previous").code == 2
+
+
+def test_a_long_stream_is_read_in_pieces_and_from_anywhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = os.urandom(2 * SEGMENT_BYTES + 1000)
+    writer = LogWriter(run, "driver-1")
+    writer.append(text)
+    writer.flush()
+    read = run.storage.read
+    asked: list[str] = []
+    monkeypatch.setattr(run.storage, "read", lambda key: asked.append(key) or read(key))  # type: ignore[func-returns-value]
+    for offset, reads in [(0, 3), (SEGMENT_BYTES, 2), (2 * SEGMENT_BYTES + 999, 1), (len(text), 0)]:
+        asked.clear()
+        assert read_stream(run, "driver-1", offset) == text[offset:]
+        assert len(asked) == reads
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "POLL_S", 0.02)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Following:
+    """`sunspot logs -f` in a thread of this process, and what it has printed so far."""
+
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.out, self.err = "", ""
+        monkeypatch.setattr(logs, "warn", lambda text: setattr(self, "err", f"{self.err}{text}\n"))
+        monkeypatch.setattr(logs.sys, "stdout", self)
+        self._thread = threading.Thread(target=logs.show, args=(run,), kwargs={"follow": True, **options}, daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        self.out += text
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def ended(self) -> bool:
+        self._thread.join(0.01)
+        return not self._thread.is_alive()
+
+
+@pytest.mark.usefixtures("quick")
+def test_output_is_followed_over_a_restart_to_the_end_of_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_status(run, RUNNING)
+    following = Following(run, monkeypatch)
+    until(lambda: "waiting for the first output" in following.err)
+    first = say(run, "driver-1", "one\nhalf ü")
+    until(lambda: following.out == "one\nhalf ü")
+    first.append(b"more\ncut")
+    first.flush()
+    until(lambda: following.out == "one\nhalf ümore\ncut")
+    say(run, rank_stream(1, 0), "not asked for\n")
+    second = say(run, "driver-2", "two\n")
+    until(lambda: following.out == "one\nhalf ümore\ncut\ntwo\n")
+    assert not following.ended()
+    write_status(run, replace(RUNNING, state=RunState.SUCCEEDED))
+    second.append(b"the last words\n")
+    second.flush()
+    until(following.ended)
+    assert following.out.endswith("two\nthe last words\n")
+    assert re.findall(r"driver-\d", following.err) == ["driver-1", "driver-1", "driver-2", "driver-2"]
+    assert following.err.endswith("run: succeeded, succeeded at step 40\n")
+
+
+@pytest.mark.usefixtures("quick")
+def test_following_a_run_that_has_ended_prints_it_and_ends(run: Run, sunspot: Command) -> None:
+    say(run, "driver-1", "one\n")
+    write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
+    answer: Answer = sunspot("logs", "run", "-f")
+    assert (answer.code, answer.out) == (0, "one\n")
+    assert "failed, no luck" in answer.err
+
+
+def test_following_ends_quietly_when_it_is_interrupted(
+    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    say(run, "driver-1", "one\n")
+    write_status(run, RUNNING)
+    monkeypatch.setattr(logs.time, "sleep", interrupt)
+    answer = sunspot("logs", "run", "-f")
+    assert (answer.code, answer.out, len(answer.err.splitlines())) == (130, "one\n", 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_character_cut_by_a_shipment_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_status(run, RUNNING)
+    writer = LogWriter(run, "driver-1")
+    writer.append("ü".encode()[:1])
+    writer.flush()
+    following = Following(run, monkeypatch)
+    until(lambda: "driver-1" in following.err)
+    writer.append("ü".encode()[1:])
+    writer.flush()
+    until(lambda: following.out == "ü")
+    write_status(run, replace(RUNNING, state=RunState.STOPPED))
+    until(following.ended)
+    assert following.out == "ü\n"

@@ -1,0 +1,236 @@
+"""The search space: what an expression means, what is refused, and that a trial always draws the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import SettingsError
+from app.search_space import Dimension, find_dimensions, load_search, parse, trial_name
+from submitter.manifest.render import render
+from tests.conftest import REPOSITORY
+from tests.unit.test_render import GOLDEN
+
+SPACE = {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)", "SUNSPOT_TASK_ARGS": '{"width": "choice(8,16)", "depth": 3}'}
+
+
+def dimension(text: str, name: str = "LEARNING_RATE") -> Dimension:
+    found = parse(name, text)
+    assert found
+    return found
+
+
+def problems(**settings: str) -> list[str]:
+    """What is refused, a line each."""
+    with pytest.raises(SettingsError) as refused:
+        load_search({f"SUNSPOT_{name}": text for name, text in settings.items()})
+    return [line.strip() for line in str(refused.value).splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "arguments"),
+    [
+        ("uniform(0.1,0.5)", "uniform", (0.1, 0.5)),
+        (" loguniform( 1e-4 , 1e-2 ) ", "loguniform", (1e-4, 1e-2)),
+        ("randint(2,5)", "randint", (2, 5)),
+        ("choice(a, b,c)", "choice", ("a", "b", "c")),
+    ],
+)
+def test_expressions(text: str, function: str, arguments: tuple[object, ...]) -> None:
+    found = dimension(text)
+    assert (found.function, found.arguments) == (function, arguments)
+
+
+def test_values_of_the_task_are_what_json_makes_of_them() -> None:
+    assert dimension("choice(8,0.5,true,relu)", "TASK_ARGS.x").arguments == (8, 0.5, True, "relu")
+
+
+@pytest.mark.parametrize("text", ["0.1", "", "s3://bucket/uniform(0,1)", "runs/choice", "mean(1,2)"])
+def test_other_values_are_no_expressions(text: str) -> None:
+    assert parse("TASK_ARGS.x", text) is None
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 10_000), st.floats(1e-9, 1e6), st.floats(1.001, 1e6))
+def test_numbers_are_drawn_from_between_the_ends(seed: int, trial: int, low: float, factor: float) -> None:
+    high = low * factor
+    for function in ("uniform", "loguniform"):
+        found = Dimension("LEARNING_RATE", f"{function}({low},{high})", function, (low, high))
+        assert low <= found.draw(seed, trial) <= high
+        assert found.draw(seed, trial) == found.draw(seed, trial)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 10_000), st.integers(-5, 5), st.integers(1, 9))
+def test_whole_numbers_leave_the_end_out(seed: int, trial: int, low: int, more: int) -> None:
+    assert dimension(f"randint({low},{low + more})", "EPOCHS").draw(seed, trial) in range(low, low + more)
+
+
+def test_every_part_of_the_space_is_drawn_from() -> None:
+    rates = [dimension("loguniform(1e-4,1e-2)").draw(0, trial) for trial in range(1, 401)]
+    assert 160 < sum(rate < 1e-3 for rate in rates) < 240, "one order of magnitude is as likely as the other"
+    widths = [dimension("choice(8,16,32)", "TASK_ARGS.width").draw(0, trial) for trial in range(1, 301)]
+    assert all(70 < widths.count(width) < 130 for width in (8, 16, 32))
+
+
+def test_a_trial_draws_the_same_whatever_else_is_searched() -> None:
+    few = load_search({**SPACE, "SUNSPOT_TRIALS": "3", "SUNSPOT_SEED": "7"})
+    more = load_search({**SPACE, "SUNSPOT_TRIALS": "30", "SUNSPOT_SEED": "7", "SUNSPOT_EPOCHS": "randint(1,5)"})
+    for before, after in zip(few.samples, more.samples, strict=False):
+        assert before.items() <= after.items()
+    assert few.samples != load_search({**SPACE, "SUNSPOT_TRIALS": "3", "SUNSPOT_SEED": "8"}).samples
+    # What was begun with one version of this program is gone on with by the next.
+    assert few.samples[0] == {"TASK_ARGS.width": 16, "LEARNING_RATE": 0.008884}
+
+
+def test_trials_are_settings() -> None:
+    search = load_search({**SPACE, "SUNSPOT_TRIALS": "2", "SUNSPOT_RUN_NAME": "s"})
+    assert [trial.run_name for trial in search.trials] == ["s-01", "s-02"]
+    for sample, trial in zip(search.samples, search.trials, strict=True):
+        assert trial.learning_rate == sample["LEARNING_RATE"]
+        assert trial.task_args == {"width": sample["TASK_ARGS.width"], "depth": 3}
+    assert search.settings.run_name == "s"
+    assert set(search.identity) >= {"learning_rate", "task_args", "dataset"}
+
+
+def test_a_place_within_the_tasks_arguments_has_a_name() -> None:
+    arguments = json.dumps({"optimizer": {"beta": "uniform(0.5,0.9)"}})
+    search = load_search({"SUNSPOT_TASK_ARGS": arguments})
+    [found] = search.dimensions
+    assert found.name == "TASK_ARGS.optimizer.beta"
+    assert search.trials[0].task_args == {"optimizer": {"beta": search.samples[0][found.name]}}
+
+
+def test_settings_without_an_expression_are_no_search() -> None:
+    search = load_search({"SUNSPOT_EPOCHS": "3"})
+    assert (search.dimensions, search.trials, search.settings.epochs) == ((), (), 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("loguniform(1e-4", "loguniform takes two numbers above 0, the first one below the second, as in loguniform("),
+        ("loguniform(0,1)", "loguniform takes two numbers above 0"),
+        ("uniform(2,1)", "uniform takes two numbers, the first one below the second"),
+        ("uniform(1,inf)", "uniform takes two numbers"),
+        ("uniform(1,2,3)", "uniform takes two numbers"),
+        ("randint(0.5,2)", "randint takes two whole numbers"),
+        ("choice(1,,2)", "choice takes values with commas between them"),
+        ("choice()", "choice takes values with commas between them"),
+        ("lognormal(1,2)", "there is no lognormal; use uniform(0.01,0.1), loguniform(1e-4,1e-2), randint(2,5)"),
+        ("__import__('os')", "there is no __import__; use "),
+    ],
+)
+def test_a_wrong_expression_is_told_with_the_fix(text: str, fix: str) -> None:
+    [line] = problems(LEARNING_RATE=text)
+    assert line.startswith(f"SUNSPOT_LEARNING_RATE={text}: {fix}")
+
+
+def test_all_problems_at_once() -> None:
+    lines = problems(LEARNING_RATE="uniform(2,1)", NUM_WORKERS="choice(1,2)", RUN_NAME="choice(a,b)")
+    assert len(lines) == 3
+    assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, only TASK, " in lines[1]
+
+
+def test_every_value_that_may_be_drawn_is_a_right_one() -> None:
+    assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == [
+        "SUNSPOT_EPOCHS=0: set it to a whole number from 1"
+    ]
+    assert problems(LEARNING_RATE="uniform(-1,1)") == [
+        "SUNSPOT_LEARNING_RATE=-1.0: set it to a number above 0, e.g. 1e-3"
+    ]
+    assert problems(PRECISION="choice(fp32,fp8)") == ["SUNSPOT_PRECISION=fp8: set it to fp32 or bf16"]
+
+
+def test_names_of_trials_fit() -> None:
+    assert trial_name("s", 3) == "s-03"
+    [line] = problems(LEARNING_RATE="uniform(1,2)", RUN_NAME="a" * 36)
+    assert "of at most 38 characters; set it to a name of at most 35" in line
+
+
+def test_trials_have_a_fixed_number_of_workers() -> None:
+    [line] = problems(LEARNING_RATE="uniform(1,2)", NUM_WORKERS="1..2")
+    assert line == "SUNSPOT_NUM_WORKERS=1..2: trials would take each other's workers; set it to one number"
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "said"),
+    [
+        (
+            "app",
+            {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)"},
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): one run takes one value; `python -m app.tune` trains",
+        ),
+        (
+            "app.tune.search",
+            {},
+            "nothing is to be searched: no setting holds an expression, such as SUNSPOT_LEARNING_RATE=",
+        ),
+        (
+            "app.tune.search",
+            {"SUNSPOT_LEARNING_RATE": "uniform(1)"},
+            "SUNSPOT_LEARNING_RATE=uniform(1): uniform takes two",
+        ),
+    ],
+)
+def test_the_other_command_is_named_without_waiting_for_torch(
+    module: str, settings: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    check = (
+        f"import sys, runpy\ntry: runpy.run_module({module!r}, run_name='__main__')\n"
+        "finally: print('imported', sorted({'torch', 'ray', 'numpy'} & sys.modules.keys()))"
+    )
+    environment = {**os.environ, **settings, "SUNSPOT_STORAGE_PATH": str(tmp_path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", check], env=environment, cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert answer.returncode == 2
+    assert said in answer.stderr
+    assert answer.stdout == "imported []\n"
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+
+def test_the_job_of_a_search() -> None:
+    """With `WRITE_GOLDEN=1` the golden file is written anew, as those of the profiles (tests/unit/test_render.py)."""
+    rendered = render("kind", {**SPACE, "SUNSPOT_RUN_NAME": "s", "SUNSPOT_CONCURRENT_TRIALS": "3"})
+    text = rendered.to_yaml()
+    if os.environ.get("WRITE_GOLDEN"):
+        (GOLDEN / "search.yaml").write_text(text)
+    assert text == (GOLDEN / "search.yaml").read_text()
+    spec = rendered.manifest["spec"]
+    assert spec["entrypoint"] == "python -m app.tune"
+    cluster = spec["rayClusterSpec"]
+    assert cluster["workerGroupSpecs"][0]["replicas"] == 6, "three trials of two workers"
+    container = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["memory"] == "9216Mi", "the drivers of all three are on the head"
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert variables["SUNSPOT_LEARNING_RATE"] == SPACE["SUNSPOT_LEARNING_RATE"]
+    assert variables["SUNSPOT_TASK_ARGS"] == '{"depth": 3, "width": "choice(8,16)"}'
+
+
+def test_the_job_of_one_run_is_no_search() -> None:
+    rendered = render("kind", {"SUNSPOT_CONCURRENT_TRIALS": "3"})
+    assert rendered.manifest["spec"]["entrypoint"] == "python -m app"
+    assert rendered.manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 2
+
+
+def test_a_search_is_sent_into_a_cluster_that_is_kept() -> None:
+    rendered = render("kind", SPACE, cluster="mine")
+    assert rendered.manifest["spec"]["entrypoint"] == "python -m app.tune"
+    assert "loguniform(1e-4,1e-2)" in rendered.manifest["spec"]["runtimeEnvYAML"]
+
+
+def test_a_wrong_space_is_not_rendered() -> None:
+    with pytest.raises(SettingsError, match="uniform takes two numbers"):
+        render("kind", {"SUNSPOT_LEARNING_RATE": "uniform(1)"})
+
+
+def test_find_dimensions_needs_no_other_setting() -> None:
+    assert [d.name for d in find_dimensions(SPACE)] == ["TASK_ARGS.width", "LEARNING_RATE"]

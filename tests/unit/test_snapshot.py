@@ -1,0 +1,279 @@
+"""Copies in shared memory: whole or not there, and what the next process finds of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import app.memory
+import app.snapshot
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.checkpoint.commit import describe
+from app.checkpoint.manager import SnapshotInterval
+from app.checkpoint.memory import MOST_SLOTS, NodeMemory, as_bytes, find_heartbeats, find_snapshot
+from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
+from app.run.attempts import Attempt
+
+RUN = "s3://bucket/runs/run"
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(app.checkpoint.memory, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+class Trainee:
+    """A model whose state is copied, without a worker group."""
+
+    def __init__(self, number: int = 1, shared: bool = True) -> None:
+        torch.manual_seed(number)
+        self.said: list[str] = []
+        self.memory = NodeMemory(RUN, shared, self.said.append)
+        self.snapshots = Snapshots(self.memory)
+        self.attempt = Attempt(number, "me", None, 0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def train(self) -> None:
+        self.model(torch.randn(8, 7)).square().sum().backward()
+        self.snapshots.wait_for_copy()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def take(self, step: int, for_storage: bool = False, evaluated: bool = True) -> Snapshot | None:
+        about = describe(self.attempt, step, 100, 100, {"loss": 0.5}, evaluated=evaluated)
+        return self.snapshots.take(
+            about, self.model, self.optimizer, {"step": step}, [(1, 1, step, [])], for_storage, for_storage
+        )
+
+    def state(self) -> Any:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return map_tensors(state, lambda tensor: tensor.clone())
+
+    def die(self) -> None:
+        """Leave everything as a process leaves it that is killed."""
+        self.snapshots.wait_until_whole()
+        self.memory._lock.close()
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for a, b in zip(tensors_in(one), tensors_in(other), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_what_is_found_is_the_state_at_its_step() -> None:
+    trainee = Trainee()
+    trainee.train()
+    expected = trainee.state()
+    trainee.take(3, evaluated=False)
+    trainee.train()
+    trainee.snapshots.wait_until_whole()
+    found = find_snapshot(RUN)
+    assert found
+    held, data, beside = found
+    assert (held.attempt, held.step, held.evaluated) == (1, 3, False)
+    assert beside["ledger"] == [(1, 1, 3, [])]
+    assert beside["about"]["metrics"] == {"loss": 0.5}
+    assert_same(in_buffer(beside["structure"], as_bytes(data)), expected)
+    assert find_snapshot("s3://bucket/runs/another") is None
+
+
+def test_the_newest_stays_until_a_newer_one_is_whole() -> None:
+    first = Trainee(1)
+    for step in (1, 2, 3):
+        first.train()
+        first.take(step)
+        first.snapshots.wait_until_whole()
+    first.die()
+
+    second = Trainee(2)
+    assert second.memory.directory == first.memory.directory
+    held = find_snapshot(RUN)
+    assert held
+    assert (held[0].attempt, held[0].step) == (1, 3)
+    second.train()
+    second.take(4)
+    second.snapshots.wait_until_whole()
+    held = find_snapshot(RUN)
+    assert held
+    assert (held[0].attempt, held[0].step) == (2, 4)
+    assert second.memory.directory
+    assert len(list(second.memory.directory.glob("slot-*.json"))) == 1
+
+
+def test_a_living_process_keeps_its_directory() -> None:
+    one, other = Trainee(1), Trainee(2)
+    assert one.memory.directory != other.memory.directory
+    for trainee in (one, other):
+        trainee.train()
+        trainee.take(1)
+        trainee.snapshots.wait_until_whole()
+    assert one.memory.directory
+    assert list(one.memory.directory.glob("slot-*.json"))
+    one.die()
+    other.take(2)  # only a process's first copy clears up
+    Trainee(3).die()
+    third = Trainee(3)
+    third.train()
+    third.take(5)
+    third.snapshots.wait_until_whole()
+    assert not list(one.memory.directory.glob("slot-*.json")) or third.memory.directory == one.memory.directory
+
+
+@pytest.mark.parametrize("damage", ["data", "rest", "marker"])
+def test_a_damaged_copy_is_passed_over(damage: str) -> None:
+    trainee = Trainee()
+    for step in (1, 2):
+        trainee.train()
+        trainee.take(step)
+        trainee.snapshots.wait_until_whole()
+    assert trainee.memory.directory
+    found = find_snapshot(RUN)
+    assert found
+    file = Path(found[0].file).with_suffix({"data": ".data", "rest": ".rest", "marker": ".json"}[damage])
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+    found = find_snapshot(RUN)
+    assert found
+    assert found[0].step == 1
+
+
+def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = Trainee()
+    trainee.train()
+    trainee.take(1)
+    trainee.snapshots.wait_until_whole()
+    go, copy = threading.Event(), app.checkpoint.snapshot._copy
+
+    def late_copy(*arguments: Any) -> None:
+        go.wait(10)
+        copy(*arguments)
+
+    monkeypatch.setattr(app.checkpoint.snapshot, "_copy", late_copy)
+    trainee.take(2)
+    found = find_snapshot(RUN)
+    assert found
+    assert found[0].step == 1
+    go.set()
+    trainee.snapshots.wait_until_whole()
+    found = find_snapshot(RUN)
+    assert found
+    assert found[0].step == 2
+
+
+def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
+    trainee = Trainee()
+    trainee.train()
+    held: list[Snapshot] = []
+    for step in range(1, 20):
+        snapshot = trainee.take(step, for_storage=step in (3, 5))
+        if snapshot and step in (3, 5):
+            held.append(snapshot)
+            expected = trainee.state()
+        trainee.train()
+    trainee.snapshots.wait_until_whole()
+    assert len(trainee.memory._slots) <= MOST_SLOTS
+    assert_same(held[-1].state, expected)
+    found = find_snapshot(RUN)
+    assert found
+    assert 5 < found[0].step <= 19, "while all slots are busy, a copy may be left out"
+    trainee.take(20, for_storage=True)
+    trainee.snapshots.wait_until_whole()
+    found = find_snapshot(RUN)
+    assert found
+    assert found[0].step == 20, "one that is needed never is"
+    for snapshot in held:
+        snapshot.release()
+
+
+def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.checkpoint.memory, "_memory_left", lambda: 1000.0)
+    trainee = Trainee()
+    trainee.train()
+    assert trainee.take(1) is None
+    assert "no copies in shared memory" in trainee.said[0]
+    snapshot = trainee.take(2, for_storage=True)
+    assert snapshot
+    snapshot.copied.result()
+    assert_same(snapshot.state, trainee.state())
+    assert not trainee.memory.shared
+    assert find_snapshot(RUN) is None
+    assert len(trainee.said) == 1
+
+
+def test_pulses_outlive_the_process() -> None:
+    trainee = Trainee()
+    trainee.memory.beat(1, 41)
+    trainee.memory.beat(1, 42)
+    trainee.die()
+    successor = Trainee(2)
+    [(attempt, step, _)] = find_heartbeats(RUN)
+    assert (attempt, step) == (1, 42)
+    successor.memory.beat(2, 43)
+    [(attempt, step, _)] = find_heartbeats(RUN)
+    assert (attempt, step) == (2, 43)
+
+
+def _train_and_kill_yourself(root: str) -> None:
+    app.memory.SHARED_MEMORY = Path(root)
+    trainee = Trainee()
+    trainee.train()
+    trainee.take(7)
+    trainee.snapshots.wait_until_whole()
+    trainee.memory.beat(1, 8)
+    os.kill(os.getpid(), 9)
+
+
+def test_a_copy_outlives_sigkill(shared_memory: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_train_and_kill_yourself, args=(str(shared_memory),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9
+    found = find_snapshot(RUN)
+    assert found
+    assert found[0].step == 7
+    Trainee(2).memory.remove()
+    assert find_snapshot(RUN) is None
+
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), dtypes), max_size=8), st.integers(0, 99))
+def test_any_tensors_come_back_from_a_slot(shapes: list[tuple[list[int], torch.dtype]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randint(0, 2, shape, generator=generator).to(dtype) for shape, dtype in shapes]
+    state = {"a": tensors[:3], "b": {7: tuple(tensors[3:]), "number": 1.5, "none": None}}
+    buffer = bytearray(max(1, size_of(state)))
+    placed = in_buffer(state, buffer)
+    for target, source in zip(tensors_in(placed), tensors_in(state), strict=True):
+        target.copy_(source)
+    assert_same(in_buffer(state, buffer), state)
+    assert placed["b"]["number"] == 1.5
+    json.dumps(sorted(placed))
+
+
+@given(st.floats(1e-5, 10), st.floats(1e-4, 10), st.sampled_from([0.01, 0.05, 0.5]))
+def test_the_pace_is_the_shortest_that_keeps_within_its_share(cost: float, step_time: float, share: float) -> None:
+    pace = SnapshotInterval(share, 0)
+    assert not SnapshotInterval(0, 0).due(1, step_time, deque([cost]))
+    taken = [step for step in range(1, 5000) if pace.due(step, step_time, deque([cost] if step > 1 else []))]
+    assert pace.cost <= share * (1 + 1e-9)  # a quotient that is a whole number may be rounded to above it
+    if pace.every > 1:
+        assert cost / ((pace.every - 1) * step_time) > share * (1 - 1e-9)
+    gaps = {later - earlier for earlier, later in itertools.pairwise(taken)}
+    assert gaps <= {pace.every}

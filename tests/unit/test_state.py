@@ -1,0 +1,297 @@
+"""Where a run stands, from KubeRay's two states, its pods, its warnings and what lies in storage: every combination."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from app.run.status import RunState, Status
+from submitter.cluster.state import judge
+from submitter.cluster.views import JobView, PodView, WarningEvent, pod_view, warning_event
+from tests.harness.kubernetes import pod, rayjob, timestamp
+
+NOW = time.time()
+CREATED = NOW - 300
+DEPLOYMENT = (
+    "",
+    "Initializing",
+    "Waiting",
+    "Running",
+    "Complete",
+    "Failed",
+    "ValidationFailed",
+    "Suspending",
+    "Suspended",
+    "Retrying",
+)
+RAY = ("", "PENDING", "RUNNING", "STOPPED", "SUCCEEDED", "FAILED")
+LETTERS = {
+    "P": RunState.PENDING,
+    "S": RunState.STARTING,
+    "R": RunState.RUNNING,
+    "T": RunState.RETRYING,
+    "G": RunState.STOPPING,
+    "D": RunState.STOPPED,
+    "Y": RunState.SUCCEEDED,
+    "F": RunState.FAILED,
+    "L": RunState.LOST,
+}
+ALIKE = {
+    "": "PPPPPP",
+    "Initializing": "PPPPPP",
+    "Waiting": "PPPPPP",
+    "Failed": "FFFFFF",
+    "ValidationFailed": "FFFFFF",
+    "Suspending": "PPPPPP",
+    "Suspended": "PPPPPP",
+    "Retrying": "TTTTTT",
+}
+"""By jobDeploymentStatus: the run's state for each jobStatus in the order of RAY."""
+
+EXPECTED = {
+    "nothing": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
+    "starting": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
+    "running": {**ALIKE, "Running": "RRRGRF", "Complete": "LLLDYF"},
+    "running, a while ago": {**ALIKE, "Running": "TTRGRF", "Complete": "LLLDYF"},
+    "failed, in the try before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
+    "failed": {**ALIKE, "Running": "FFFFFF", "Complete": "FFFFFF"},
+    "lost": {**ALIKE, "Running": "TTSGRF", "Complete": "LLLDYF"},
+    "stopped": {**ALIKE, "Running": "TTGGGF", "Complete": "DDDDDD"},
+    "stopped, as was wished": dict.fromkeys(DEPLOYMENT, "DDDDDD"),
+    "succeeded": dict.fromkeys(DEPLOYMENT, "YYYYYY"),
+    "another's, from before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
+    "another's, that trains now": dict.fromkeys(DEPLOYMENT, "RRRRRR"),
+}
+"""By what lies in storage."""
+
+
+def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
+    raw = rayjob(name, created=CREATED, **more.pop("spec", {}))
+    raw["metadata"].update(more.pop("metadata", {}))
+    raw["status"] = {"jobDeploymentStatus": deployment, "jobStatus": ray, "rayClusterName": "run-1-x", **more}
+    return JobView(raw)
+
+
+def status(state: RunState, owner: str = "run-1#1", age: float = 5, **more: Any) -> Status:
+    return Status(
+        state, owner, time=NOW - age, **{"began": NOW - age, "world_size": 2, "step": 7, "total_steps": 10, **more}
+    )
+
+
+def in_storage(kind: str) -> Status | None:
+    if kind == "nothing":
+        return None
+    if kind == "another's, from before":
+        return status(RunState.SUCCEEDED, "run-0#1", age=1000)
+    if kind == "another's, that trains now":
+        return status(RunState.RUNNING, "run-2#1")
+    name, _, when = kind.partition(",")
+    return status(RunState(name), age={"": 5, " a while ago": 100, " in the try before": 290}.get(when, 5))
+
+
+@pytest.mark.parametrize(
+    ("stored", "deployment", "ray"), list(itertools.product(EXPECTED, DEPLOYMENT, RAY)), ids=lambda text: text or "none"
+)
+def test_every_combination(stored: str, deployment: str, ray: str) -> None:
+    wished = stored == "stopped, as was wished"
+    view = job(deployment, ray, startTime=timestamp(NOW - 200))
+    state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=wished)
+    assert state is LETTERS[EXPECTED[stored][deployment][RAY.index(ray)]]
+    assert reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("ray", RAY)
+@pytest.mark.parametrize("deployment", DEPLOYMENT)
+@pytest.mark.parametrize("stored", list(EXPECTED))
+def test_a_wish_to_stop_never_hides_an_end(stored: str, deployment: str, ray: str) -> None:
+    before, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW)
+    after, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=True)
+    if stored.startswith("stopped"):
+        assert after is RunState.STOPPED
+    else:
+        taken_over = stored == "another's, that trains now"
+        assert after is (before if before.terminal or taken_over else RunState.STOPPING)
+
+
+@pytest.mark.parametrize("ray", RAY)
+def test_while_tries_are_left_a_failure_is_no_end(ray: str) -> None:
+    tries = {"spec": {"backoffLimit": 2}}
+    failed = status(RunState.FAILED, reason="the disk is full")
+    assert (
+        judge(job("Running", ray, failed=1, **tries), status=failed, owner="run-1#1", now=NOW)[0] is RunState.RETRYING
+    )
+    assert judge(job("Running", ray, failed=2, **tries), status=failed, owner="run-1#1", now=NOW)[0] is RunState.FAILED
+    state, reason = judge(job("Retrying", "FAILED", failed=1, **tries), status=failed, owner="run-1#1", now=NOW)
+    assert (state, reason) == (RunState.RETRYING, "try 1 of 3 failed: the disk is full; its cluster is made anew")
+    state, reason = judge(job("Initializing", "", failed=1, **tries), status=failed, owner="run-1#1", now=NOW)
+    assert state is RunState.RETRYING
+    assert "the disk is full" in reason
+
+
+def test_a_status_of_the_same_job_before_it_was_replaced_does_not_count() -> None:
+    old = status(RunState.STOPPED, "run-1#1")
+    assert judge(job("Initializing", ""), status=old, owner="run-1#2", now=NOW)[0] is RunState.PENDING
+    # GitOps made it again: the owner's name is the same, and only the time tells.
+    old = status(RunState.FAILED, "run-1", age=1000)
+    assert judge(job("Running", "RUNNING"), status=old, owner="run-1", now=NOW)[0] is RunState.STARTING
+
+
+def test_deadlines_leave_the_job_running_and_are_failures() -> None:
+    late = job("Failed", "RUNNING", reason="DeadlineExceeded", spec={"activeDeadlineSeconds": 60})
+    state, reason = judge(late, status=status(RunState.RUNNING), owner="run-1#1", now=NOW)
+    assert state is RunState.FAILED
+    assert "activeDeadlineSeconds (60 s)" in reason
+    never = job("Failed", "", reason="PreRunningDeadlineExceeded", spec={"preRunningDeadlineSeconds": 600})
+    state, reason = judge(never, [view(head(waiting("ImagePullBackOff", "no such image")))], now=NOW)
+    assert state is RunState.FAILED
+    assert (
+        "within preRunningDeadlineSeconds (600 s): the head pod cannot start: image sunspot:1 cannot be pulled"
+        in reason
+    )
+
+
+def test_the_programs_own_words_come_before_the_operators() -> None:
+    failed = job("Failed", "FAILED", reason="AppFailed", message="Job entrypoint command failed with exit code 1")
+    own = status(RunState.FAILED, reason="row 7 of train.parquet has no label")
+    assert judge(failed, status=own, owner="run-1#1", now=NOW)[1] == "row 7 of train.parquet has no label"
+    assert judge(failed, now=NOW)[1] == "Job entrypoint command failed with exit code 1"
+    quoted = (
+        "ended with exit code 6, last available logs: ...\nrun x in s3://b/x\nerror: begun with other settings:\n  A"
+    )
+    assert judge(job("Failed", "FAILED", message=quoted), now=NOW)[1] == "begun with other settings: A"
+    refused = job("ValidationFailed", "", message="the name is too long")
+    assert judge(refused, now=NOW)[1] == "the operator refuses the manifest: the name is too long"
+
+
+def test_a_job_that_was_refused_has_not_been_taken_over() -> None:
+    """The run's own job was there first; it trains on, or has ended."""
+    failed = job("Failed", "FAILED", message="\nerror: begun with other settings")
+    for state in (RunState.RUNNING, RunState.SUCCEEDED):
+        first = status(state, owner="run-0", began=CREATED - 60)
+        assert judge(failed, status=first, owner="run-1", now=NOW) == (RunState.FAILED, "begun with other settings")
+
+
+def test_silence_of_a_run_that_should_train_is_said() -> None:
+    state, reason = judge(job(), status=status(RunState.RUNNING, age=250), owner="run-1#1", now=NOW)
+    assert (state, reason) == (RunState.RUNNING, "no news from it for 4 min, though its Ray job runs")
+    assert judge(job(), status=status(RunState.RUNNING), owner="run-1#1", now=NOW)[1] == "2 workers train"
+
+
+def test_no_operator_looks_at_it() -> None:
+    assert "check that the KubeRay operator runs" in judge(job("", ""), now=NOW)[1]
+    assert "operator" not in judge(job("", ""), now=CREATED + 5)[1]
+
+
+def test_deletion_and_suspension() -> None:
+    assert judge(job(metadata={"deletionTimestamp": timestamp(NOW)}), now=NOW)[0] is RunState.STOPPING
+    queued = job("Suspended", "", metadata={"labels": {"kueue.x-k8s.io/queue-name": "gpus"}})
+    assert judge(queued, now=NOW) == (RunState.PENDING, "suspended: the queue gpus has not admitted it")
+
+
+# ----------------------------------------------------------------------------------------------------------------- pods
+
+
+def waiting(reason: str, message: str, name: str = "ray") -> dict[str, Any]:
+    container = {"name": name, "image": "sunspot:1", "state": {"waiting": {"reason": reason, "message": message}}}
+    return {"containerStatuses": [container]}
+
+
+def head(more: dict[str, Any] | None = None, phase: str = "Pending") -> dict[str, Any]:
+    return pod("run-1-x-head", "run-1-x", head=True, phase="Running" if more is None else phase, **(more or {}))
+
+
+def worker(number: int, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    phase = "Running" if more is None else "Pending"
+    return pod(f"run-1-x-worker-{number}", "run-1-x", phase=phase, **(more or {}))
+
+
+def view(raw: dict[str, Any]) -> PodView:
+    return pod_view(raw)
+
+
+UNSCHEDULABLE = {
+    "conditions": [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector. preemption: none",
+        }
+    ]
+}
+CRASHED = {"containerStatuses": [{"name": "ray", "state": {}, "lastState": {"terminated": {"reason": "OOMKilled"}}}]}
+
+
+@pytest.mark.parametrize(
+    ("pods", "said"),
+    [
+        ([], ["its pods are about to be made"]),
+        ([head({})], ["the head pod starts"]),
+        ([head(), worker(1)], ["2 worker pods wanted, 1 running; the others start"]),
+        ([head(), worker(1), worker(2)], ["its pods are ready"]),
+        ([head(UNSCHEDULABLE)], ["the head pod cannot start: no node takes it (0/4 nodes", "selector); unless"]),
+        ([head(), worker(1), worker(2, UNSCHEDULABLE)], ["2 worker pods wanted, 1 running: no node takes it (0/4"]),
+        (
+            [head(waiting("ImagePullBackOff", 'Back-off pulling image "sunspot:1": ErrImagePull: not found'))],
+            ["image sunspot:1 cannot be pulled: not found; push the image, or correct --image"],
+        ),
+        ([head(waiting("ErrImagePull", "not found"))], ["image sunspot:1 cannot be pulled: not found; push the image"]),
+        (
+            [head(waiting("CreateContainerConfigError", 'secret "sunspot-storage" not found'))],
+            ['CreateContainerConfigError: secret "sunspot-storage" not found; create what is missing'],
+        ),
+        (
+            [head(), worker(1, CRASHED), worker(2)],
+            ["1 running: container ray ran out of memory (OOMKilled); give it more"],
+        ),
+        ([head(waiting("ContainerCreating", ""))], ["the head pod starts"]),
+        (
+            [head({"reason": "Evicted", "message": "low on disk"}, "Failed")],
+            ["the head pod cannot start: Evicted: low on"],
+        ),
+    ],
+)
+def test_why_a_run_is_pending(pods: list[dict[str, Any]], said: list[str]) -> None:
+    state, reason = judge(job("Initializing", ""), [view(raw) for raw in pods], now=NOW)
+    assert state is RunState.PENDING
+    for part in said:
+        assert part in reason
+
+
+@pytest.mark.parametrize(
+    ("about", "reason", "pods", "said"),
+    [
+        ("run-1-x", "FailedToCreateHeadPod", [], "the head pod cannot be made: exceeded quota"),
+        (
+            "run-1-x",
+            "FailedToCreateWorkerPod",
+            [head()],
+            "2 worker pods wanted, 0 running: a pod cannot be made: exceeded",
+        ),
+        ("run-1-x-head", "FailedMount", [head({})], "the head pod cannot start: FailedMount: exceeded quota"),
+        ("run-1-x-head", "FailedScheduling", [head({})], "the head pod starts"),
+        ("other", "FailedToCreateHeadPod", [], "its pods are about to be made"),
+    ],
+)
+def test_warnings_say_what_pods_do_not(about: str, reason: str, pods: list[dict[str, Any]], said: str) -> None:
+    raw = {"metadata": {}, "involvedObject": {"name": about}, "reason": reason, "message": "exceeded quota."}
+    fresh: WarningEvent = warning_event({**raw, "lastTimestamp": timestamp(NOW - 30)})
+    assert said in judge(job("Initializing", ""), [view(p) for p in pods], [fresh], now=NOW)[1]
+    overcome = warning_event({**raw, "eventTime": timestamp(NOW - 3000)})
+    assert "quota" not in judge(job("Initializing", ""), [view(p) for p in pods], [overcome], now=NOW)[1]
+
+
+def test_pods_of_an_earlier_try_do_not_count() -> None:
+    earlier = pod("run-1-w-head", "run-1-w", head=True)
+    assert "about to be made" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
+
+
+def test_trouble_is_told_of_a_run_that_trains_too() -> None:
+    pods = [view(head()), view(worker(1)), view(worker(2, UNSCHEDULABLE))]
+    state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), owner="run-1#1", now=NOW)
+    assert state is RunState.RUNNING
+    assert "2 worker pods wanted, 1 running: no node takes it" in reason

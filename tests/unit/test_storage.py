@@ -1,0 +1,659 @@
+"""Storage: the same behaviour on a directory and on S3, and what each failure of either ends in."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pytest
+import torch
+
+from app.errors import NotFoundError, StorageError
+from app.storage import base as module
+from app.storage import open_storage
+from app.storage.base import Storage, map_parallel
+from app.storage.local import LocalStorage
+from app.storage.s3 import S3Storage
+from tests.harness import s3
+from tests.harness.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 1 << 20
+PART = 5 * MIB  # the least that S3 takes as a part
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small parts, and no thread of an upload left behind by any test."""
+    monkeypatch.setattr(module, "PART", PART)
+    yield
+    assert_no_threads()
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path / "not" / "there" / "yet"))
+    bucket = request.getfixturevalue("s3_bucket")
+    return open_storage(f"s3://{bucket}" + ("/some/prefix/" if request.param == "s3" else ""))
+
+
+@pytest.fixture
+def s3_storage(s3_proxy: FaultProxy, s3_bucket: str) -> S3Storage:  # noqa: F811
+    """Storage behind the proxy."""
+    return S3Storage(f"s3://{s3_bucket}/runs")
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.3, "REQUEST_TRIES": 3}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def assert_no_threads() -> None:
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("s3-part")]
+
+
+def pattern(size: int) -> bytes:
+    """Bytes that are not the same in any two parts."""
+    return (b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1)))[:size]
+
+
+def listed(storage: Storage, prefix: str) -> list[tuple[str, int]]:
+    """Keys and sizes."""
+    return [(entry.key, entry.size) for entry in storage.list(prefix)]
+
+
+# ------------------------------------------------------------------------------------------------------ same behaviour
+
+
+def test_open_storage_chooses_by_the_path(tmp_path: Path, s3_bucket: str) -> None:  # noqa: F811
+    assert isinstance(open_storage(str(tmp_path)), LocalStorage)
+    assert isinstance(open_storage(f"s3://{s3_bucket}/x"), S3Storage)
+    assert open_storage(str(tmp_path)).locate("run/a") == f"{tmp_path}/run/a"
+    assert open_storage(f"s3://{s3_bucket}/x/").locate("run/a") == f"s3://{s3_bucket}/x/run/a"
+    assert open_storage(f"s3://{s3_bucket}").locate("run/a") == f"s3://{s3_bucket}/run/a"
+
+
+def test_write_then_read_replaces_and_deletes(storage: Storage) -> None:
+    storage.write("run/a.json", b"one")
+    storage.write("run/a.json", b"two, longer")
+    assert storage.read("run/a.json") == b"two, longer"
+    assert storage.exists("run/a.json")
+    storage.delete("run/a.json")
+    storage.delete("run/a.json")
+    assert not storage.exists("run/a.json")
+    assert storage.list("run") == []
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 5 * PART + 1])
+def test_writer_and_digest_agree_on_every_byte(storage: Storage, size: int) -> None:
+    content = pattern(size)
+    with storage.writer("run/model.pt") as writer:
+        for start in range(0, size, 3 * MIB - 1):
+            writer.write(content[start : start + 3 * MIB - 1])
+        writer.flush()
+    assert (writer.size, writer.sha256) == (size, hashlib.sha256(content).hexdigest())
+    assert storage.digest("run/model.pt") == (writer.size, writer.sha256)
+    assert storage.read("run/model.pt") == content
+    assert listed(storage, "run") == [("run/model.pt", size)]
+
+
+def test_one_write_of_several_parts_of_any_buffer(storage: Storage) -> None:
+    content = pattern(2 * PART + 24)
+    with storage.writer("run/model.pt") as writer:
+        assert writer.write(memoryview(content).cast("Q")) == len(content)
+        assert writer.write(bytearray(b"end")) == 3
+    assert storage.read("run/model.pt") == content + b"end"
+
+
+def test_open_reads_in_pieces(storage: Storage) -> None:
+    content = pattern(3 * MIB + 5)
+    storage.write("run/a", content)
+    with storage.open("run/a") as stream:
+        assert stream.read(7) == content[:7]
+        assert stream.read(2 * MIB) == content[7 : 2 * MIB + 7]
+        assert stream.read() == content[2 * MIB + 7 :]
+        assert stream.read() == b""
+    with storage.open("run/a") as stream:  # left early
+        assert stream.read(1) == content[:1]
+    assert stream.closed
+
+
+@pytest.mark.parametrize("offset", [0, 1, MIB, 3 * MIB + 4])
+def test_open_goes_on_where_a_reader_broke_off(storage: Storage, offset: int) -> None:
+    content = pattern(3 * MIB + 5)
+    storage.write("run/a", content)
+    with storage.open("run/a", offset) as stream:
+        assert stream.read() == content[offset:]
+
+
+def test_a_listing_tells_a_write_of_the_same_size(storage: Storage) -> None:
+    def version() -> str:
+        [entry] = storage.list("run")
+        assert abs(time.time() - entry.modified) < 60
+        return entry.version
+
+    storage.write("run/a", b"one")
+    first = version()
+    assert version() == first
+    storage.write("run/a", b"two")
+    assert version() != first
+
+
+def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Storage) -> None:
+    storage.write("run/a", b"whole")
+    killed: list[Any] = []
+    for key in ("run/b", "run2/b"):
+        if isinstance(storage, S3Storage):
+            target = {"Bucket": storage.bucket, "Key": storage._full(key)}
+            upload = storage._client.create_multipart_upload(**target)["UploadId"]
+            storage._client.upload_part(**target, UploadId=upload, PartNumber=1, Body=b"12345")
+        else:
+            killed.append(storage._temporary(key, b"12345"))  # type: ignore[attr-defined]
+            killed[-1].__enter__()
+    [unfinished] = storage.list_unfinished("run")
+    assert (unfinished.key, unfinished.size) == ("run/b", 5)
+    assert abs(time.time() - unfinished.modified) < 60
+    assert listed(storage, "") == [("run/a", 5)]
+    storage.discard(unfinished)
+    storage.discard(unfinished)
+    assert storage.list_unfinished("run") == []
+    assert [left.key for left in storage.list_unfinished("")] == ["run2/b"]
+    assert storage.read("run/a") == b"whole"
+
+
+def test_in_parallel_keeps_the_order_and_ends_with_the_first_error() -> None:
+    begun: list[int] = []
+
+    def act(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.01)
+        if number == 5:
+            raise StorageError("five")
+        return -number
+
+    assert map_parallel(act, range(5)) == [0, -1, -2, -3, -4]
+    assert map_parallel(act, []) == []
+    begun.clear()
+    with pytest.raises(StorageError, match="five"):
+        map_parallel(act, range(1000), at_once=2)
+    assert len(begun) < 50
+
+
+def test_what_is_not_there_is_not_found(storage: Storage) -> None:
+    storage.write("run/there", b"")
+    for ask in (storage.read, storage.digest):
+        with pytest.raises(NotFoundError, match="run/missing: not found"):
+            ask("run/missing")
+    assert not storage.exists("run/missing")
+    assert not storage.exists("run")
+    assert not storage.exists("run/the")
+    assert storage.list("elsewhere") == []
+
+
+@pytest.mark.parametrize("storage", ["local", "s3", "s3 without a prefix"], indirect=True)
+def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
+    keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
+    keys.remove("run/a")  # a directory cannot also be a file
+    for key in keys:
+        storage.write(key, key.encode())
+    below = sorted(key for key in keys if key.startswith("run/"))
+    assert listed(storage, "run") == listed(storage, "run/") == [(key, len(key.encode())) for key in below]
+    assert [entry.key for entry in storage.list("run/b")] == ["run/b"]
+    assert storage.list("ru") == []
+    assert [entry.key for entry in storage.list("")] == sorted(keys)
+    assert storage.read("run/ü %+") == "run/ü %+".encode()
+
+
+def test_create_lets_one_of_many_win(storage: Storage) -> None:
+    for n in range(3):
+        together = threading.Barrier(8)
+
+        def create(who: int, key: str = f"run/{n}.json", together: threading.Barrier = together) -> bool:
+            together.wait()
+            return storage.create(key, f"writer {who}".encode())
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(create, range(8)))
+        assert won.count(True) == 1
+        assert storage.read(f"run/{n}.json") == f"writer {won.index(True)}".encode()
+    assert len(storage.list("run")) == 3
+
+
+def test_torch_save_into_a_writer(storage: Storage) -> None:
+    torch.manual_seed(0)
+    state: dict[str, Any] = {"weight": torch.randn(1000, 7500), "bias": torch.arange(5), "step": 3}
+    with storage.writer("run/model.pt") as writer:
+        torch.save(state, cast(BinaryIO, writer))
+    assert writer.size > 30_000_000
+    content = storage.read("run/model.pt")
+    assert hashlib.sha256(content).hexdigest() == writer.sha256
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    assert torch.equal(loaded["weight"], state["weight"])
+    assert torch.equal(loaded["bias"], state["bias"])
+
+
+@pytest.mark.parametrize("size", [0, 10, 3 * PART + 1])
+@pytest.mark.parametrize("error", [ValueError("mine"), FileNotFoundError("mine"), KeyboardInterrupt()])
+def test_a_writer_that_raises_leaves_nothing(storage: Storage, size: int, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, storage.writer("run/model.pt") as writer:  # noqa: PT012
+        writer.write(bytes(size))
+        raise error
+    assert raised.value is error
+    assert not storage.exists("run/model.pt")
+    assert storage.list("") == []
+    if isinstance(storage, S3Storage):
+        assert s3.leftover_uploads(storage.bucket) == []
+
+
+def test_errors_of_a_reader_are_not_those_of_storage(storage: Storage) -> None:
+    storage.write("run/a", b"content")
+    with pytest.raises(FileNotFoundError), storage.open("run/a"):
+        Path("/nowhere/at/all").read_bytes()
+
+
+def test_prove_leaves_nothing(storage: Storage) -> None:
+    storage.write("run/a", b"")
+    storage.prove("run")
+    assert listed(storage, "") == [("run/a", 0)]
+
+
+# --------------------------------------------------------------------------------------------------------------- local
+
+
+@pytest.fixture
+def below_a_file(tmp_path: Path) -> LocalStorage:
+    (tmp_path / "file").write_text("not a directory")
+    return LocalStorage(str(tmp_path / "file" / "runs"))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda storage: storage.write("run/a", b""),
+        lambda storage: storage.create("run/a", b""),
+        lambda storage: storage.writer("run/a").__enter__(),
+        lambda storage: storage.read("run/a"),
+        lambda storage: storage.list("run/a"),
+        lambda storage: storage.delete("run/a"),
+        lambda storage: storage.prove("run/a"),
+    ],
+)
+def test_local_errors_name_the_file(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
+    with pytest.raises(StorageError, match=r"/file/runs/run/a.*: Not a directory; check that STORAGE_PATH"):
+        act(below_a_file)
+
+
+def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    os.symlink("/dev/full", tmp_path / "model.pt")
+    with (
+        pytest.raises(StorageError, match=r"/model\.pt: No space left on device"),
+        storage.writer("model.pt") as writer,
+    ):
+        torch.save({"weight": torch.zeros(MIB)}, cast(BinaryIO, writer))
+    assert storage.list("") == []
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(str(tmp_path))
+    storage.write("run/checkpoints/a/manifest.json", b"")
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("checkpoints"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match="Permission denied"):
+        storage.list("run")
+
+
+def test_local_create_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, link = LocalStorage(str(tmp_path)), os.link
+
+    def link_and_deny(source: Any, target: Any) -> None:
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists", str(target))
+
+    monkeypatch.setattr(os, "link", link_and_deny)
+    assert storage.create("run/a", b"ours")
+    assert storage.read("run/a") == b"ours"
+    assert os.listdir(tmp_path / "run") == ["a"]
+
+
+def test_a_local_write_survives_the_deletion_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, mkdir, removals = LocalStorage(str(tmp_path)), Path.mkdir, iter(range(2))
+
+    def mkdir_then_lose(self: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(self, *args, **kwargs)
+        if self.name == "run" and next(removals, None) is not None:
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_then_lose)
+    storage.write("run/a", b"content")
+    assert storage.read("run/a") == b"content"
+    removals = iter(range(100))
+    storage.delete("run/a")
+    with pytest.raises(StorageError):  # bounded, and not NotFoundError
+        storage.write("run/a", b"content")
+
+
+def test_local_delete_keeps_the_root(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    storage.write("a", b"")
+    storage.delete("a")
+    assert tmp_path.is_dir()
+
+
+# ------------------------------------------------------------------------------------------------------------------ S3
+
+
+def write_parts(storage: Storage, parts: int = 3) -> str:
+    """Upload `parts` parts and one byte; the SHA-256 of what was written."""
+    content = pattern(parts * PART + 1)
+    with storage.writer("run/model.pt") as writer:
+        for start in range(0, len(content), MIB):
+            writer.write(content[start : start + MIB])
+    assert_no_threads()  # while the writer still lives: its pool would end its threads when it is collected
+    return writer.sha256
+
+
+def assert_nothing_left(storage: S3Storage) -> None:
+    assert s3.leftover_uploads(storage.bucket) == []
+    assert storage.list("run") == []
+
+
+def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("CreateMultipartUpload", s3.answer(503, "SlowDown"), times=1)
+    s3_proxy.on("UploadPart", s3.answer(503, "SlowDown"), times=2)
+    s3_proxy.on("UploadPart", s3.reset, times=1)
+    s3_proxy.on("CompleteMultipartUpload", s3.answer(503, "SlowDown"), times=1)
+    sha256 = write_parts(s3_storage)
+    assert s3_storage.digest("run/model.pt") == (3 * PART + 1, sha256)
+    assert len(s3_proxy.seen("UploadPart")) == 4 + 3
+    assert s3.leftover_uploads(s3_storage.bucket) == []
+
+
+@pytest.mark.parametrize(("status", "code", "tries"), [(503, "SlowDown", 4), (403, "AccessDenied", 1)])
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+def test_uploads_give_up_in_the_end(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+    operation: str,
+    status: int,
+    code: str,
+    tries: int,
+) -> None:
+    s3_proxy.on(operation, s3.answer(status, code))
+    where = rf"^s3://{s3_storage.bucket}/runs/run/model\.pt: cannot upload: .*{code}"
+    with pytest.raises(StorageError, match=where):
+        write_parts(s3_storage)
+    assert_nothing_left(s3_storage)
+    parts = module.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
+    assert tries <= len(s3_proxy.seen(operation)) <= tries * parts
+    assert len(s3_proxy.seen("AbortMultipartUpload")) == (operation != "CreateMultipartUpload")
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+def test_a_failed_upload_is_a_storage_error_also_out_of_torch_save(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+    operation: str,
+) -> None:
+    s3_proxy.on(operation, s3.answer(403, "AccessDenied"))
+    with pytest.raises(StorageError, match=r"AccessDenied.*allow s3:ListBucket"), s3_storage.writer("run/a") as writer:
+        torch.save({str(n): torch.zeros(MIB) for n in range(8)}, cast(BinaryIO, writer))
+    assert_nothing_left(s3_storage)
+
+
+def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"), times=1)
+    sha256 = write_parts(s3_storage, 1)
+    assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
+    s3_storage.delete("run/model.pt")
+    s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"))
+    with pytest.raises(StorageError, match=r"run/model\.pt: cannot upload: .*InternalError"):
+        write_parts(s3_storage, 1)
+    assert len(s3_proxy.seen("CompleteMultipartUpload")) == 2 + module.REQUEST_TRIES
+    assert_nothing_left(s3_storage)
+
+
+def test_complete_whose_answer_was_lost_is_complete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("CompleteMultipartUpload", s3.carry_out_then_reset, times=1)
+    s3_proxy.on("CompleteMultipartUpload", s3.answer(404, "NoSuchUpload"))
+    sha256 = write_parts(s3_storage, 1)
+    assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
+    s3_storage.delete("run/model.pt")
+    with pytest.raises(StorageError, match="NoSuchUpload"):  # gone, and no object either
+        write_parts(s3_storage, 1)
+
+
+def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("AbortMultipartUpload", s3.answer(403, "AccessDenied"))
+    with pytest.raises(ValueError, match="mine"), s3_storage.writer("run/a") as writer:  # noqa: PT012
+        writer.write(bytes(PART + 1))
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("operation", "act"),
+    [
+        ("PutObject", lambda storage: storage.write("run/a", b"content")),
+        ("PutObject", lambda storage: storage.create("run/a", b"content")),
+        ("GetObject", lambda storage: storage.read("run/a")),
+        ("DeleteObject", lambda storage: storage.delete("run/a")),
+        ("ListObjects", lambda storage: storage.list("run/a")),
+        ("ListObjects", lambda storage: storage.exists("run/a")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("fault", "tries"),
+    [(s3.reset, 4), (s3.answer(503, "SlowDown"), 4), (s3.answer(403, "AccessDenied"), 1)],
+    ids=["reset", "503", "403"],
+)
+def test_every_operation_is_tried_again_and_given_up(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+    operation: str,
+    act: Callable[[Storage], Any],
+    fault: s3.Fault,
+    tries: int,
+) -> None:
+    s3_storage.write("run/a", b"content")
+    s3_proxy.requests.clear()
+    s3_proxy.on(operation, fault)
+    with pytest.raises(StorageError, match=rf"^s3://{s3_storage.bucket}/runs/run/a: cannot ") as raised:
+        act(s3_storage)
+    assert not isinstance(raised.value, NotFoundError)
+    assert len(s3_proxy.requests) == tries
+
+
+def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("PutObject", s3.reset, times=3)
+    s3_proxy.on("GetObject", s3.reset, times=3)
+    s3_storage.write("run/a", b"content")
+    assert s3_storage.read("run/a") == b"content"
+
+
+@pytest.mark.parametrize("operation", ["PutObject", "GetObject", "UploadPart"])
+@pytest.mark.usefixtures("short_limits")
+def test_a_stalled_server_is_given_up(s3_proxy: FaultProxy, s3_bucket: str, operation: str) -> None:  # noqa: F811
+    storage = S3Storage(f"s3://{s3_bucket}/runs")
+    assert storage._client.meta.config.read_timeout == module.READ_TIMEOUT_S
+    assert storage._client.meta.config.connect_timeout == module.CONNECT_TIMEOUT_S
+    s3_proxy.on(operation, s3.stall)
+    act: dict[str, Callable[[], Any]] = {
+        "PutObject": lambda: storage.write("run/a", b"content"),
+        "GetObject": lambda: storage.read("run/a"),
+        "UploadPart": lambda: write_parts(storage, 1),
+    }
+    with pytest.raises(StorageError, match=r"/runs/run/.*[Tt]ime"):
+        act[operation]()
+    parts = 2 if operation == "UploadPart" else 1
+    assert len(s3_proxy.seen(operation)) == 3 * parts
+    assert_nothing_left(storage)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_bucket: str) -> None:  # noqa: F811
+    s3_proxy.on("PutObject", s3.delay(0.1))
+    S3Storage(f"s3://{s3_bucket}").write("a", b"content")
+    assert len(s3_proxy.seen("PutObject")) == 1
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "stall"])
+@pytest.mark.parametrize("ask", ["read", "digest", "exactly"])
+@pytest.mark.parametrize("keep", [0, 2 * MIB])
+@pytest.mark.usefixtures("short_limits")
+def test_a_short_body_is_never_a_short_object(
+    s3_proxy: FaultProxy,  # noqa: F811
+    s3_bucket: str,  # noqa: F811
+    how: str,
+    ask: str,
+    keep: int,
+) -> None:
+    storage = S3Storage(f"s3://{s3_bucket}")
+    storage.write("a", pattern(3 * MIB + 1))
+    s3_proxy.on("GetObject", s3.cut_body(keep, how))
+
+    def read_exactly(key: str) -> bytes:
+        with storage.open(key) as stream:
+            return stream.read(3 * MIB + 1)
+
+    act: Callable[[str], Any] = {"read": storage.read, "digest": storage.digest, "exactly": read_exactly}[ask]
+    with pytest.raises(StorageError, match=rf"^s3://{s3_bucket}/a: cannot read: "):
+        act("a")
+
+
+def test_create_whose_answer_was_lost_is_ours(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("PutObject", s3.carry_out_then_reset, times=1)
+    assert s3_storage.create("run/a", b"ours")
+    assert len(s3_proxy.seen("PutObject")) == 2
+    assert not s3_storage.create("run/a", b"theirs")
+
+
+def test_create_refused_because_another_is_at_it(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RACE_PAUSE_S", 0)
+    s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"), times=2)
+    assert s3_storage.create("run/a", b"ours")  # the other one failed
+    s3_proxy.on("PutObject", s3.answer(409, "ConditionalRequestConflict"))
+    assert not s3_storage.create("run/a", b"theirs")
+    with pytest.raises(StorageError, match="run/b: cannot create: refused 5 times") as raised:
+        s3_storage.create("run/b", b"ours")
+    assert not isinstance(raised.value, NotFoundError)
+
+
+def test_prove_refuses_a_server_without_conditional_writes(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+) -> None:
+    s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
+    with pytest.raises(StorageError, match=r"/runs/run/probe-\w+: created twice; this store ignores 'If-None-Match"):
+        s3_storage.prove("run")
+    assert s3_storage.list("") == []
+
+
+def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
+    with pytest.raises(StorageError, match="deleted, but still there"):
+        s3_storage.prove("run")
+
+
+def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
+    with pytest.raises(StorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
+        s3_storage.prove("run")
+    assert len(s3_proxy.requests) == 1
+
+
+def test_delete_of_nothing_on_a_server_that_says_so(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    s3_proxy.on("DeleteObject", s3.answer(404, "NoSuchKey"))
+    s3_storage.delete("run/a")
+
+
+EVERY_OPERATION: list[Callable[[Storage], Any]] = [
+    lambda storage: storage.write("run/a", b""),
+    lambda storage: storage.create("run/a", b""),
+    lambda storage: write_parts(storage, 1),
+    lambda storage: storage.read("run/a"),
+    lambda storage: storage.exists("run/a"),
+    lambda storage: storage.list("run"),
+    lambda storage: storage.list_unfinished("run"),
+    lambda storage: storage.delete("run/a"),
+    lambda storage: storage.prove("run"),
+]
+
+
+@pytest.mark.parametrize("act", EVERY_OPERATION)
+def test_a_bucket_that_is_not_there_says_so(s3_bucket: str, act: Callable[[Storage], Any]) -> None:  # noqa: F811
+    storage = S3Storage(f"s3://{s3_bucket}-no/runs")
+    with pytest.raises(StorageError, match=r"-no/runs/run.*NoSuchBucket.*; create the bucket, or correct") as raised:
+        act(storage)
+    assert not isinstance(raised.value, NotFoundError)
+
+
+@pytest.mark.parametrize("act", EVERY_OPERATION)
+def test_missing_credentials_say_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch, act: Any) -> None:  # noqa: F811
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StorageError, match=r"/runs/run.*Unable to locate credentials; set AWS_ACCESS_KEY_ID and"):
+        act(S3Storage(f"s3://{s3_bucket}/runs"))
+
+
+@pytest.mark.usefixtures("s3_proxy", "short_limits")
+def test_an_endpoint_that_is_not_there_says_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    with pytest.raises(StorageError, match=r"/run/a: cannot write: .*; check AWS_ENDPOINT_URL"):
+        S3Storage(f"s3://{s3_bucket}").write("run/a", b"")
+
+
+@pytest.mark.parametrize(("name", "value"), [("AWS_ENDPOINT_URL", "minio:9000"), ("AWS_PROFILE", "nobody")])
+def test_an_aws_environment_that_cannot_be_used_says_so(
+    s3_bucket: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StorageError, match=f"^s3://{s3_bucket}/runs: the AWS environment cannot be used: .*{value}"):
+        S3Storage(f"s3://{s3_bucket}/runs")
+
+
+def test_the_region_of_the_profile_counts(tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = eu-north-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.delenv("AWS_REGION")
+    assert S3Storage(f"s3://{s3_bucket}")._client.meta.region_name == "eu-north-1"
+
+
+def test_a_listing_of_several_pages_is_whole(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    def two_a_page(handler: Any, request: s3.Request) -> None:
+        handler.reply(*handler.ask_server(dataclasses.replace(request, target=request.target + "&max-keys=2")))
+
+    s3.plain_client().put_object(Bucket=s3_storage.bucket, Key="runs/run/")  # a folder made in a browser
+    for n in range(5):
+        s3_storage.write(f"run/{n}", b"")
+    s3_proxy.on("ListObjects", two_a_page)
+    assert [entry.key for entry in s3_storage.list("run")] == [f"run/{n}" for n in range(5)]
+    assert len(s3_proxy.seen("ListObjects")) == 3

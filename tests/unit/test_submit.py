@@ -1,0 +1,374 @@
+"""`sunspot submit`, `stop` and `resume` against a fake API server and a real bucket: what is sent, kept and said."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import yaml
+
+from app.run import Run, open_run
+from app.run.attempts import newest_submission, owner_of
+from app.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
+from submitter.cli import main
+from tests.harness.kubernetes import CORE, JOBS, FakeCluster, answer, hang_up, pod, rayjob
+from tests.harness.runs import begin
+
+
+class Command:
+    """Runs `sunspot` on a run in a bucket."""
+
+    def __init__(self, bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.storage = f"s3://{bucket}/runs"
+        self.run = open_run(self.storage, "run")
+        self._capsys = capsys
+        self.code, self.out, self.err = 0, "", ""
+
+    def __call__(self, *words: str) -> int:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--storage", self.storage])
+        self.out, self.err = self._capsys.readouterr()
+        self.code = int(ended.value.code or 0)
+        return self.code
+
+    def submit(self, *words: str) -> int:
+        return self("submit", "--run", "run", *words)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def sunspot(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(s3_bucket, capsys)
+
+
+def only_job(cluster: FakeCluster) -> str:
+    [name] = cluster.jobs
+    return name
+
+
+def end(cluster: FakeCluster, run: Run, state: RunState, owner: str = "", **more: Any) -> None:
+    """Have the driver of the only RayJob end, as it and the operator would say it."""
+    name = only_job(cluster)
+    write_status(run, Status(state, owner or owner_of(run, name), **more))
+    if state is RunState.FAILED:
+        cluster.set_status(name, "Failed", "FAILED", reason="AppFailed")
+    else:
+        cluster.set_status(name, "Complete", "SUCCEEDED")
+
+
+def writes(cluster: FakeCluster) -> list[str]:
+    """The requests that change something."""
+    return [m for m, path in cluster.requests if m != "GET" and "review" not in path and "dryRun" not in path]
+
+
+# --------------------------------------------------------------------------------------------------------------- submit
+
+
+def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot.submit("--json") == 0, sunspot.err
+    name = only_job(cluster)
+    assert sunspot.json["action"] == "created"
+    assert sunspot.json["job"] == name
+    recorded = newest_submission(sunspot.run)
+    assert recorded is not None
+    assert recorded[0] == name
+    assert yaml.safe_load(recorded[1])["spec"] == cluster.jobs[name]["spec"]
+    assert owner_of(sunspot.run, name) == f"{name}#1"
+
+
+def test_what_is_applied_is_what_render_prints(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot("render", "--run", "run", "--set", "EPOCHS=3") == 0
+    rendered = yaml.safe_load(sunspot.out)
+    sunspot.submit("--set", "EPOCHS=3")
+    applied = cluster.jobs[rendered["metadata"]["name"]]
+    assert {name: applied["metadata"][name] for name in rendered["metadata"]} == rendered["metadata"]
+    assert applied["spec"] == rendered["spec"]
+
+
+def test_a_dry_run_changes_nothing(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot.submit("--dry-run") == 0
+    assert "would be created" in sunspot.out
+    assert (cluster.jobs, writes(cluster)) == ({}, [])
+    assert sunspot.run.storage.list("") == []
+
+
+def test_a_search_is_submitted_by_its_environment_and_found_again(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
+    monkeypatch.setenv("SUNSPOT_NUM_WORKERS", "2")
+    assert sunspot.submit() == 0, sunspot.err
+    assert cluster.jobs[only_job(cluster)]["spec"]["entrypoint"].endswith("app.tune.search")
+    assert "sunspot wait run" in sunspot.out
+    assert sunspot("status", "run") == 0, sunspot.err
+    monkeypatch.setenv("SUNSPOT_EPOCHS", "-1")
+    assert sunspot("status", "run") == 2, "what is no search's is wrong as ever"
+
+
+def test_the_same_spec_again_attaches(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    cluster.set_status(only_job(cluster), "Running", "RUNNING")
+    assert sunspot.submit("--json") == 0
+    assert sunspot.json["action"] == "attached"
+    assert owner_of(sunspot.run, only_job(cluster)).endswith("#1")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_apply_whose_answer_is_lost_is_sent_again(cluster: FakeCluster, sunspot: Command, times: int) -> None:
+    cluster.on("PATCH", "force=true", hang_up, times=times)
+    assert sunspot.submit("--json") == 0, sunspot.err
+    assert len(cluster.jobs) == 1
+    assert sunspot.json["action"] == "created"
+
+
+def test_another_spec_while_it_lives_is_a_conflict_with_a_diff(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    cluster.set_status(only_job(cluster), "Running", "RUNNING")
+    assert sunspot.submit("--set", "EPOCHS=7", "--image", "other:2") == 6
+    assert "SUNSPOT_EPOCHS: (unset) -> 7" in sunspot.err
+    assert "headGroupSpec.template.spec.containers[ray].image: sunspot:0.1.0 -> other:2" in sunspot.err
+    assert "SUNSPOT_JOB_ID" not in sunspot.err
+    assert "sunspot stop run" in sunspot.err
+    assert len(cluster.jobs) == 1
+
+
+def test_a_finished_run_is_said_to_be_and_not_started_again(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    end(cluster, sunspot.run, RunState.SUCCEEDED, step=10, total_steps=10)
+    assert sunspot.submit("--json") == 0
+    assert sunspot.json["action"] == "finished"
+    cluster.delete_job(name)
+    assert sunspot.submit("--json") == 0
+    assert sunspot.json["action"] == "finished"
+    assert sunspot.submit("--json", "--set", "EPOCHS=7") == 0
+    assert sunspot.json["action"] == "created"
+
+
+def test_a_finished_run_that_was_deleted_from_storage_begins_again(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    cluster.set_status(only_job(cluster), "Complete", "SUCCEEDED")
+    assert sunspot.submit("--json") == 0
+    assert sunspot.json["action"] == "replaced"
+
+
+@pytest.mark.parametrize("state", [RunState.FAILED, RunState.STOPPED])
+def test_an_ended_job_is_replaced(cluster: FakeCluster, sunspot: Command, state: RunState) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    before = cluster.jobs[name]["metadata"]["uid"]
+    request_stop(sunspot.run, "me")
+    end(cluster, sunspot.run, state, reason="so it is")
+    assert sunspot.submit("--dry-run", "--json") == 0
+    assert sunspot.json["action"] == "replaced"
+    assert cluster.jobs[name]["metadata"]["uid"] == before
+    assert stop_requested(sunspot.run)
+    assert sunspot.submit("--json") == 0
+    assert sunspot.json["action"] == "replaced"
+    assert "so it is" in sunspot.json["reason"]
+    assert cluster.jobs[name]["metadata"]["uid"] != before
+    assert owner_of(sunspot.run, name) == f"{name}#2"
+    assert not stop_requested(sunspot.run)
+
+
+def test_the_replacement_waits_until_the_old_pods_are_gone(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    cluster.set_status(name, "Failed", "FAILED", rayClusterName="c")
+    cluster.pods.append(pod("stays", "c"))
+    monkeypatch.setattr("submitter.commands.submit.GONE_WITHIN_S", 0.1)
+    assert sunspot.submit() == 5
+    assert name not in cluster.jobs
+    cluster.pods.clear()
+    assert sunspot.submit() == 0
+    assert name in cluster.jobs
+
+
+def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    cluster.set_status(name, "Running", "RUNNING")
+    write_status(sunspot.run, Status(RunState.RUNNING, f"{name}#1"))
+    request_stop(sunspot.run, "me")
+    monkeypatch.setattr("submitter.commands.submit.STOPPED_WITHIN_S", 0.1)
+    assert sunspot.submit() == 5
+    assert "still ending" in sunspot.err
+    end(cluster, sunspot.run, RunState.STOPPED)
+    assert sunspot.submit("--json") == 0
+    assert sunspot.json["action"] == "replaced"
+
+
+def test_other_identity_settings_are_refused_before_anything_is_sent(cluster: FakeCluster, sunspot: Command) -> None:
+    begin(sunspot.run, batch=64)
+    assert sunspot.submit("--set", "GLOBAL_BATCH_SIZE=128") == 6
+    assert "SUNSPOT_GLOBAL_BATCH_SIZE: 64 -> 128" in sunspot.err
+    assert writes(cluster) == []
+    assert sunspot.submit("--set", "GLOBAL_BATCH_SIZE=64") == 0
+    assert cluster.jobs
+
+
+def test_submit_and_wait(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.on("GET", "watch=true", lambda handler: (end(cluster, sunspot.run, RunState.SUCCEEDED), handler.watch()), 1)  # type: ignore[arg-type, func-returns-value]
+    assert sunspot.submit("--wait", "--json") == 0, sunspot.err
+    lines = [json.loads(line) for line in sunspot.out.splitlines()]
+    assert lines[0]["action"] == "created"
+    assert lines[-1]["state"] == "succeeded"
+
+
+# ------------------------------------------------------------------------------------------------------------ preflight
+
+
+def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.objects.clear()
+    cluster.objects.add(CORE)
+    cluster.forbidden |= {"create rayjobs", "list pods"}
+    sunspot.storage = "s3://no-such-bucket/runs"
+    assert sunspot.submit() == 4
+    for part in (
+        "5 problems, and nothing was sent",
+        "no permission to create rayjobs in namespace sunspot; have the Role sunspot-submitter of k8s/base bound",
+        "no permission to list pods",
+        "Secret sunspot-storage is not in namespace sunspot; create it: kubectl -n sunspot create secret generic",
+        "ServiceAccount sunspot-train is not in namespace sunspot; `kubectl apply -k k8s/base`",
+        "create the bucket, or correct STORAGE_PATH",
+    ):
+        assert part in sunspot.err
+    assert writes(cluster) == []
+
+
+def test_what_may_not_be_seen_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
+    assert sunspot.submit("--image", "sunspot") == 0
+    assert "whether Secret sunspot-storage is there cannot be seen from here" in sunspot.err
+    assert "image sunspot names no version" in sunspot.err
+
+
+def test_a_cluster_without_the_operator_or_the_namespace(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.objects.discard(CORE)
+    assert sunspot.submit() == 4
+    assert "there is no namespace sunspot; `kubectl apply -k k8s/base` makes sunspot" in sunspot.err
+    cluster.has_operator = False
+    assert sunspot.submit() == 4
+    assert "install the KubeRay operator" in sunspot.err
+
+
+def test_what_the_api_server_refuses_is_told_in_its_words(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.on("PATCH", "dryRun=All", answer(422, "spec.entrypoint: too long"))
+    assert sunspot.submit() == 4
+    assert "spec.entrypoint: too long" in sunspot.err
+    assert "Traceback" not in sunspot.err
+
+
+def test_storage_that_is_reached_only_inside_the_cluster(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert sunspot.submit() == 4
+    assert "By this shell's AWS_ENDPOINT_URL" in sunspot.err
+    assert "apply what `sunspot render` prints" in sunspot.err
+
+
+# ------------------------------------------------------------------------------------------------------ stop and resume
+
+
+def test_stop_of_a_pending_run_and_resume(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    cluster.set_status(name, "Initializing")
+    assert sunspot("stop", "run", "--json") == 0, sunspot.err
+    assert sunspot.json["state"] == "stopped"
+    assert cluster.jobs == {}
+    assert stop_requested(sunspot.run)
+    assert sunspot("resume", "run", "--json") == 0, sunspot.err
+    assert sunspot.json["action"] == "created"
+    assert only_job(cluster) == name
+    assert owner_of(sunspot.run, name) == f"{name}#2"
+    assert not stop_requested(sunspot.run)
+
+
+def test_stop_waits_until_the_driver_has_saved(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    name = only_job(cluster)
+    cluster.set_status(name, "Running", "RUNNING")
+    write_status(sunspot.run, Status(RunState.RUNNING, f"{name}#1"))
+    assert sunspot("stop", "run", "--timeout", "0.3") == 5
+    assert "has not ended after" in sunspot.err
+    assert name in cluster.jobs
+
+    def save(handler: Any) -> None:
+        end(cluster, sunspot.run, RunState.STOPPED, checkpoint="step-7")
+        handler.answer()
+
+    cluster.on("GET", "watch=true", save, times=1)
+    assert sunspot("stop", "run") == 0, sunspot.err
+    assert "saved as step-7" in sunspot.out
+    assert cluster.jobs == {}
+
+
+def test_stop_without_waiting_leaves_the_marker_alone(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    assert sunspot("stop", "run", "--no-wait") == 0
+    assert stop_requested(sunspot.run)
+    assert cluster.jobs
+
+
+def test_stop_of_what_is_over_or_was_never_there(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot("stop", "run") == 3
+    assert sunspot("resume", "run") == 3
+    assert not stop_requested(sunspot.run)
+    sunspot.submit()
+    end(cluster, sunspot.run, RunState.SUCCEEDED)
+    assert sunspot("stop", "run") == 0
+    assert "nothing to stop" in sunspot.out
+    assert not stop_requested(sunspot.run)
+    cluster.delete_job(only_job(cluster))
+    write_status(sunspot.run, Status(RunState.FAILED, "x"))
+    assert sunspot("stop", "run") == 0
+    assert stop_requested(sunspot.run)
+
+
+def test_resume_of_a_run_that_was_not_submitted(cluster: FakeCluster, sunspot: Command) -> None:
+    write_status(sunspot.run, Status(RunState.STOPPED, "host-1"))
+    request_stop(sunspot.run, "me")
+    assert sunspot("resume", "run") == 0
+    assert "GENERATION" in sunspot.out
+    assert not stop_requested(sunspot.run)
+
+
+def test_without_a_cluster_stop_and_resume_say_what_they_can(
+    sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    write_status(sunspot.run, Status(RunState.STOPPED, "run-1#1"))
+    assert sunspot("stop", "run") == 0
+    assert stop_requested(sunspot.run)
+    sunspot.run.storage.write("run/submissions/0001-run-1.yaml", b"x: 1")
+    assert sunspot("resume", "run") == 4
+    assert "set KUBECONFIG" in sunspot.err
+    clear_stop(sunspot.run)
+
+
+def test_several_jobs_of_a_run(cluster: FakeCluster, sunspot: Command) -> None:
+    """GitOps applied another spec while the first was live: the newer one decides."""
+    cluster.put_job(rayjob("run-old", created=time.time() - 100))
+    cluster.put_job(rayjob("run-new", created=time.time() - 10))
+    cluster.set_status("run-old", "Running", "RUNNING")
+    cluster.set_status("run-new", "Initializing")
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["job"], sunspot.json["state"]) == ("run-new", "pending")
+    assert "also live, and superseded by run-new once that trains: run-old" in sunspot.err
+    write_status(sunspot.run, Status(RunState.RUNNING, "run-new", world_size=2))
+    cluster.set_status("run-old", "Failed", "FAILED")
+    cluster.set_status("run-new", "Running", "RUNNING")
+    assert sunspot("status", "run", "--json") == 0
+    assert sunspot.json["state"] == "running"
+    assert JOBS in cluster.requests[0][1]

@@ -1,0 +1,117 @@
+"""What a driver tells at its end: the result as a table, and the report in storage."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from app.driver import report_result
+from app.errors import ConflictError, StorageError, SunspotError, SupersededError
+from app.run import Run
+from app.run.checkpoints import delete_checkpoint
+from app.run.status import RunState, Status, read_status, restore_status
+from tests.harness.runs import begin, commit, start
+from tests.harness.trained import about, trained
+
+STATUS = Status(RunState.SUCCEEDED, "job", step=10, total_steps=10)
+
+
+def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> str:
+    """What is printed when a driver ends, in `error` if there is one; that passes as it is."""
+    capsys.readouterr()
+    if error is None:
+        with report_result(run):
+            pass
+    else:
+        with pytest.raises(type(error)) as raised, report_result(run):
+            raise error
+        assert raised.value is error
+    return capsys.readouterr().out
+
+
+def test_the_newest_and_the_best_checkpoint_beside_each_other(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    restore_status(run, STATUS)
+    first = start(begin(run), "job", **about(checkpoint_metric="test_loss"))
+    commit(run, first, 5, test_loss=0.25, accuracy=0.9, rows=5)
+    commit(run, first, 10, test_loss=0.5, accuracy=0.95, rows=5)
+    lines = told(run, capsys).splitlines()
+    table = [re.split(r"\s{2,}", line.strip()) for line in lines[1:6]]
+    assert table == [
+        ["newest", "best: lowest test_loss"],
+        ["checkpoint", "step-00000010-attempt-0001", "step-00000005-attempt-0001"],
+        ["epoch", "2", "1"],
+        ["accuracy", "0.9500", "0.9000"],
+        ["test_loss", "0.5000", "0.2500"],
+    ]
+    assert lines[6] == f"  weights: {run.location}/checkpoints/step-00000010-attempt-0001/model.pt"
+    assert lines[7] == f"  report: {run.location}/report.html"
+
+
+def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(trained(run), capsys)
+    assert out.startswith("succeeded at step 188 of 188\n")
+    assert "newest, and best: lowest loss\n" in out
+    assert out.count("step-00000188-attempt-0002") == 2, "in the table and in the path of the weights"
+    assert b"Succeeded" in run.storage.read(run.key("report.html"))
+
+
+def test_a_metric_that_is_misspelt_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    restore_status(run, STATUS)
+    commit(run, start(begin(run), "job", **about(checkpoint_metric="lots")), 5, loss=0.5)
+    assert "warning: CHECKPOINT_METRIC=lots is not among loss; the newest were kept" in told(run, capsys)
+
+
+def test_a_run_that_failed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(run)
+    status = read_status(run)
+    assert status
+    restore_status(run, replace(status, state=RunState.FAILED, reason="no good"))
+    out = told(run, capsys, SunspotError("no good"))
+    assert out.startswith("failed at step 188 of 188\n  error: SunspotError: no good\n")
+    assert "weights: " in out
+    assert b"no good" in run.storage.read(run.key("report.html"))
+
+
+def test_a_run_without_a_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(run)
+    for name in ("step-00000094-attempt-0001", "step-00000188-attempt-0002"):
+        delete_checkpoint(run, name)
+    out = told(run, capsys, RuntimeError("a defect"))
+    assert "  error: RuntimeError: a defect\n  no checkpoint is whole\n" in out
+    assert "report: " in out
+
+
+@pytest.mark.parametrize("error", [ConflictError("other settings"), SupersededError("another"), KeyboardInterrupt()])
+def test_who_has_no_business_with_the_run_tells_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    assert told(trained(run), capsys, error) == ""
+    assert not run.storage.exists(run.key("report.html"))
+
+
+def test_a_run_that_was_deleted_meanwhile_stays_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(run, capsys, SunspotError("no good")) == ""
+    assert not run.storage.list(run.name)
+
+
+@pytest.mark.parametrize("error", [None, SunspotError("no good")])
+def test_a_report_that_cannot_be_written_changes_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    def refuse(key: str, data: bytes) -> None:
+        raise StorageError(f"{key}: no space left")
+
+    trained(run)
+    monkeypatch.setattr(run.storage, "write", refuse)
+    out = told(run, capsys, error)
+    assert "weights: " in out
+    assert "warning: the report could not be written: run/report.html: no space left" in out
+
+
+def test_a_defect_in_the_report_changes_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.result.gather", lambda *about: 1 / 0)
+    assert told(trained(run), capsys) == "warning: the report could not be written: division by zero\n"

@@ -1,0 +1,458 @@
+"""`sunspot wait` and `status`: a run followed to its end through watches, over outages on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.run import Run, open_run
+from app.run.attempts import checkpoint_name
+from app.run.incidents import Cause
+from app.run.status import RunState, Status, request_stop, write_status
+from submitter.cli import main
+from submitter.cluster.watch import RunSnapshot
+from submitter.commands.wait import Lines
+from tests.harness.commands import Command
+from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob
+from tests.harness.runs import begin, commit, report, start, write_receipt
+
+JOB = "run-1"
+
+
+def says(run: Run, state: RunState, **more: Any) -> None:
+    """Have the run's own processes say where it stands."""
+    write_status(run, Status(state, more.pop("owner", JOB), **{"total_steps": 10, **more}))
+
+
+@pytest.fixture
+def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have something done as soon as `wait` has shown a state for the first time."""
+    steps: dict[str, Callable[[], Any]] = {}
+    show = Lines.__call__
+
+    def show_and_act(self: Lines, seen: RunSnapshot, state: RunState, reason: str) -> None:
+        show(self, seen, state, reason)
+        step = steps.pop(state, None)
+        if step:
+            step()
+
+    monkeypatch.setattr(Lines, "__call__", show_and_act)
+    return steps.update
+
+
+def later(*steps: Callable[[], Any], pause: float) -> None:
+    """Do one thing after the other, meanwhile."""
+
+    def act() -> None:
+        for step in steps:
+            time.sleep(pause)
+            step()
+
+    threading.Thread(target=act, daemon=True).start()
+
+
+@pytest.fixture
+def job(cluster: FakeCluster) -> str:
+    """A RayJob that has just been created."""
+    cluster.put_job(rayjob(JOB))
+    cluster.set_status(JOB, "Initializing", rayClusterName="run-1-x")
+    return JOB
+
+
+# ----------------------------------------------------------------------------------------------------------------- wait
+
+
+def test_a_run_is_followed_to_its_success(
+    cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
+) -> None:
+    cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
+    when(
+        pending=lambda: cluster.set_status(job, "Running", "PENDING"),
+        starting=lambda: (
+            says(run, RunState.RUNNING, step=3, world_size=2),
+            cluster.set_status(job, "Running", "RUNNING"),
+        ),
+        running=lambda: (says(run, RunState.SUCCEEDED, step=10), cluster.set_status(job, "Complete", "SUCCEEDED")),
+    )
+    assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
+    states = [line["state"] for line in sunspot.lines]
+    assert list(dict.fromkeys(states)) == ["pending", "starting", "running", "succeeded"]
+    assert sunspot.lines[0]["reason"] == "2 worker pods wanted, 0 running; the others start"
+    assert sunspot.lines[-1]["step"] == 10
+
+
+def test_changes_come_by_watch(
+    cluster: FakeCluster,
+    run: Run,
+    sunspot: Command,
+    job: str,
+    when: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("submitter.cluster.watch.WATCH_S", 60)
+    when(pending=lambda: later(lambda: cluster.set_status(job, "Failed", "FAILED"), pause=0.3))
+    began = time.monotonic()
+    assert sunspot("wait", "run") == 1
+    assert time.monotonic() - began < 30
+    assert len([path for _, path in cluster.requests if "watch=true" in path]) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "deployment", "ray", "code", "said"),
+    [
+        (RunState.STOPPED, "Complete", "SUCCEEDED", 0, "stopped"),
+        (RunState.FAILED, "Failed", "FAILED", 1, "error: run failed: so it was"),
+        (None, "ValidationFailed", "", 1, "error: run failed: the operator refuses the manifest: bad name"),
+    ],
+)
+def test_how_it_ended_is_the_exit_code(
+    cluster: FakeCluster,
+    run: Run,
+    sunspot: Command,
+    job: str,
+    state: RunState | None,
+    deployment: str,
+    ray: str,
+    code: int,
+    said: str,
+) -> None:
+    if state:
+        says(run, state, reason="so it was")
+    cluster.set_status(job, deployment, ray, message="bad name")
+    assert sunspot("wait", "run") == code
+    assert said in sunspot.out + sunspot.err
+
+
+def test_the_last_word_of_the_driver_is_read_after_the_end(
+    cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
+) -> None:
+    """The operator's SUCCEEDED and the driver's STOPPED come at about the same time."""
+    cluster.set_status(job, "Running", "RUNNING")
+    says(run, RunState.RUNNING)
+    when(running=lambda: (says(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
+    assert sunspot("wait", "run", "--json") == 0
+    assert sunspot.lines[-1]["state"] == "stopped"
+    assert "succeeded" not in sunspot.out
+
+
+def test_an_outage_of_the_api_server_is_waited_out(
+    cluster: FakeCluster,
+    run: Run,
+    sunspot: Command,
+    job: str,
+    when: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster.set_status(job, "Running", "RUNNING")
+    says(run, RunState.RUNNING)
+    monkeypatch.setattr("submitter.commands.wait.OUTAGE_EVERY_S", 0.3)
+
+    def finish() -> None:
+        says(run, RunState.SUCCEEDED)
+        cluster.set_status(job, "Complete", "SUCCEEDED")
+
+    when(running=lambda: (cluster.down(), later(cluster.up, finish, pause=1.5)))
+    assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
+    assert "the API server unreachable for" in sunspot.err
+    assert "still waiting; the run is not affected" in sunspot.err
+    assert "the API server is back after" in sunspot.err
+
+
+def test_an_outage_without_end_is_given_up(
+    cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.set_status(job, "Running", "RUNNING")
+    monkeypatch.setattr("submitter.cluster.watch.LONGEST_OUTAGE_S", 0.5)
+    when(starting=cluster.down)
+    assert sunspot("wait", "run") == 4
+    assert "cannot be reached" in sunspot.err
+
+
+def test_an_end_in_storage_is_seen_though_the_api_server_is_gone(
+    cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
+) -> None:
+    cluster.set_status(job, "Running", "RUNNING")
+    says(run, RunState.RUNNING)
+    when(running=lambda: (cluster.down(), says(run, RunState.SUCCEEDED)))
+    assert sunspot("wait", "run", "--timeout", "60") == 0
+
+
+def test_a_watch_from_too_long_ago_begins_anew(
+    cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None]
+) -> None:
+    cluster.set_status(job, "Running", "RUNNING")
+    cluster.on("GET", "watch=true", answer(410, "too old resource version"), times=1)
+    cluster.on("GET", "watch=true", drop, times=1)
+    when(starting=lambda: later(lambda: cluster.set_status(job, "Complete", "SUCCEEDED"), pause=0.5))
+    assert sunspot("wait", "run", "--timeout", "60") == 0
+    assert len([path for _, path in cluster.requests if "watch=true" in path]) >= 3
+
+
+def test_what_keeps_a_run_pending_is_seen_at_once_and_waiting_goes_on(
+    cluster: FakeCluster, sunspot: Command, job: str
+) -> None:
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "sunspot-storage" not found'}
+    container = {"name": "ray", "image": "i", "state": {"waiting": waiting}}
+    cluster.pods = [pod("run-1-x-head", "run-1-x", head=True, phase="Pending", containerStatuses=[container])]
+    assert sunspot("wait", "run", "--timeout", "0.5") == 5
+    assert 'the head pod cannot start: CreateContainerConfigError: secret "sunspot-storage" not found' in sunspot.out
+    assert "comes back" in sunspot.err
+
+
+def test_of_two_jobs_the_newer_is_waited_for(cluster: FakeCluster, run: Run, sunspot: Command) -> None:
+    cluster.put_job(rayjob("run-0", created=time.time() - 100))
+    cluster.set_status("run-0", "Failed", "FAILED", reason="AppFailed")
+    cluster.put_job(rayjob("run-1"))
+    cluster.set_status("run-1", "Complete", "SUCCEEDED")
+    says(run, RunState.SUCCEEDED, owner="run-1")
+    assert sunspot("wait", "run") == 0
+
+
+def test_a_job_that_is_deleted_meanwhile(
+    cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None]
+) -> None:
+    when(pending=lambda: cluster.delete_job(job))
+    assert sunspot("wait", "run", "--timeout", "60") == 1
+    assert "its RayJob is gone" in sunspot.err
+
+
+def test_a_status_that_cannot_be_read_is_as_none(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+    run.storage.write("run/status.json", b"{")
+    cluster.set_status(job, "Complete", "SUCCEEDED")
+    assert sunspot("wait", "run") == 0
+    assert sunspot("status", "run") == 0
+
+
+def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
+    for verb in ("wait", "status"):
+        assert sunspot(verb, "run") == 3
+        assert "no run run in" in sunspot.err
+        assert f"nor in namespace sunspot of http://127.0.0.1:{cluster._port}" in sunspot.err
+
+
+def test_without_a_cluster_storage_is_followed(
+    run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setattr("submitter.cluster.watch.STORAGE_EVERY_S", 0.05)
+    says(run, RunState.RUNNING, step=1)
+    when(running=lambda: says(run, RunState.FAILED, reason="no rows"))
+    assert sunspot("wait", "run") == 1
+    assert "error: run failed: no rows" in sunspot.err
+
+
+def test_ctrl_c_leaves_the_run_alone(cluster: FakeCluster, run: Run, job: str) -> None:
+    command = [sys.executable, "-m", "submitter.cli", "wait", "run", "--storage", run.storage.locate("")]
+    waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert waiting.stdout
+    assert "pending" in waiting.stdout.readline()
+    os.kill(waiting.pid, signal.SIGINT)
+    _, err = waiting.communicate(timeout=20)
+    assert waiting.returncode == 130
+    assert "the run goes on; `sunspot wait run --storage" in err
+    assert "Traceback" not in err
+    assert job in cluster.jobs
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+    begin(run)
+    attempt = start(run, JOB)
+    commit(run, attempt, 5)
+    report(run, attempt, {"step": 5, "loss": 0.5, "rows_per_s": 100.0, "seconds": 1.0, "attempt": 1})
+    says(run, RunState.RUNNING, step=7, world_size=2, loss=0.25, rows_per_s=120.0, step_time_s=2.0)
+    cluster.set_status(job, "Running", "RUNNING")
+    cluster.pods = [
+        pod("run-1-x-head", "run-1-x", head=True),
+        pod("run-1-x-worker-1", "run-1-x"),
+        pod("run-1-x-worker-2", "run-1-x", phase="Pending"),
+    ]
+    assert sunspot("status", "run", "--json") == 0
+    record = sunspot.json
+    assert {"run", "state", "reason", "step", "epoch", "checkpoint", "goodput"} <= set(record)
+    expected = {
+        "run": "run",
+        "state": "running",
+        "step": 7,
+        "total_steps": 10,
+        "checkpoint": "step-00000005-attempt-0001",
+        "loss": 0.25,
+        "rows_per_s": 120.0,
+        "seconds_left": 6.0,
+        "attempt": 1,
+        "workers_wanted": "2",
+        "workers_running": 2,
+        "pods_wanted": 2,
+        "pods_running": 1,
+        "job": JOB,
+        "try": 1,
+        "tries": 1,
+    }
+    assert {name: record[name] for name in expected} == expected
+    assert sunspot("status", "run") == 0
+    for part in ("run: running", "step-00000005-attempt-0001, verified", "7 of 10", "1 of 2 workers' pods run"):
+        assert part in sunspot.out
+
+
+def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+    begin(run)
+    cluster.set_status(job, "Running", "RUNNING")
+    warning = "a save takes 40 s, and the notice is 30 s"
+    saves = {"save_s": 40.0, "notice_s": 30.0, "memory_every": 41}
+    says(run, RunState.RUNNING, step=30, world_size=2, attempt=5, warning=warning, **saves)
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["goodput"], sunspot.json["incidents"], sunspot.json["incidents_by_cause"]) == (None, 0, {})
+
+    causes = [Cause.BEGIN, Cause.RECLAIM, Cause.RECLAIM, Cause.RESUMED, Cause.NODE_LOST]
+    for number, cause in enumerate(causes):
+        attempt = start(run, JOB, checkpoint_name(number, number) if number else None, tier="memory", world_size=2)
+        write_receipt(run, attempt, number, cause, last_step=2 * number)
+    assert sunspot("status", "run", "--json") == 0
+    expected = {
+        "incidents": 3,
+        "incidents_by_cause": {"reclaim": 2, "node lost": 1},
+        "steps_replayed": 1 + 2 + 4,
+        "warning": warning,
+        **saves,
+    }
+    assert {name: sunspot.json[name] for name in expected} == expected
+    assert 0 <= sunspot.json["goodput"] <= 1
+    assert sunspot("status", "run") == 0
+    lines = [line.strip() for line in sunspot.out.splitlines()]
+    assert "incidents:  3 (2 reclaim, 1 node lost), 7 steps replayed" in lines
+    assert f"warning:    {warning}" in lines
+    assert "saves:      40.0 s to commit, of a notice of 30 s; copied in memory every 41 steps" in lines
+
+
+@pytest.mark.parametrize("how", ["unreachable", "none", "gone"])
+def test_status_works_when_the_cluster_is_gone(
+    cluster: FakeCluster, run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    says(run, RunState.SUCCEEDED, step=10)
+    if how == "unreachable":
+        cluster.down()
+    if how == "none":
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["state"], sunspot.json["step"], sunspot.json["job"]) == ("succeeded", 10, None)
+    assert ("from storage alone" in sunspot.err) == (how != "gone")
+
+
+def test_status_works_when_storage_is_out_of_reach(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    sunspot = Command(open_run(f"s3://{s3_bucket}", "run"), capsys)
+    cluster.put_job(rayjob(JOB))
+    cluster.set_status(JOB, "Running", "RUNNING")
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["state"], sunspot.json["step"]) == ("starting", None)
+    assert "from the cluster alone, without storage" in sunspot.err
+    cluster.delete_job(JOB)
+    assert sunspot("status", "run") == 4
+
+
+def test_the_storage_of_a_job_need_not_be_named(
+    cluster: FakeCluster, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = rayjob(JOB)
+    for group in (job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]):
+        variable = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
+        group["template"]["spec"]["containers"][0]["env"].append(variable)
+    cluster.put_job(job)
+    says(run, RunState.RUNNING, step=4)
+    cluster.set_status(JOB, "Running", "RUNNING")
+    with pytest.raises(SystemExit):
+        main(["status", "run", "--json"])
+    assert json.loads(capsys.readouterr().out)["step"] == 4
+
+
+def test_a_run_being_stopped_is_said_to_be(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+    cluster.set_status(job, "Running", "RUNNING")
+    says(run, RunState.RUNNING)
+    request_stop(run, "me")
+    assert sunspot("status", "run", "--json") == 0
+    assert sunspot.json["state"] == "stopping"
+
+
+# ------------------------------------------------------------------------------------------------------- the transport
+
+
+def test_requests_are_sent_again(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+    for fault in (hang_up, answer(429, "slow down", Retry_After="0"), answer(503, "starting")):
+        cluster.on("GET", "rayjobs?", fault, times=1)
+    assert sunspot("status", "run", "--json") == 0
+    assert (sunspot.json["state"], sunspot.err) == ("pending", "")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "said"),
+    [
+        (401, "Unauthorized", "refuses these credentials (Unauthorized); renew them, or choose another --context"),
+        (
+            403,
+            'User "me" cannot list rayjobs',
+            'User "me" cannot list rayjobs; have the Role sunspot-submitter of k8s/base',
+        ),
+        (404, "the server could not find the requested resource", "install the KubeRay operator"),
+        (503, "etcd is down", "503 etcd is down"),
+    ],
+)
+def test_what_the_api_server_refuses_is_told_with_the_fix(
+    cluster: FakeCluster, sunspot: Command, status: int, message: str, said: str
+) -> None:
+    cluster.on("GET", "rayjobs", answer(status, message))
+    for verb in ("wait", "status"):
+        assert sunspot(verb, "run") == 4
+        assert said in sunspot.err
+        assert sunspot.err.count("\n") == 1
+
+
+def test_a_context_that_is_not_there(cluster: FakeCluster, sunspot: Command) -> None:
+    assert sunspot("status", "run", "--context", "nope") == 4
+    assert "nope" in sunspot.err
+    assert "`kubectl config get-contexts` lists" in sunspot.err
+
+
+def test_a_server_that_is_not_there(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.down()
+    began = time.monotonic()
+    assert sunspot("status", "run") == 4
+    assert time.monotonic() - began < 10
+    assert "cannot be reached" in sunspot.err
+    assert "Connection refused" in sunspot.err
+
+
+def test_list_shows_what_the_cluster_knows_and_storage_does_not(
+    cluster: FakeCluster, run: Run, sunspot: Command
+) -> None:
+    here = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
+    for name in ("stored", "unheard"):
+        job = rayjob(f"{name}-1", run=name)
+        container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        container["env"] = [here]
+        cluster.put_job(job)
+    cluster.put_job(rayjob("elsewhere-1", run="elsewhere"))
+    stored = begin(open_run(run.storage.locate(""), "stored"))
+    says(stored, RunState.RUNNING, owner="stored-1", step=4)
+    cluster.set_status("stored-1", "Running", "RUNNING")
+    cluster.set_status("unheard-1", "Failed", reason="PreRunningDeadlineExceeded")
+    assert sunspot("list", "--json") == 0
+    assert {row["run"]: row["state"] for row in sunspot.json} == {"stored": "running", "unheard": "failed"}
+    cluster.down()
+    assert sunspot("list", "--json") == 0
+    assert [row["run"] for row in sunspot.json] == ["stored"]
+    assert "without the cluster" in sunspot.err
