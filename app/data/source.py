@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-import torch
 
 from app.errors import DataError
 from app.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(Protocol):
@@ -126,6 +128,6 @@ def check_labels_match(train: Source, test: Source) -> None:
             )
 
 
-Batch = dict[str, torch.Tensor]
+Batch: TypeAlias = "dict[str, torch.Tensor]"
 """The columns of a few rows: `row` int64 [B] (row ids), and what their source has, such as `image` uint8 [B, C, H, W]
 and `label` int64 [B], or `text` uint8 [B, T]."""

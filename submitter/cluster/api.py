@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from app.errors import ClusterError, shorten
 from submitter.cluster.portforward import PROTOCOL, PodConnection
 from submitter.cluster.views import JobView, PodView, WarningEvent, pod_view, warning_event
-from submitter.manifest.render import RUN_LABEL
+from submitter.manifest.pods import RUN_LABEL
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient

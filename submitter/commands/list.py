@@ -15,7 +15,8 @@ from submitter.cluster.api import Cluster
 from submitter.cluster.state import judge
 from submitter.cluster.views import JobView
 from submitter.cluster.watch import STORAGE_PATH
-from submitter.manifest.render import RUN_LABEL, settings_of
+from submitter.manifest.pods import RUN_LABEL
+from submitter.manifest.render import settings_of
 from submitter.output import print_json, print_table, warn
 from submitter.runs import RunSummary, list_runs, only_submitted, read_statuses, state_from_storage
 

@@ -18,7 +18,8 @@ from app.formatting import in_words
 from app.storage.probe import Check, Result
 from submitter.cluster.api import Cluster, UnreachableError
 from submitter.cluster.views import pod_view
-from submitter.manifest.render import RUN_LABEL, Rendered
+from submitter.manifest.pods import RUN_LABEL
+from submitter.manifest.render import Rendered
 from submitter.output import warn
 
 LABEL = "sunspot/doctor"

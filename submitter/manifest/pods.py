@@ -8,35 +8,50 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.settings import PREFIX
-from submitter.manifest.profile import Machine, Profile, Toleration, Worker
-from submitter.manifest.render import (
-    AUTOSCALER,
-    AUTOSCALER_ACCOUNT,
-    AUTOSCALER_LABEL,
-    DRAIN,
-    DRAIN_MARGIN,
-    GPU,
-    LEAST_DRAIN_MARGIN_S,
-    NOTICE,
-    RUN_LABEL,
-    TRIAL_MEMORY,
-    _escape,
-    _parse_runtime_env,
-    to_yaml,
-)
+from submitter.manifest.profile import Machine, Profile, Toleration, Worker, to_yaml
 from submitter.manifest.shape import SLOT, Shape, parse_quantity, whole_cpus
 
+RUN_LABEL = "sunspot/run"
 
-def _make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]) -> None:
+AUTOSCALER_LABEL = "sunspot/autoscaler"
+"""On heads with Ray's autoscaler: k8s/base lets these, and no other pods, talk to the API server."""
+
+AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
+
+GPU = "nvidia.com/gpu"
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+NOTICE = PREFIX + "NOTICE_S"
+
+DRAIN_MARGIN = 0.1
+
+LEAST_DRAIN_MARGIN_S = 2
+"""What the drain leaves of the notice: Ray still has to end its processes."""
+
+TRIAL_MEMORY = "2Gi"
+"""More memory of the head for each trial more that trains at the same time: all drivers are there. One's processes had
+1.55 GB together (Ray 2.60), and the head of a search of two at once, with 5Gi, killed some of them over and over."""
+
+AUTOSCALER: dict[str, Any] = {
+    "version": "v2",
+    # Ray's own 60 s may send a node away again before the running workers have stopped to take it in.
+    "idleTimeoutSeconds": 180,
+    "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
+    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+}
+
+
+def make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]) -> None:
     """Shape the job's own cluster."""
-    cluster, head, workers = job["spec"]["rayClusterSpec"], _head(job), _workers(job)
+    cluster, head, workers = job["spec"]["rayClusterSpec"], head_group(job), worker_group(job)
     for group in (head, workers):
         _patch_pod(group["template"], profile, run, variables)
     _set_machine(head, profile.head or Machine())
     if shape.runs > 1:
-        memory = parse_quantity(_ray(head)["resources"]["limits"]["memory"]) + (shape.runs - 1) * parse_quantity(
-            TRIAL_MEMORY
-        )
+        memory = parse_quantity(ray_container(head)["resources"]["limits"]["memory"]) + (
+            shape.runs - 1
+        ) * parse_quantity(TRIAL_MEMORY)
         _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
     if profile.spot:
         elsewhere = {"key": profile.spot.label, "operator": "NotIn", "values": [profile.spot.value]}
@@ -97,7 +112,7 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
 def _set_machine(group: dict[str, Any], machine: Machine) -> None:
     """Requests, limits, the volumes that count against them, and the nodes that a group's pods may go to."""
     spec = group["template"]["spec"]
-    resources = _ray(group)["resources"]
+    resources = ray_container(group)["resources"]
     if machine.cpu:
         resources["requests"]["cpu"] = machine.cpu
     for name, amount, volume in (
@@ -149,7 +164,7 @@ def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
 
 def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     resource = machine.gpu_resource or GPU
-    resources = _ray(group)["resources"]
+    resources = ray_container(group)["resources"]
     resources["requests"][resource] = resources["limits"][resource] = str(gpus)
     group["resources"]["GPU"] = str(gpus)
     _select_nodes(group, machine.gpu_selector, [Toleration(key=resource, operator="Exists")])
@@ -188,14 +203,14 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
     head["spec"]["serviceAccountName"] = profile.service_account or AUTOSCALER_ACCOUNT
 
 
-def _set_variable(job: dict[str, Any], name: str, value: str) -> None:
+def set_variable(job: dict[str, Any], name: str, value: str) -> None:
     """Set a variable of the program's: on every pod, or in the runtime environment of a job without pods."""
     spec = job["spec"]
     if "rayClusterSpec" not in spec:
-        spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**_parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
+        spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
         return
     for group in (spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]):
-        _ray(group)["env"].append({"name": name, "value": value})
+        ray_container(group)["env"].append({"name": name, "value": value})
 
 
 def _drain_s(notice_s: int) -> int:
@@ -203,18 +218,29 @@ def _drain_s(notice_s: int) -> int:
     return notice_s - max(LEAST_DRAIN_MARGIN_S, math.ceil(notice_s * DRAIN_MARGIN))
 
 
-def _head(job: Mapping[str, Any]) -> dict[str, Any]:
+def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
     head: dict[str, Any] = job["spec"]["rayClusterSpec"]["headGroupSpec"]
     return head
 
 
-def _workers(job: Mapping[str, Any]) -> dict[str, Any]:
+def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
     """The group of the training pods: always the first."""
     group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     return group
 
 
-def _ray(group: Mapping[str, Any]) -> dict[str, Any]:
+def ray_container(group: Mapping[str, Any]) -> dict[str, Any]:
     """The container that Ray runs in: always the first."""
     container: dict[str, Any] = group["template"]["spec"]["containers"][0]
     return container
+
+
+def parse_runtime_env(text: str) -> dict[str, str]:
+    import yaml
+
+    return dict((yaml.safe_load(text) or {}).get("env_vars", {}))
+
+
+def _escape(value: str) -> str:
+    """A variable's value as a container's manifest has it, where $(NAME) would be expanded and $$ stands for $."""
+    return value.replace("$", "$$")

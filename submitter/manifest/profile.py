@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -319,3 +320,21 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)
+
+
+def to_yaml(value: Any) -> str:
+    """YAML in the order of `value`, the same wherever it is written."""
+    import yaml
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
+        pass
+
+    def represent(dumper: Any, text: str) -> Any:
+        bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
+        # What else there is, in quotes: Go reads 1e-3 as a number, and y as true, which PyYAML would leave bare.
+        style = "|" if "\n" in text else None if bare else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
+    plain = json.loads(json.dumps(value))  # the same object in two places would come out as an alias
+    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=2**30, allow_unicode=True))

@@ -18,50 +18,31 @@ from typing import Any
 from app.errors import SettingsError, shorten
 from app.search_space import Search, load_search
 from app.settings import PREFIX, Settings
-from submitter.manifest.pods import _head, _make_cluster, _ray, _set_variable, _workers
-from submitter.manifest.profile import QUEUE, Profile, Worker, load_profile, manifests, read_yaml
+from submitter.manifest.pods import (
+    DRAIN,
+    NOTICE,
+    RUN_LABEL,
+    TRIAL_MEMORY,
+    head_group,
+    make_cluster,
+    parse_runtime_env,
+    ray_container,
+    set_variable,
+    worker_group,
+)
+from submitter.manifest.profile import QUEUE, Profile, Worker, load_profile, manifests, read_yaml, to_yaml
 from submitter.manifest.shape import Shape, choose_shape
-
-RUN_LABEL = "sunspot/run"
-
-AUTOSCALER_LABEL = "sunspot/autoscaler"
-"""On heads with Ray's autoscaler: k8s/base lets these, and no other pods, talk to the API server."""
 
 GENERATION = "sunspot/generation"
 
 DERIVED = "sunspot/derived"
 
-AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
-
-GPU = "nvidia.com/gpu"
-
-DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-
-NOTICE = PREFIX + "NOTICE_S"
-
 CLUSTER_SELECTOR = "ray.io/cluster"
-
-DRAIN_MARGIN = 0.1
-
-LEAST_DRAIN_MARGIN_S = 2
-"""What the drain leaves of the notice: Ray still has to end its processes."""
 
 HASH_DIGITS = 8
 
 SEARCH = "python -m app.tune"
 """What a job runs whose settings hold an expression of a search space."""
-
-TRIAL_MEMORY = "2Gi"
-"""More memory of the head for each trial more that trains at the same time: all drivers are there. One's processes had
-1.55 GB together (Ray 2.60), and the head of a search of two at once, with 5Gi, killed some of them over and over."""
-
-AUTOSCALER: dict[str, Any] = {
-    "version": "v2",
-    # Ray's own 60 s may send a node away again before the running workers have stopped to take it in.
-    "idleTimeoutSeconds": 180,
-    "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
-    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-}
 
 
 @dataclass(frozen=True)
@@ -113,11 +94,11 @@ def render(
     chosen = load_profile(profile, {name: value for name, value in options.items() if value is not None})
     # Through JSON, as YAML's aliases would let one change show in several places.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
-    given = _gather(_ray(_head(job))["env"], chosen, profile, overrides)
+    given = _gather(ray_container(head_group(job))["env"], chosen, profile, overrides)
     search = load_search({name: value for name, (value, _) in given.items()})
     settings = search.settings
 
-    base_cpus = int(_workers(job)["resources"]["CPU"])
+    base_cpus = int(worker_group(job)["resources"]["CPU"])
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
@@ -127,7 +108,7 @@ def render(
 
     variables, derived = _resolve(search, given, shape)
     if shape:
-        _make_cluster(job, chosen, shape, settings.run_name, variables)
+        make_cluster(job, chosen, shape, settings.run_name, variables)
         derived += _explain(job, chosen, shape, profile)
     else:
         _select_cluster(job, str(cluster), variables)
@@ -139,7 +120,7 @@ def render(
     # Before what follows from it is written in; the wording of the reasons is no part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
-    _set_variable(job, PREFIX + "JOB_ID", name)
+    set_variable(job, PREFIX + "JOB_ID", name)
     job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
     settings = load_search({**{n: v for n, (v, _) in given.items()}, **settings_of(job)}).settings
     return Rendered(job, settings, job["metadata"]["namespace"], derived)
@@ -149,9 +130,12 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     """The SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
     spec = manifest["spec"]
     if spec.get("rayClusterSpec"):
-        variables = {entry["name"]: _unescape(entry.get("value", "")) for entry in _ray(_head(manifest)).get("env", ())}
+        variables = {
+            entry["name"]: _unescape(entry.get("value", ""))
+            for entry in ray_container(head_group(manifest)).get("env", ())
+        }
     else:
-        variables = _parse_runtime_env(spec.get("runtimeEnvYAML", ""))
+        variables = parse_runtime_env(spec.get("runtimeEnvYAML", ""))
     return {name: value for name, value in variables.items() if name.startswith(PREFIX)}
 
 
@@ -167,24 +151,6 @@ def image_problem(reference: str) -> str:
         f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
         "what they have; name a tag, or better a digest (@sha256:...)"
     )
-
-
-def to_yaml(value: Any) -> str:
-    """YAML in the order of `value`, the same wherever it is written."""
-    import yaml
-
-    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
-        pass
-
-    def represent(dumper: Any, text: str) -> Any:
-        bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
-        # What else there is, in quotes: Go reads 1e-3 as a number, and y as true, which PyYAML would leave bare.
-        style = "|" if "\n" in text else None if bare else "'"
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-    Dumper.add_representer(str, represent)
-    plain = json.loads(json.dumps(value))  # the same object in two places would come out as an alias
-    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=2**30, allow_unicode=True))
 
 
 def write_directory(rendered: Rendered, path: str) -> list[Path]:
@@ -321,7 +287,7 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
 
 def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
     """The choices besides the settings."""
-    spec, workers, head = job["spec"], _workers(job), _head(job)["template"]["spec"]
+    spec, workers, head = job["spec"], worker_group(job), head_group(job)["template"]["spec"]
     worker = workers["template"]["spec"]
 
     def source(value: object) -> str:
@@ -329,11 +295,11 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
 
     machine = profile.worker or Worker()
     notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
-    drain = next(entry["value"] for entry in _ray(workers)["env"] if entry["name"] == DRAIN)
+    drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
     per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
     found = [
-        ("image", _ray(workers)["image"], source(profile.image)),
+        ("image", ray_container(workers)["image"], source(profile.image)),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
         (
             "autoscaler",
@@ -353,7 +319,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
             + (
                 "within a zone the network is faster, and costs nothing"
                 if machine.placement == "pack"
-                else "the loss of a node costs as few workers as can be"
+                else "the loss of a node costs as few worker_group as can be"
             ),
         ),
         ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
@@ -366,30 +332,19 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         ),
     ]
     if shape.runs > 1:
-        memory = _ray(_head(job))["resources"]["limits"]["memory"]
+        memory = ray_container(head_group(job))["resources"]["limits"]["memory"]
         found.append(("head's memory", memory, f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"))
     if profile.data_workers:
         if shape.data:
             found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
         else:
-            found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
+            found.append(("data pods", "none", "only LOADER=ray_container with GPUs reads beside the training pods"))
     return [Derived(*entry) for entry in found]
 
 
 def _digest(job: Mapping[str, Any]) -> str:
     without_name = {**job, "metadata": {name: value for name, value in job["metadata"].items() if name != "name"}}
     return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]
-
-
-def _parse_runtime_env(text: str) -> dict[str, str]:
-    import yaml
-
-    return dict((yaml.safe_load(text) or {}).get("env_vars", {}))
-
-
-def _escape(value: str) -> str:
-    """A variable's value as a container's manifest has it, where $(NAME) would be expanded and $$ stands for $."""
-    return value.replace("$", "$$")
 
 
 def _unescape(value: str) -> str:

@@ -219,7 +219,7 @@ def test_without_every_part_there_is_no_checkpoint(run: Run) -> None:
 
 
 def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import app.sharded as module
+    import app.checkpoint.sharded as module
 
     written: list[int] = []
     write_part = module.write_part

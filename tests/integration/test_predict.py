@@ -19,8 +19,9 @@ import ray
 from PIL import Image
 
 from app.errors import ConflictError, DamageError, NotFoundError, SettingsError, SunspotError
+from app.predict import ModelWorker, model_worker
 from app.predict import batch as predict_batch
-from app.predict.__main__ import ModelWorker, main, model_worker
+from app.predict.__main__ import main
 from app.predict.actor import answer
 from app.predict.classifier import Classifier
 from tests.conftest import REPOSITORY
@@ -180,7 +181,7 @@ def test_a_killed_command_goes_on_where_it_was(
 ) -> None:
     output = tmp_path / "out"
     words = ["run", "--dataset", model_run.data, "--output", str(output), "--workers", "1"]
-    program = "import sys; from app import predict, predict_batch; predict_batch.PART_ROWS = 1; predict.main()"
+    program = "from app.predict import __main__, batch; batch.PART_ROWS = 1; __main__.main()"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *words, "--storage", model_run.storage],
         env={**os.environ, "RAY_ADDRESS": ray_address},

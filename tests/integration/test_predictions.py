@@ -144,7 +144,7 @@ def test_when_time_is_up_what_was_predicted_is_kept(
             raise GaveUpError("time is up")
         return answer(reference, 60, what)
 
-    monkeypatch.setattr("app.predictions.answer", answer_once)
+    monkeypatch.setattr("app.predict.held_out.answer", answer_once)
     monkeypatch.setattr("app.predict.held_out.READ_ROWS", 30)
     plan = plan_of(copied_run, STORAGE_PATH=copied_run.storage)
     kept = predict_held_out(plan, copied_run.run, copied_run.newest, TEST_ROWS)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import app.tune
+import app.tune.search
 from app.errors import ConflictError, DamageError, StorageError, SupersededError
 from app.report.search import render_search
 from app.run import Run, open_run
@@ -64,7 +64,7 @@ class Search:
         """As a process group of its own."""
         environment = {**os.environ, **self._program.environment(**self._settings)}
         return subprocess.Popen(
-            [sys.executable, "-m", "app.tune.search"],
+            [sys.executable, "-m", "app.tune"],
             env={**environment, "RAY_ADDRESS": self._program.ray_address},
             cwd=REPOSITORY,
             text=True,

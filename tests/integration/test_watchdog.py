@@ -25,9 +25,9 @@ TIMEOUT_S = 2.0
 
 RANK = """
 import ctypes, json, re, sys, threading, time
-from app import hang
-from app.layout import open_run
-from app.layout.attempts import Attempt
+from app.elastic import watchdog as hang
+from app.run import open_run
+from app.run.attempts import Attempt
 storage, rank = sys.argv[1], int(sys.argv[2])
 hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S = 1, 2, 2
 run = open_run(storage, "run")

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters do not change under the copy, and batch norm's averages, which do, were copied before."""
-    import app.snapshot as module
+    import app.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module._copy
     monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
@@ -171,7 +171,7 @@ def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last moment at which it can be superseded: after its check, before its manifest."""
-    import app.checkpoint as module
+    import app.checkpoint.commit as module
 
     old = Trainee(run)
     old.train()
@@ -227,9 +227,8 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in S3 behind the proxy; the checkpoints take several parts."""
-    import app.patience
-
-    from app.storage import base as storage
+    import app.storage.base
+    from app.storage import s3 as storage
 
     limits = {"PART": 5 << 20, "CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():

@@ -18,10 +18,11 @@ from app.storage import open_storage
 from app.storage.local import LocalStorage
 from app.storage.probe import FOLDER, Check, Result, probe_path, probe_storage
 from submitter.doctor.cluster_checks import what_it_takes
-from submitter.doctor.nodes import find_places, parse
+from submitter.doctor.nodes import find_places
 from submitter.doctor.probe_pods import LABEL, make_pod, read_checks
 from submitter.manifest.profile import manifests
 from submitter.manifest.render import render
+from submitter.manifest.shape import parse_quantity
 from tests.conftest import REPOSITORY
 from tests.harness import s3
 from tests.harness.commands import Command
@@ -319,7 +320,7 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
     ("text", "number"), [("250m", 0.25), ("5Gi", 5 * 2**30), ("2", 2), ("1e3", 1000), ("3k", 3000), (4, 4)]
 )
 def test_quantities(text: Any, number: float) -> None:
-    assert parse(text) == number
+    assert parse_quantity(text) == number
 
 
 def test_what_a_run_takes_of_a_quota() -> None:
@@ -393,7 +394,7 @@ def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, mo
     monkeypatch.setattr("app.storage.probe.LEAST_MB_PER_S", 1e6)
     s3_proxy.on("GetObject", delay(0.03))
     really = time.time
-    monkeypatch.setattr("app.layout.trial.time.time", lambda: really() - 100)
+    monkeypatch.setattr("app.storage.probe.time.time", lambda: really() - 100)
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
     assert found["storage latency"].result is found["storage throughput"].result is Result.WARNING
     assert found["clock"].result is Result.WARNING
@@ -531,7 +532,7 @@ def test_an_interrupt_leaves_no_pods(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("submitter.trial_pods.time.sleep", interrupt)
+    monkeypatch.setattr("submitter.doctor.probe_pods.time.sleep", interrupt)
     assert sunspot("doctor", "--from-pods") == 130
     assert len(fit.deleted) == 2
     assert not fit.pods

@@ -366,7 +366,7 @@ def test_only_the_mark_is_left(sunspot: Command, run: Run) -> None:
 def test_pods_that_do_not_go_keep_the_storage(
     sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("submitter.delete.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("submitter.commands.delete.GONE_WITHIN_S", 0.1)
     fill(run)
     end_job(cluster)
     stuck = pod("stuck", CLUSTER)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import app.layout
 import pytest
 
+import app.run
 from app.errors import StorageError
 from app.run import Run
 from app.run.attempts import Attempt
@@ -484,7 +484,7 @@ def test_where_an_error_comes_from() -> None:
     assert find_place(text(ours, "/v/site-packages/torch/nn.py")) == (ours, 1, "f1")
     assert find_place(text("/usr/lib/python3.11/json.py")) == ("/usr/lib/python3.11/json.py", 1, "f1")
     assert find_place("") == ("", 0, "")
-    own = ours.replace("layout/__init__.py", "tasks/mine.py")
+    own = ours.replace("run/__init__.py", "tasks/mine.py")
     assert find_place(text(ours, own, ours)) == (own, 2, "f2")
 
 

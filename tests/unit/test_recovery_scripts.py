@@ -10,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import submitter.seen
 import yaml
 
 import scripts.cluster
 import scripts.recovery
 import scripts.subjects
 import submitter.cluster
+import submitter.cluster.watch
 from app.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from app.run import open_run
 from app.run.attempts import Attempt, claim
@@ -171,7 +171,7 @@ def test_groups_in_a_drivers_log() -> None:
 def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     verdict = [(RunState.RUNNING, "2 workers train")]
     seen = SimpleNamespace(verdict=lambda: verdict[-1], cluster_trouble="", storage_trouble="")
-    monkeypatch.setattr(submitter.cluster.watch, "look", lambda cluster, run: seen)
+    monkeypatch.setattr(submitter.cluster.watch, "observe_run", lambda cluster, run: seen)
     monkeypatch.setattr(submitter.cluster.api, "connect", lambda context, namespace: None)
     ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)

@@ -138,8 +138,7 @@ def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    import app.patience
-
+    import app.storage.base
     from app.errors import StorageError
 
     monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.01,))

@@ -167,12 +167,12 @@ def test_trials_have_a_fixed_number_of_workers() -> None:
             "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): one run takes one value; `python -m app.tune` trains",
         ),
         (
-            "app.tune.search",
+            "app.tune",
             {},
             "nothing is to be searched: no setting holds an expression, such as SUNSPOT_LEARNING_RATE=",
         ),
         (
-            "app.tune.search",
+            "app.tune",
             {"SUNSPOT_LEARNING_RATE": "uniform(1)"},
             "SUNSPOT_LEARNING_RATE=uniform(1): uniform takes two",
         ),

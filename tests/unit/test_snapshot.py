@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import app.memory
-import app.snapshot
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.checkpoint.memory
+import app.checkpoint.snapshot
 from app.checkpoint.commit import describe
 from app.checkpoint.manager import SnapshotInterval
 from app.checkpoint.memory import MOST_SLOTS, NodeMemory, as_bytes, find_heartbeats, find_snapshot
@@ -229,7 +229,7 @@ def test_pulses_outlive_the_process() -> None:
 
 
 def _train_and_kill_yourself(root: str) -> None:
-    app.memory.SHARED_MEMORY = Path(root)
+    app.checkpoint.memory.SHARED_MEMORY = Path(root)
     trainee = Trainee()
     trainee.train()
     trainee.take(7)

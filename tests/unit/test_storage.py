@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from app.errors import NotFoundError, StorageError
-from app.storage import base as module
 from app.storage import open_storage
+from app.storage import s3 as module
 from app.storage.base import Storage, map_parallel
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage

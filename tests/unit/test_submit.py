@@ -104,7 +104,7 @@ def test_a_search_is_submitted_by_its_environment_and_found_again(
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
     monkeypatch.setenv("SUNSPOT_NUM_WORKERS", "2")
     assert sunspot.submit() == 0, sunspot.err
-    assert cluster.jobs[only_job(cluster)]["spec"]["entrypoint"].endswith("app.tune.search")
+    assert cluster.jobs[only_job(cluster)]["spec"]["entrypoint"].endswith("app.tune")
     assert "sunspot wait run" in sunspot.out
     assert sunspot("status", "run") == 0, sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCHS", "-1")

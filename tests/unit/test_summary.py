@@ -113,5 +113,5 @@ def test_a_report_that_cannot_be_written_changes_nothing(
 def test_a_defect_in_the_report_changes_nothing(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.result.gather", lambda *about: 1 / 0)
+    monkeypatch.setattr("app.driver.gather", lambda *about: 1 / 0)
     assert told(trained(run), capsys) == "warning: the report could not be written: division by zero\n"

@@ -155,7 +155,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     says(run, RunState.RUNNING)
-    monkeypatch.setattr("submitter.commands.wait.OUTAGE_EVERY_S", 0.3)
+    monkeypatch.setattr("submitter.cluster.watch.OUTAGE_EVERY_S", 0.3)
 
     def finish() -> None:
         says(run, RunState.SUCCEEDED)
