@@ -155,11 +155,11 @@ def _report(run: Run, error: Exception | None) -> None:
 
 
 def train_run(
-    settings: Settings, owner: str = "", wish: StopRequest | None = None, identity: Iterable[str] = IDENTITY
+    settings: Settings, owner: str = "", stop_request: StopRequest | None = None, identity: Iterable[str] = IDENTITY
 ) -> RunState:
     """Open the run, and train it from wherever it stands; the run's storage learns what came of it.
 
-    `owner` is who trains, if not the job or this process; `wish`, in which others may wish that the run stops;
+    `owner` is who trains, if not the job or this process; `stop_request`, in which others may ask that the run stops;
     `identity`, the settings that the run keeps to its last step. Raises what ended the run.
     """
     # Only now, as torch and Ray take seconds to import: a wrong setting is told at once.
@@ -181,7 +181,7 @@ def train_run(
         for text in skipped:
             print(f"warning: skipped {text}")
         with recorded_outcome(run, owner, checkpoint, settings.max_driver_starts) as outcome:
-            outcome.state = train(settings, run, owner, checkpoint, outcome.before, wish, identity)
+            outcome.state = train(settings, run, owner, checkpoint, outcome.before, stop_request, identity)
     return outcome.state
 
 
@@ -191,7 +191,7 @@ def train(
     owner: str,
     checkpoint: Checkpoint | None,
     before: Status | None,
-    wish: StopRequest | None,
+    stop_request: StopRequest | None,
     identity: Iterable[str],
 ) -> RunState:
     """Plan, train from where the run stands, and say what came of it; `before` is the status that was found."""
@@ -217,7 +217,7 @@ def train(
             print(f"  {reason}")
         print(f"  from: {checkpoint.name if checkpoint else settings.init_from or 'the beginning'}", flush=True)
         with ray_session():  # one for both
-            checkpoint = fit(plan, run, owner, before, wish)
+            checkpoint = fit(plan, run, owner, before, stop_request)
             keep_predictions(plan, run, checkpoint)
     if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
         print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")

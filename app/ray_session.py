@@ -49,7 +49,7 @@ def ray_session() -> Iterator[None]:
         return
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
-    # What concerns the user comes through the progress board; the rest is in the session's logs, as Ray's actors
+    # What concerns the user comes through the control channel; the rest is in the session's logs, as Ray's actors
     # write a line for every report, and without a dashboard one every second to say that it is missing.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     here = {"address": "local", "num_cpus": cores_here(), "include_dashboard": False}

@@ -22,7 +22,7 @@ COMMAND_EVERY_S = 0.5
 """Seconds between two questions whether to go on: a notice may be as short as 15 s."""
 
 CONTROL_TIMEOUT_S = 60
-"""The board is beside the driver: if it does not answer for so long, the driver is gone."""
+"""The control channel is beside the driver: if it does not answer for so long, the driver is gone."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ControlChannel:
         self._state: dict[str, Any] = {}
         self._records: list[dict[str, Any]] = []
         self._lines: list[str] = []
-        self._wish = Command()
+        self._command = Command()
         self._group: dict[str, Any] = {}
         self._incident: dict[str, Any] = {}
         "What is known of why the worker group ends."
@@ -61,7 +61,7 @@ class ControlChannel:
         The answer is what is known of the incident that ended the one before: its facts, and `seen`, its last state.
         """
         self._group = group
-        self._wish = replace(self._wish, leave=False, deadline=None)
+        self._command = replace(self._command, leave=False, deadline=None)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
         return {**self._restart, "seen": self._state}
 
@@ -69,9 +69,9 @@ class ControlChannel:
         """The new group has taken its first step: the incident is closed."""
         self._restart = {}
 
-    def wish(self) -> Command:
+    def command(self) -> Command:
         """What the driver wants."""
-        return self._wish
+        return self._command
 
     def fail(self, error: Exception) -> None:
         """An error that no new worker group can mend: the first one stands."""
@@ -97,12 +97,12 @@ class ControlChannel:
 
     def stop(self) -> None:
         """From now on, every worker group hears that the run is to stop."""
-        self._wish = replace(self._wish, stop=True)
+        self._command = replace(self._command, stop=True)
 
     def leave(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
         """The worker group hears that it is to make way; times are in seconds since the epoch."""
         self.note(cause=cause, detail=detail, noticed=noticed)
-        self._wish = replace(self._wish, leave=True, deadline=deadline)
+        self._command = replace(self._command, leave=True, deadline=deadline)
         self._group = {}
 
     def note(self, **facts: Any) -> None:
@@ -122,22 +122,22 @@ class ControlChannel:
 
 @contextmanager
 def open_control() -> Iterator[Any]:
-    """A board on the driver's node, where no spot node takes it along; for as long as the context lasts."""
+    """A control channel on the driver's node, where no spot node takes it along; for as long as the context lasts."""
     here = ray.get_runtime_context().get_node_id()
-    board = ControlChannel.options(  # type: ignore[attr-defined]
+    control = ControlChannel.options(  # type: ignore[attr-defined]
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
     ).remote()
     try:
-        yield board
+        yield control
     finally:
-        ray.kill(board)
+        ray.kill(control)
 
 
 class CommandPoller:
     """One worker's view of what the driver wants, never more than about a second old; asking does not wait."""
 
-    def __init__(self, board: Any) -> None:
-        self._board = board
+    def __init__(self, control: Any) -> None:
+        self._control = control
         self._answer: Any = None
         self._asked = 0.0
         self._known = Command()
@@ -147,7 +147,7 @@ class CommandPoller:
         if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
             self._known, self._answer = ray.get(self._answer), None
         if self._answer is None and time.monotonic() - self._asked >= COMMAND_EVERY_S:
-            self._answer, self._asked = self._board.wish.remote(), time.monotonic()
+            self._answer, self._asked = self._control.command.remote(), time.monotonic()
         return self._known
 
 
@@ -172,20 +172,20 @@ class StopRequest:
 
 
 @contextmanager
-def watch_stop(run: Run, board: Any, wish: StopRequest) -> Iterator[None]:
-    """Fill in `wish` and tell the workers, over the board, as soon as there is one: they save and return."""
+def watch_stop(run: Run, control: Any, stop_request: StopRequest) -> Iterator[None]:
+    """Fill in `stop_request`, and tell the workers to save and return as soon as it is true."""
     read = 0.0
 
     def look() -> None:
         nonlocal read
         if time.monotonic() - read >= MARKER_READ_EVERY_S:
             read = time.monotonic()
-            wish.marked = wish.marked or stop_requested(run)
-        if wish:
-            board.stop.remote()
+            stop_request.marked = stop_request.marked or stop_requested(run)
+        if stop_request:
+            control.stop.remote()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        wish.terminated = True  # no more: a signal may come in the middle of anything
+        stop_request.terminated = True  # no more: a signal may come in the middle of anything
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, terminate) if in_main_thread else None

@@ -29,7 +29,7 @@ IN_VAIN_FACTOR = 4
 those nodes, say. With one try alone they would never be used, and with tries all the time nothing would be trained."""
 
 GROUP_QUERY_TIMEOUT_S = 5.0
-"""How long a look waits for the board, which answers at once unless it is gone."""
+"""How long a look waits for the control channel, which answers at once unless it is gone."""
 
 BLIND_AFTER_S = 30.0
 """How long looks may fail before the user is told. One that fails now and then does no harm."""
@@ -145,9 +145,9 @@ def _name(nodes: set[str], group: dict[str, Any]) -> str:
 
 @contextmanager
 def watch_nodes(
-    board: Any, resources_per_worker: dict[str, float], workers: Workers, behind_s: float
+    control: Any, resources_per_worker: dict[str, float], workers: Workers, behind_s: float
 ) -> Iterator[None]:
-    """Tell the board (`app.elastic.control`) what happens to the nodes, while the context lasts.
+    """Tell the control channel (`app.elastic.control`) what happens to the nodes, while the context lasts.
 
     `behind_s` is how old the view of the nodes may be, in seconds, by which Ray Train sizes a group.
     The worker group is to leave nodes that go, and for nodes that have come; a lost one is only noted, as Ray Train
@@ -160,12 +160,12 @@ def watch_nodes(
     def look() -> None:
         nonlocal seen, blind
         try:
-            group = ray.get(board.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S)
+            group = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S)
             found = watch.look(group, ray.nodes(), draining_nodes(), time.monotonic())
             if found and found.cause is Cause.NODE_LOST:
-                board.note.remote(cause=found.cause, detail=found.detail, noticed=time.time())
+                control.note.remote(cause=found.cause, detail=found.detail, noticed=time.time())
             elif found:
-                board.leave.remote(found.cause, found.detail, time.time(), found.deadline)
+                control.leave.remote(found.cause, found.detail, time.time(), found.deadline)
             seen = time.monotonic()
         except Exception as error:  # the next look may do better
             if not blind and time.monotonic() - seen > BLIND_AFTER_S:

@@ -22,7 +22,7 @@ LONGEST_GIST, LONGEST_DETAIL = 160, 500
 def make_receipt(start: Start, state: State, incident: dict[str, Any], first_step: float) -> Receipt:
     """The receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
-    `incident` is what the board knows (`Board.begin`).
+    `incident` is what the control channel knows (`ControlChannel.begin`).
     """
     attempt, before = start.attempt, start.before
     since = max((receipt.attempt for receipt in read_receipts(start.events)), default=0)
@@ -94,10 +94,10 @@ def first_incident(attempts: list[Attempt], before: Status | None) -> dict[str, 
 
 
 class FailureRecorder(ray.train.UserCallback):
-    """Notes on the board when Ray's controller sees a worker fail; it runs in the controller."""
+    """Notes on the control channel when Ray's controller sees a worker fail; it runs in the controller."""
 
-    def __init__(self, board: Any) -> None:
-        self._board = board
+    def __init__(self, control: Any) -> None:
+        self._control = control
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at every poll while there are errors; what was noted first stands."""
@@ -105,7 +105,7 @@ class FailureRecorder(ray.train.UserCallback):
         if not lost:
             return  # they were told to leave, and did
         lines = [f"rank {rank}: {_gist(error)}" for rank, error in sorted(lost.items())]
-        self._board.note.remote(loss="; ".join(lines)[:LONGEST_DETAIL], noticed=time.time())
+        self._control.note.remote(loss="; ".join(lines)[:LONGEST_DETAIL], noticed=time.time())
 
 
 def _gist(error: Exception) -> str:

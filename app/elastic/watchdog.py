@@ -39,7 +39,7 @@ CHECK_EVERY_S = 1.0
 """Seconds between two looks at the last beat."""
 
 REPORT_S = 20
-"""The most that storage and the board are waited for: either may be what is away."""
+"""The most that storage and the control channel are waited for: either may be what is away."""
 
 LINGER_S = 5
 """Between a rank's report and its end, which ends the others too: they hang since the same step, and report now."""

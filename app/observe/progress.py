@@ -21,11 +21,11 @@ PLAIN_EVERY_S = 10.0
 
 
 @contextmanager
-def shown_progress(board: Any, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
-    """Show what rank 0 tells the board, while the context lasts."""
+def shown_progress(control: Any, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
+    """Show what rank 0 tells the control channel, while the context lasts."""
     over = threading.Event()
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
-    thread = threading.Thread(target=_watch, args=(board, screen, over), name="progress", daemon=True)
+    thread = threading.Thread(target=_watch, args=(control, screen, over), name="progress", daemon=True)
     thread.start()
     try:
         yield
@@ -34,12 +34,12 @@ def shown_progress(board: Any, total_steps: int, steps_per_epoch: int) -> Iterat
         thread.join(timeout=10)
 
 
-def _watch(board: Any, screen: _Lines, over: threading.Event) -> None:
+def _watch(control: Any, screen: _Lines, over: threading.Event) -> None:
     last_look = False
     while not last_look:
         last_look = over.wait(PROGRESS_EVERY_S)
         try:
-            state, records, lines = ray.get(board.fetch.remote(), timeout=5)
+            state, records, lines = ray.get(control.fetch.remote(), timeout=5)
         except Exception:  # a display must never end a run
             continue
         for text in lines:

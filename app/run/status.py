@@ -1,4 +1,4 @@
-"""The newest news of a run in one small object, and the wish to stop it.
+"""The newest news of a run in one small object, and the request to stop it.
 
 `status.json` is what a reader needs to say in one request where a run stands; nothing that trains depends on it. The
 driver writes it when it starts and ends, rank 0 while it trains. `stop.json` is there while the run is to stand still.

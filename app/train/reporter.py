@@ -46,14 +46,14 @@ class Reporter:
         settings: Settings,
         start: Start,
         state: State,
-        board: Any,
+        control: Any,
         journals: dict[str, Journal],
         snapshots: Snapshots,
         saver: CheckpointCommitter,
         about: Status,
     ) -> None:
         self._run, self._settings, self._start, self._state = run, settings, start, state
-        self._board, self._journals, self._snapshots, self._saver = board, journals, snapshots, saver
+        self._control, self._journals, self._snapshots, self._saver = control, journals, snapshots, saver
         self.pace = SnapshotInterval(settings.snapshot_cost, start.attempt.step)
         self.save_timer = Timer(overdue=state.tier == "memory")  # storage is behind what was recovered
         self.report_timer = Timer()
@@ -69,7 +69,7 @@ class Reporter:
         self._goodput_of: tuple[int, float] | None = None
         "The receipts, and the minute, that it was computed for."
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
-        self._incident = ray.get(board.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
+        self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
 
     @property
     def save_every_s(self) -> float:
@@ -90,12 +90,12 @@ class Reporter:
             self._shown = time.monotonic()
             newest = self._saver.last_committed.name if self._saver.last_committed else self._status.checkpoint
             state = {"step": step, "loss": window.mean_loss, "committed": step_of(newest) if newest else 0}
-            self._board.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
+            self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
 
     def report(self, record: dict[str, Any]) -> None:
         """Add a record to the metric history."""
         self._journals["metrics"].append(record)
-        self._board.record.remote(scalars(record))
+        self._control.record.remote(scalars(record))
         self._say_pace()
         self._status = replace(
             self._status,
@@ -116,14 +116,14 @@ class Reporter:
     def catch_up(self, record: dict[str, Any]) -> None:
         """Add the evaluation of an epoch whose steps other workers took."""
         self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
-        self._board.record.remote(scalars(record))
+        self._control.record.remote(scalars(record))
         self._close_incident()
 
     def leave(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
-        self._board.note.remote(save_began=time.time())
+        self._control.note.remote(save_began=time.time())
         if self._saver.drain(time_left_s) and self._saver.last_committed:
-            self._board.note.remote(committed=self._saver.last_committed.time)
+            self._control.note.remote(committed=self._saver.last_committed.time)
 
     def publish(self) -> None:
         """Write the newest numbers to storage; raises `SupersededError` when they are no news any more."""
@@ -164,9 +164,9 @@ class Reporter:
         receipt = make_receipt(self._start, self._state, self._incident, time.time())
         self._journals["events"].append(receipt.record())
         self._receipts.append(receipt)
-        self._board.recovered.remote()
+        self._control.recovered.remote()
         if receipt.cause.incident:
-            self._board.say.remote(describe(receipt))
+            self._control.say.remote(describe(receipt))
         self.hurry()
 
     def _say_pace(self) -> None:
@@ -174,7 +174,7 @@ class Reporter:
         if self._paced or not self._snapshots.memory.shared or len(self._snapshots.costs) < SURE_AFTER:
             return
         self._paced = True
-        self._board.say.remote(
+        self._control.say.remote(
             f"  copies in memory: every {self.pace.every} steps, {self._snapshots.size / 1e6:.3g} MB each, "
             f"{self.pace.cost:.1%} of the time"
         )
@@ -184,7 +184,7 @@ class Reporter:
         text = warn_of_notice(self._saver.commit_s, self._settings.notice_s)
         if text and not self._warned:
             self._warned = True
-            self._board.say.remote(f"warning: {text}")
+            self._control.say.remote(f"warning: {text}")
             event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
             self._journals["events"].append(event)
         return text

@@ -58,8 +58,8 @@ FAILURE_S = 5.0
 def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     """Make this process a worker of the run; None when the run is no longer this job's to train.
 
-    An error that no retry can mend is recorded, so that the next worker group of this job ends at once: on the board,
-    as it may be storage that has failed, and in storage, for the job's next driver.
+    An error that no retry can mend is recorded, so that the next worker group of this job ends at once: on the control
+    channel, as it may be storage that has failed, and in storage, for the job's next driver.
     """
     settings: Settings = config["settings"]
     run = open_run(settings.storage_path, settings.run_name)
@@ -68,13 +68,13 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     # Rank 0 may wait for storage while the others wait for it.
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
     control_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-    board = config["board"]
+    control = config["control"]
 
     def warn(text: str) -> None:
         print(f"warning: {text}", flush=True)
-        board.say.remote(f"warning: {text}")
+        control.say.remote(f"warning: {text}")
 
-    if ray.get(board.verdict.remote(), timeout=CONTROL_TIMEOUT_S):
+    if ray.get(control.verdict.remote(), timeout=CONTROL_TIMEOUT_S):
         yield None
         return
     memory = _node_memory(settings, run, warn)
@@ -86,7 +86,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
     with ExitStack() as stack:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
-        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(_hung, board))
+        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(_hung, control))
         try:
             state = load_start(run, settings, start, found, control_group, warn)
             stack.enter_context(watchdog)
@@ -106,8 +106,8 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             if RESTARTING in str(error):
                 raise  # it goes on with the next group
             if final:
-                with suppress(RayError):  # the driver is gone, and with it the board
-                    ray.get(board.fail.remote(final), timeout=CONTROL_TIMEOUT_S)
+                with suppress(RayError):  # the driver is gone, and with it the control channel
+                    ray.get(control.fail.remote(final), timeout=CONTROL_TIMEOUT_S)
             if isinstance(final, SupersededError):
                 raise  # it writes nothing more
             if final:
@@ -136,9 +136,9 @@ def _record_quietly(run: Run, failure: Failure) -> None:
         record_failure(run, failure)
 
 
-def _hung(board: Any, detail: str) -> None:
+def _hung(control: Any, detail: str) -> None:
     """Which rank is to blame, all ranks' events tell together."""
-    board.note.remote(cause=Cause.HUNG, noticed=time.time())
+    control.note.remote(cause=Cause.HUNG, noticed=time.time())
 
 
 def _node_memory(settings: Settings, run: Run, warn: Callable[[str], Any]) -> NodeMemory | None:
@@ -212,7 +212,7 @@ def _make_worker(
         has_test=test is not None,
         stand_in={name: column.to(device) for name, column in _padding_batch(source).items()},
         control_group=control_group,
-        wishes=CommandPoller(config["board"]),
+        commands=CommandPoller(config["control"]),
         watchdog=watchdog,
         ledger=Ledger(control_group, attempt.number, attempt.step, state.ledger, settings.audit),
         telemetry=Telemetry(settings.run_name, rank, device, lambda: snapshots.spent_s if snapshots else 0.0),
@@ -233,7 +233,7 @@ def _make_worker(
         worker.saver = CheckpointCommitter(run, attempt, settings, journals, warn, worker.ledger.write, write)
         first = first_status(start, worker.total_steps, steps.per_epoch)
         worker.news = Reporter(
-            run, settings, start, state, config["board"], journals, worker.snapshots, worker.saver, first
+            run, settings, start, state, config["control"], journals, worker.snapshots, worker.saver, first
         )
         worker.telemetry.about_run = worker.news.gauges
     return worker

@@ -94,7 +94,7 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
             sums.add({"loss": losses, **metrics})
         worker.beat()
     model.train()
-    [broken_off] = any_rank(worker.control_group, worker.wishes.look().leave)
+    [broken_off] = any_rank(worker.control_group, worker.commands.look().leave)
     if broken_off:
         return None
     return {f"test_{name}": value for name, value in mean_over_workers(sums, worker.control_group).items()}
@@ -108,7 +108,7 @@ def _batches(worker: Worker) -> Iterator[Batch]:
     batches = worker.loader.test(worker.settings.global_batch_size)
     while True:
         batch = next(batches, None)
-        leave, more = worker.wishes.look().leave, batch is not None
+        leave, more = worker.commands.look().leave, batch is not None
         if worker.in_parts:
             leave, more = any_rank(worker.control_group, leave, more)
         if leave or not more:

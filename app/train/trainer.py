@@ -48,17 +48,19 @@ class FirstStep:
         return read_attempts(open_run(self.storage_path, self.run_name))[-1].step
 
 
-def fit(plan: Plan, run: Run, owner: str, before: Status | None = None, wish: StopRequest | None = None) -> Checkpoint:
+def fit(
+    plan: Plan, run: Run, owner: str, before: Status | None = None, stop_request: StopRequest | None = None
+) -> Checkpoint:
     """Train to the end of the plan, or until the run is to stop, and return the newest checkpoint.
 
-    `before` is the status that this driver found: its first worker group's receipt says how that came about. In `wish`
-    the caller, too, may wish that the run stops.
+    `before` is the status that this driver found: its first worker group's receipt says how that came about. The
+    caller, too, may ask for a stop, through `stop_request`.
 
     Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
     from app.elastic.receipts import first_incident
 
-    wish = StopRequest() if wish is None else wish  # an empty one is false
+    stop_request = StopRequest() if stop_request is None else stop_request  # an empty one is false
     incident = first_incident(read_attempts(run), before)
     from ray.train import ControllerError, TrainingFailedError
 
@@ -66,10 +68,10 @@ def fit(plan: Plan, run: Run, owner: str, before: Status | None = None, wish: St
         for attempt in range(1, DRIVER_TRIES + 1):
             try:
                 failure: Exception | None = None
-                _fit_once(plan, run, owner, wish, incident)
+                _fit_once(plan, run, owner, stop_request, incident)
             except ControllerError as error:
                 failure = error
-                if attempt < DRIVER_TRIES and not wish and not fatal_error(run, owner):
+                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(run, owner):
                     print(
                         f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
                     )
@@ -85,10 +87,10 @@ def fit(plan: Plan, run: Run, owner: str, before: Status | None = None, wish: St
     limit_s = plan.settings.storage_timeout_s
     checkpoint, _ = retry_storage(lambda: find_newest_good(run, read_attempts(run)), limit_s, "reading the end", print)
     finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
-    if checkpoint and not failure and (finished or wish.marked):
+    if checkpoint and not failure and (finished or stop_request.marked):
         return checkpoint
     at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
-    if wish.terminated and not failure:
+    if stop_request.terminated and not failure:
         raise SunspotError(f"told to end by SIGTERM, with {at} kept in {run.location}; the same command goes on there")
     raise SunspotError(
         f"training failed with {at} kept in {run.location}; the same command goes on from there\n"
@@ -96,7 +98,7 @@ def fit(plan: Plan, run: Run, owner: str, before: Status | None = None, wish: St
     ) from failure
 
 
-def _fit_once(plan: Plan, run: Run, owner: str, wish: StopRequest, incident: dict[str, Any]) -> None:
+def _fit_once(plan: Plan, run: Run, owner: str, stop_request: StopRequest, incident: dict[str, Any]) -> None:
     import ray
     import ray.data
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -138,13 +140,13 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopRequest, incident: dic
     behind_s = install_coordinator() if workers.elastic else 0.0
     with (
         exported_run(settings.run_name),
-        open_control() as board,
-        shown_progress(board, plan.total_steps, plan.steps.per_epoch),
-        watch_stop(run, board, wish),
-        watch_nodes(board, resources.per_worker, workers, behind_s),
+        open_control() as control,
+        shown_progress(control, plan.total_steps, plan.steps.per_epoch),
+        watch_stop(run, control, stop_request),
+        watch_nodes(control, resources.per_worker, workers, behind_s),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        board.note.remote(**incident)
+        control.note.remote(**incident)
         trainer = TorchTrainer(
             train_loop,
             train_loop_config={
@@ -155,7 +157,7 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopRequest, incident: dic
                 "steps": plan.steps,
                 "total_steps": plan.total_steps,
                 "threads": resources.threads,
-                "board": board,
+                "control": control,
                 "collective_timeout_s": collective_timeout_s,
             },
             torch_config=TorchConfig(timeout_s=int(collective_timeout_s)),
@@ -172,7 +174,7 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopRequest, incident: dic
                 storage_path=scratch,
                 failure_config=FailureConfig(max_failures=settings.max_failures),
                 logging_config=LoggingConfig(log_level="WARNING"),
-                callbacks=[FailureRecorder(board)],
+                callbacks=[FailureRecorder(control)],
             ),
             dataset_config=streams,
             datasets=datasets,
@@ -180,7 +182,7 @@ def _fit_once(plan: Plan, run: Run, owner: str, wish: StopRequest, incident: dic
         try:
             trainer.fit()
         finally:  # what a worker knows of its end is more than what Ray does
-            if verdict := ray.get(board.verdict.remote()):
+            if verdict := ray.get(control.verdict.remote()):
                 raise verdict
 
 

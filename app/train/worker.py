@@ -76,7 +76,7 @@ class Worker:
     "Two rows for a worker whose share of a step is empty."
     control_group: dist.ProcessGroup
     "Carries decisions and numbers between workers, on the CPU and apart from the gradients."
-    wishes: CommandPoller
+    commands: CommandPoller
     watchdog: Watchdog
     ledger: Ledger
     telemetry: Telemetry
@@ -97,15 +97,15 @@ class Worker:
         """What rank 0 wants done after `step`, which took `step_time` seconds; nothing, on the others."""
         if not self.news or not self.snapshots:
             return StepActions()
-        news, wish = self.news, self.wishes.look()
+        news, command = self.news, self.commands.look()
         busy = self.in_parts and self.saver is not None and self.saver.busy
         return StepActions(
             save=not busy and news.save_timer.due(news.save_every_s),
             busy=busy,
             copy=self.snapshots.memory.shared and news.pace.due(step, step_time, self.snapshots.costs),
             report=news.report_timer.due(self.settings.report_every_s),
-            stop=wish.stop,
-            leave=wish.leave,
+            stop=command.stop,
+            leave=command.leave,
         )
 
     def took_step(self, step: int, rows: torch.Tensor | None, window: MetricWindow, epoch_ends: bool) -> None:
@@ -214,7 +214,7 @@ class Worker:
 
     def _time_to_leave(self) -> float | None:
         """Seconds that the commit of the last checkpoint may take; None: as long as it takes."""
-        deadline = self.wishes.look().deadline
+        deadline = self.commands.look().deadline
         if deadline is not None:
             return max(0.0, deadline - time.time() - DEADLINE_MARGIN_S)
         return LEAVE_S if self.snapshots and self.snapshots.memory.shared else None

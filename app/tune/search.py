@@ -121,26 +121,34 @@ def train_and_promote(
     environment = {**search.settings.environment(), **search.given}
     keep_identity(run, environment, search.identity)
     attempt = begin_attempt(run, owner, environment, promoted)
-    wish = StopRequest()
+    stop_request = StopRequest()
     with ray_session():
         at_once, trials, reason = find_room(
             search.trials, lambda: (ray.cluster_resources(), len(answering(ray.nodes())))
         )
         tell_plan(search, reason)
-        with open_control() as board, watch_stop(run, board, wish):
-            watch = Watch(run, attempt, board, progress, len(trials))
+        with open_control() as control, watch_stop(run, control, stop_request):
+            watch = Watch(run, attempt, control, progress, len(trials))
 
             def told(number: int, error: str) -> None:
                 progress.errors[number] = error
                 tell_trial(search, number, error)
 
             with Background(STATUS_EVERY_S, watch.look):
-                run_trials(trials, search.identity, owner, at_once, board, lambda: bool(wish or watch.superseded), told)
+                run_trials(
+                    trials,
+                    search.identity,
+                    owner,
+                    at_once,
+                    control,
+                    lambda: bool(stop_request or watch.superseded),
+                    told,
+                )
     if verdict := watch.superseded or fatal_error(run, owner):
         raise verdict
-    if wish.terminated:
+    if stop_request.terminated:
         raise SunspotError(f"told to end by SIGTERM; its trials are kept, and the same command goes on: {run.location}")
-    if wish.marked:
+    if stop_request.marked:
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED
     promote_best(search, run, owner, progress)
@@ -249,8 +257,8 @@ def share_out(
 class Watch:
     """Keeps the status of a search that goes on, and finds out when it has been taken over."""
 
-    def __init__(self, run: Run, attempt: Attempt, board: Any, progress: Progress, trials: int) -> None:
-        self._run, self._attempt, self._board, self._progress, self._trials = run, attempt, board, progress, trials
+    def __init__(self, run: Run, attempt: Attempt, control: Any, progress: Progress, trials: int) -> None:
+        self._run, self._attempt, self._control, self._progress, self._trials = run, attempt, control, progress, trials
         self.superseded: SupersededError | None = None
 
     def look(self) -> None:
@@ -259,7 +267,7 @@ class Watch:
             ensure_owner(self._run, self._attempt)
         except SupersededError as error:
             self.superseded = error
-            self._board.stop.remote()
+            self._control.stop.remote()
             return
         status = read_status(self._run)
         if status and status.owner == self._attempt.owner:

@@ -62,13 +62,13 @@ def run_trials(
     identity: Sequence[str],
     owner: str,
     at_once: int,
-    board: Any,
+    control: Any,
     stopped: Callable[[], bool],
     told: Callable[[int, str], None],
 ) -> None:
     """Train all trials, `at_once` at the same time, until each has ended or the search is `stopped`.
 
-    Over `board` (app.elastic.control) the trials hear that they are to stop. `told(number, error)` is called for each
+    Over `control` (app.elastic.control) the trials hear that they are to stop. `told(number, error)` is called for each
     that has ended, with its number from 1. A trial's error is passed to `told`, never raised: one failure must not stop
     the search.
     """
@@ -76,7 +76,7 @@ def run_trials(
     scheduler = StoppingAsha(settings.checkpoint_order, lambda number, by: stop_trial(trials[number - 1], by), told)
     os.environ.update(TUNE_ENVIRONMENT)
     trainable = tune.with_resources(
-        tune.with_parameters(run_trial, trials=list(trials), identity=tuple(identity), owner=owner, board=board),
+        tune.with_parameters(run_trial, trials=list(trials), identity=tuple(identity), owner=owner, control=control),
         # The drivers are where this one is: their workers' nodes may go. What they need is not counted.
         tune.PlacementGroupFactory([{"CPU": 0, HEAD: 0.001}]),
     )
@@ -98,19 +98,19 @@ def run_trials(
 
 
 def run_trial(
-    config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, board: Any
+    config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: Any
 ) -> None:
     """What Tune runs for each trial: train its run, and report what its history says, old and new."""
     settings = trials[config["trial"] - 1]
     run = open_run(settings.storage_path, settings.run_name)
-    wish, wishes, history = StopRequest(), CommandPoller(board), Reported(run, settings.checkpoint_metric)
+    stop_request, commands, history = StopRequest(), CommandPoller(control), Reported(run, settings.checkpoint_metric)
     tune.report({ERROR: ""})  # from now on the search waits for this trial
     with ThreadPoolExecutor(1, thread_name_prefix="train") as pool:
-        training = pool.submit(_train, settings, identity, owner, wish)
+        training = pool.submit(_train, settings, identity, owner, stop_request)
         ended = False
         while not ended:
             ended = training.done()  # before the look: what it wrote last is seen
-            wish.marked = wish.marked or wishes.look().stop
+            stop_request.marked = stop_request.marked or commands.look().stop
             with suppress(StorageError):  # the next look may do better
                 for result in history.new():
                     tune.report({ERROR: "", **result})
@@ -118,14 +118,14 @@ def run_trial(
         tune.report({ERROR: training.result()})
 
 
-def _train(settings: Settings, identity: Sequence[str], owner: str, wish: StopRequest) -> str:
+def _train(settings: Settings, identity: Sequence[str], owner: str, stop_request: StopRequest) -> str:
     """Train the run; returns what went wrong, which is in its status, too, unless it is another one's."""
     run = open_run(settings.storage_path, settings.run_name)
     try:
         refuse_other_settings(run, settings.environment(), identity)  # how another run ended is not believed
         if has_ended(run, settings):
             return ""
-        state = train_run(settings, owner, wish, identity)
+        state = train_run(settings, owner, stop_request, identity)
         if state is RunState.SUCCEEDED and stop_requested(run):
             clear_stop(run)  # ASHA gave it up as it ended
     except SunspotError as error:

@@ -202,13 +202,13 @@ def test_a_node_that_is_gone_keeps_no_run_from_starting(
 
 
 def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> None:
-    with open_control() as board:
-        ray.get(board.note.remote(cause="node lost", noticed=1.0))
-        assert ray.get(board.begin.remote({"attempt": 2}))["cause"] == "node lost"
-        ray.get(board.leave.remote("reclaim", "node x", 2.0, 30.0))
-        assert ray.get(board.group.remote()) == {}, "it is about to end"
-        ray.get(board.recovered.remote())
-        assert ray.get(board.wish.remote()).leave
-        again = ray.get(board.begin.remote({"attempt": 3}))
+    with open_control() as control:
+        ray.get(control.note.remote(cause="node lost", noticed=1.0))
+        assert ray.get(control.begin.remote({"attempt": 2}))["cause"] == "node lost"
+        ray.get(control.leave.remote("reclaim", "node x", 2.0, 30.0))
+        assert ray.get(control.group.remote()) == {}, "it is about to end"
+        ray.get(control.recovered.remote())
+        assert ray.get(control.command.remote()).leave
+        again = ray.get(control.begin.remote({"attempt": 3}))
         assert (again["cause"], again["noticed"]) == ("reclaim", 2.0)
-        assert not ray.get(board.wish.remote()).leave
+        assert not ray.get(control.command.remote()).leave

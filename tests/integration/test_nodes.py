@@ -176,7 +176,7 @@ def test_growing_in_vain_is_tried_ever_more_rarely() -> None:
     assert story.go_on(60, group(603, "a"), A, B, C) != []
 
 
-class FakeBoard:
+class FakeControl:
     """Says which group trains, and keeps what it hears: like `app.elastic.control.ControlChannel`, in this process."""
 
     def __init__(self) -> None:
@@ -248,24 +248,24 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
             return ray.get_runtime_context().get_node_id()
 
     install_coordinator()
-    board: Any = FakeBoard()
+    control: Any = FakeControl()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
-        watch_nodes(board, PER_WORKER, Workers(1, 3), 0.0),
+        watch_nodes(control, PER_WORKER, Workers(1, 3), 0.0),
     ):
-        board.trains = group(1, a.node_id)
+        control.trains = group(1, a.node_id)
         reserve("train-test", 3, PER_WORKER)
         assert reserved("train-test", PER_WORKER) == {a.node_id: 1}
         with start_node(ray_address, notice_s=20, CPU=2, spot=2) as b:
             assert reserved("train-test", PER_WORKER) == {a.node_id: 1, b.node_id: 2}
-            heard = board.wait(within=10)
+            heard = control.wait(within=10)
             assert (heard.leave, heard.cause, heard.detail) == (True, Cause.GROWTH, "1 -> 3 workers")
 
             rank = Rank.options(resources={"spot": 2}).remote()  # a node without work goes at once
             assert ray.get(rank.node.remote()) == b.node_id
-            board.trains = group(2, a.node_id, b.node_id, b.node_id)
+            control.trains = group(2, a.node_id, b.node_id, b.node_id)
             b.reclaim()
-            heard = board.wait(within=20)
+            heard = control.wait(within=20)
             assert (heard.leave, heard.cause) == (True, Cause.RECLAIM)
             assert heard.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
             assert 0 < heard.noticed - (heard.deadline - 20) < 2, "seconds since it was told to go"
@@ -273,8 +273,8 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
 
             ray.kill(rank)
             b.wait(timeout=15)
-            board.trains = group(3, a.node_id, b.node_id)
-            heard = board.wait(within=15)
+            control.trains = group(3, a.node_id, b.node_id)
+            heard = control.wait(within=15)
             assert (heard.leave, heard.cause, heard.detail) == (
                 False,
                 Cause.NODE_LOST,
