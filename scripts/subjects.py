@@ -102,7 +102,7 @@ class Ours:
 
     def rank0(self) -> str:
         """As the newest attempt recorded it."""
-        return str(read_attempts(self.run)[-1].about.get("nodes", {}).get("0", ""))
+        return str(read_attempts(self.run)[-1].metadata.get("nodes", {}).get("0", ""))
 
     def end(self) -> None:
         """Stop it, so that it commits; its storage stays."""

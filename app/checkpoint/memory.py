@@ -115,16 +115,16 @@ class NodeMemory:
         self._inherited: Path | None = None
         "The newest copy of the process before, which stays until there is a newer one."
         self.directory = self._lock_directory(location) if shared else None
-        self._pulse = self._open_pulse()
+        self._heartbeat = self._open_heartbeat()
 
     @property
     def shared(self) -> bool:
         return self.directory is not None
 
-    def beat(self, attempt: int, step: int) -> None:
+    def heartbeat(self, attempt: int, step: int) -> None:
         """Leave word that this step has been taken; a write to memory, which outlives the process."""
-        if self._pulse is not None:
-            HEARTBEAT.pack_into(self._pulse, 0, attempt, step, time.time())
+        if self._heartbeat is not None:
+            HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
 
     def free_slot(self, size: int, must: bool) -> Slot | None:
         """A slot of `size` bytes that nobody needs; None when there is none, unless one `must` be had."""
@@ -207,7 +207,7 @@ class NodeMemory:
         self.remove()
         self.directory, self._newest = None, None
 
-    def _open_pulse(self) -> mmap.mmap | None:
+    def _open_heartbeat(self) -> mmap.mmap | None:
         if not self.directory:
             return None
         with (self.directory / "pulse").open("a+b") as file:  # what the process before left stays until the first step
@@ -248,13 +248,13 @@ def _read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
 
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
     """The last step of each process of the run on this machine, as far as it is still known: attempt, step, time."""
-    pulses = []
+    heartbeats = []
     for file in _root(location).glob("*/pulse"):
         with contextlib.suppress(OSError, struct.error):
             attempt, step, when = HEARTBEAT.unpack(file.read_bytes())
             if attempt:
-                pulses.append((attempt, step, when))
-    return pulses
+                heartbeats.append((attempt, step, when))
+    return heartbeats
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:

@@ -28,12 +28,12 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
     since = max((receipt.attempt for receipt in read_receipts(start.events)), default=0)
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
     seen = incident.get("seen", {})
-    last_steps = [step for number, step, _ in start.pulses if number >= since and before]
+    last_steps = [step for number, step, _ in start.heartbeats if number >= since and before]
     last_steps += [seen.get("step", 0), incident.get("last_step", 0)]
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
     paused_since = incident.get("paused_since")
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
-    world_before = before[-1].about.get("world_size", 0) if before else 0
+    world_before = before[-1].metadata.get("world_size", 0) if before else 0
     spent = worker_seconds([*before, attempt], left, first_step)
     cause = _cause(before, incident)
     return Receipt(
@@ -51,7 +51,7 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
         last_step=max(attempt.step, *last_steps),
         tier=state.tier,
         world_before=world_before,
-        world_after=attempt.about["world_size"],
+        world_after=attempt.metadata["world_size"],
         paused_s=paused_s,
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),
     )
@@ -76,7 +76,7 @@ def _detail(cause: Cause, start: Start, incident: dict[str, Any]) -> str:
 def _blame(start: Start) -> str:
     """Which rank hung, and where; all of them, when that cannot be told."""
     hung = [e for e in start.events if e["event"] == HUNG and e["attempt"] == start.before[-1].number]
-    blamed = suspects(hung, start.before[-1].about["world_size"])
+    blamed = suspects(hung, start.before[-1].metadata["world_size"])
     details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
     silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {event["rank"] for event in hung}]
     return "; ".join([*details, *silent])

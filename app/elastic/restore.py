@@ -46,7 +46,7 @@ class Machine(NamedTuple):
     node: str
     "Ray's id of the node."
     held: MemorySnapshot | None
-    pulses: list[tuple[int, int, float]]
+    heartbeats: list[tuple[int, int, float]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Start:
     "The lowest rank on whose machine `held` lies."
     nodes: dict[int, str]
     "Ray's id of each rank's node."
-    pulses: list[tuple[int, int, float]]
+    heartbeats: list[tuple[int, int, float]]
     "The last steps that processes before are known to have taken: attempt, step, seconds since the epoch."
     events: list[dict[str, Any]]
     "Of the attempts so far."
@@ -160,7 +160,7 @@ def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machi
             starts_from=checkpoint_name(origin.step, origin.attempt) if origin else None,
             step=origin.step if origin else 0,
             skipped=skipped,
-            about={
+            metadata={
                 "host": machines[0].host,
                 "nodes": {str(rank): machine.host for rank, machine in enumerate(machines)},
                 "world_size": len(machines),
@@ -177,7 +177,7 @@ def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machi
                 held=in_memory,
                 source=source,
                 nodes={rank: machine.node for rank, machine in enumerate(machines)},
-                pulses=[pulse for machine in machines for pulse in machine.pulses],
+                heartbeats=[beat for machine in machines for beat in machine.heartbeats],
                 events=read_journal(run, "events"),
                 status=read_status(run),
             )

@@ -36,7 +36,7 @@ FIRST_STEP_S = 600
 """Allowed besides the timeout until the first step, which waits for imports, compilation, and Ray Data's first rows."""
 
 CHECK_EVERY_S = 1.0
-"""Seconds between two looks at the last beat."""
+"""Seconds between two looks at the last heartbeat."""
 
 REPORT_S = 20
 """The most that storage and the control channel are waited for: either may be what is away."""
@@ -65,7 +65,7 @@ class Watchdog:
         self._run, self._attempt, self._rank = run, attempt.number, rank
         self._timeout_s, self._on_hang = timeout_s, on_hang
         self._training_thread = threading.get_ident()
-        self._step, self._last_beat = attempt.step, time.monotonic()
+        self._step, self._last_heartbeat = attempt.step, time.monotonic()
         self._started = self._paused = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -75,25 +75,25 @@ class Watchdog:
         """Optimizer steps taken."""
         return self._step
 
-    def beat(self, step: int | None = None) -> None:
+    def heartbeat(self, step: int | None = None) -> None:
         """Progress was made: `step` optimizer steps are taken, or (None) some rows were evaluated."""
-        self._last_beat = time.monotonic()
+        self._last_heartbeat = time.monotonic()
         if step is not None:
             self._step, self._started = step, True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For what has limits of its own, such as storage: no beat is expected meanwhile."""
+        """For what has limits of its own, such as storage: no heartbeat is expected meanwhile."""
         self._paused = True
         try:
             yield
         finally:
-            self.beat()
+            self.heartbeat()
             self._paused = False
 
     def __enter__(self) -> Watchdog:
         carry_dumps(self._run, self._attempt, self._on_hang)
-        self._last_beat = time.monotonic()
+        self._last_heartbeat = time.monotonic()
         if self._timeout_s:
             path = _folder() / f"{_prefix(self._run)}{self._attempt:04d}-{self._rank:04d}"
             self._file = path.open("wb+", buffering=0)
@@ -117,7 +117,7 @@ class Watchdog:
                 allowed_s = self._timeout_s + (FIRST_STEP_S if self._paused or not self._started else 0)
                 # When the other ranks have reported, and before they end.
                 self._set_timer(allowed_s + LINGER_S / 2)
-                if not self._paused and time.monotonic() - self._last_beat > allowed_s:
+                if not self._paused and time.monotonic() - self._last_heartbeat > allowed_s:
                     self._report_and_end()
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -135,7 +135,7 @@ class Watchdog:
             "attempt": self._attempt,
             "rank": self._rank,
             "step": self._step,
-            "beat": time.time() - (time.monotonic() - self._last_beat),
+            "beat": time.time() - (time.monotonic() - self._last_heartbeat),
             "thread": self._training_thread,
         }
 

@@ -64,7 +64,7 @@ def _about(attempts: Sequence[Attempt], what: str) -> list[tuple[int, dict[str, 
     return [
         (attempt.number, {str(name): str(value) for name, value in found.items()})
         for attempt in attempts
-        if isinstance(found := attempt.about.get(what), dict) and found
+        if isinstance(found := attempt.metadata.get(what), dict) and found
     ]
 
 

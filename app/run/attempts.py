@@ -42,7 +42,7 @@ class Attempt:
     "Newer checkpoints that were passed over, each with the reason."
     time: float = field(default_factory=time.time)
     "Seconds since the epoch."
-    about: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     "Settings, versions, host, world size."
 
 
@@ -67,7 +67,12 @@ def read_attempts(run: Run) -> list[Attempt]:
     files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("attempts"))]
     numbered = [file for file in files if file.removesuffix(".json").isdigit()]
     records = map_parallel(lambda file: run.read_json("attempts", file), numbered)
-    return [Attempt(**{**record, "skipped": tuple(record["skipped"])}) for record in records]
+    return [_attempt(record) for record in records]
+
+
+def _attempt(record: dict[str, Any]) -> Attempt:
+    metadata = record.pop("about", {})  # its name on disk
+    return Attempt(**{**record, "skipped": tuple(record["skipped"]), "metadata": metadata})
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
@@ -114,7 +119,9 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     """
     refuse_if_superseded(attempts, attempt.owner)
     refuse_if_deleted(run)
-    return run.storage.create(_key(run, attempt.number), to_json(asdict(attempt)))
+    record = asdict(attempt)
+    record["about"] = record.pop("metadata")  # its name on disk
+    return run.storage.create(_key(run, attempt.number), to_json(record))
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:

@@ -216,7 +216,7 @@ def find_newest_good(
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
     """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER as the newest attempt has them."""
-    recorded = attempts[-1].about.get("settings", {}) if attempts else {}
+    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
 
     def setting(name: str) -> str:
         return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))

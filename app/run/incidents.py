@@ -20,7 +20,7 @@ RECOVERED = "recovered"
 """The `event` of a receipt, in the run's events."""
 
 TIER = "tier"
-"""In `Attempt.about`, where the state came from that the attempt goes on from; an attempt that says it has a receipt
+"""In `Attempt.metadata`, where the state came from that the attempt goes on from; an attempt that says it has a receipt
 as soon as it has taken a step. Older versions wrote neither."""
 
 
@@ -134,7 +134,7 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
-        total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.about.get("world_size", 0)
+        total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.metadata.get("world_size", 0)
     return total
 
 
@@ -175,7 +175,7 @@ def find_gaps(attempts: list[Attempt], receipts: list[Receipt], stepped: Iterabl
 
 def without_receipts(attempts: list[Attempt]) -> list[int]:
     """The attempts begun by a version that wrote no receipts."""
-    return [attempt.number for attempt in attempts if TIER not in attempt.about]
+    return [attempt.number for attempt in attempts if TIER not in attempt.metadata]
 
 
 HUNG = "hung"

@@ -62,7 +62,7 @@ class Status:
     world_size: int = 0
     step: int = 0
     "Optimizer steps taken."
-    beat: float | None = None
+    heartbeat: float | None = None
     "When it last took a step (`step` may be behind) or evaluated rows, in seconds since the epoch; None: not yet."
     epoch: int = 0
     "The epoch, from 1, that `step` belongs to."
@@ -94,7 +94,9 @@ def write_status(run: Run, status: Status) -> None:
 
 def restore_status(run: Run, status: Status) -> None:
     """Replace the status by one that was read before; raises `StorageError`."""
-    run.storage.write(run.key("status.json"), to_json(asdict(status)))
+    record = asdict(status)
+    record["beat"] = record.pop("heartbeat")  # its name on disk
+    run.storage.write(run.key("status.json"), to_json(record))
 
 
 def read_status(run: Run) -> Status | None:
@@ -104,7 +106,7 @@ def read_status(run: Run) -> Status | None:
     except NotFoundError:
         return None
     known = {name: value for name, value in record.items() if name in Status.__dataclass_fields__}
-    return Status(**{**known, "state": RunState(record["state"])})
+    return Status(**{**known, "state": RunState(record["state"]), "heartbeat": record.get("beat")})
 
 
 def request_stop(run: Run, by: str) -> None:

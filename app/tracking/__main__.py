@@ -135,7 +135,7 @@ class Outage:
 def _recorded_service(run: Run, settings: Settings) -> Settings:
     """The settings with the service that the run was last trained with."""
     attempts = read_attempts(run)
-    recorded = attempts[-1].about.get("settings", {}) if attempts else {}
+    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
     service = recorded.get(f"{PREFIX}TRACKING", "")
     if attempts and not service:
         raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow or wandb")

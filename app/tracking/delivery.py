@@ -127,11 +127,11 @@ class Delivery:
         newest = attempts[-1]
         if self._described == newest.number:
             return
-        settings: Mapping[str, str] = newest.about.get("settings", {})
+        settings: Mapping[str, str] = newest.metadata.get("settings", {})
         named = {name.removeprefix(PREFIX): value for name, value in settings.items()}
         parameters = {name.lower(): value for name, value in named.items() if value and name not in NO_PARAMETERS}
-        parameters |= {f"version.{name}": str(value) for name, value in newest.about.get("versions", {}).items()}
-        workers = [attempt.about.get("world_size", 0) for attempt in attempts]
+        parameters |= {f"version.{name}": str(value) for name, value in newest.metadata.get("versions", {}).items()}
+        workers = [attempt.metadata.get("world_size", 0) for attempt in attempts]
         sizes = [size for size, before in zip(workers, [None, *workers], strict=False) if size != before]
         tags = {"sunspot.attempts": str(len(attempts)), "sunspot.workers": ", ".join(map(str, sizes))}
         try:

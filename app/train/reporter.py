@@ -60,7 +60,7 @@ class Reporter:
         self.hurry: Callable[[], None] = lambda: None
         "Makes `publish` come at once."
         self._shown = 0.0
-        self._beat: float | None = None
+        self._heartbeat: float | None = None
         self._restarted = self._paced = self._warned = False
         self._status = about
         self._receipts = read_receipts(start.events)
@@ -77,13 +77,13 @@ class Reporter:
         wanted = self._settings.checkpoint_every_s
         return min(wanted, self._saver.commit_s or wanted) if self._warning() else wanted
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Progress was made: a step, or some rows evaluated."""
-        self._beat = time.time()
+        self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
         """The first step closes the incident; about once a second, the terminal hears how far the run is."""
-        self.beat()
+        self.heartbeat()
         if not self._restarted:
             self._close_incident()
         if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
@@ -133,7 +133,7 @@ class Reporter:
         committed = self._saver.last_committed
         if committed:
             self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
-        write_status(self._run, replace(self._status, beat=self._beat))
+        write_status(self._run, replace(self._status, heartbeat=self._heartbeat))
 
     def gauges(self) -> RunGauges:
         """What is exported of the whole run; asked by another thread."""
@@ -220,7 +220,7 @@ def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status
         attempt=start.attempt.number,
         world_size=len(start.nodes),
         step=start.attempt.step,
-        beat=None,
+        heartbeat=None,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,

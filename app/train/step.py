@@ -92,7 +92,7 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
             losses, metrics = worker.task.loss(model, batch or worker.stand_in)
         if batch:
             sums.add({"loss": losses, **metrics})
-        worker.beat()
+        worker.heartbeat()
     model.train()
     [broken_off] = any_rank(worker.control_group, worker.commands.look().leave)
     if broken_off:

@@ -110,20 +110,20 @@ class Worker:
 
     def took_step(self, step: int, rows: torch.Tensor | None, window: MetricWindow, epoch_ends: bool) -> None:
         """Note that a step has been taken, and which rows it consumed."""
-        self.watchdog.beat(step)
+        self.watchdog.heartbeat(step)
         self.ledger.add_step(step, rows)
         self.telemetry.took_step(step, window.last_step_s)
         if self.snapshots:
-            self.snapshots.memory.beat(self.attempt.number, step)
+            self.snapshots.memory.heartbeat(self.attempt.number, step)
         if self.news:
             self.news.took_step(step, window, epoch_ends)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Note that some rows have been evaluated."""
-        self.watchdog.beat()
+        self.watchdog.heartbeat()
         self.telemetry.evaluated()
         if self.news:
-            self.news.beat()
+            self.news.heartbeat()
 
     def wait_for_copy(self) -> None:
         """Return when parameters may change again; raises what ended the commits for good, if anything did."""

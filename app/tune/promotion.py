@@ -43,7 +43,7 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
             owner=owner,
             starts_from=origin.name if origin else None,
             step=origin.step if origin else 0,
-            about={
+            metadata={
                 "host": socket.gethostname(),
                 "nodes": {},
                 "world_size": 0,

@@ -48,9 +48,9 @@ def read_events(run: Run) -> list[dict[str, Any]]:
 
 
 def _began(attempt: Attempt) -> dict[str, Any]:
-    workers = attempt.about.get("world_size")
+    workers = attempt.metadata.get("world_size")
     by = f"{plural(workers, 'worker')} of {attempt.owner}" if workers else attempt.owner
-    where = " in memory" if attempt.about.get(TIER) == "memory" else ""
+    where = " in memory" if attempt.metadata.get(TIER) == "memory" else ""
     return {
         "time": attempt.time,
         "attempt": attempt.number,

@@ -67,13 +67,13 @@ class Case:
 
     def setting(self, name: str) -> str:
         """A setting of the newest attempt."""
-        recorded = self.newest.about.get("settings", {}) if self.newest else {}
+        recorded = self.newest.metadata.get("settings", {}) if self.newest else {}
         return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
 
     def host(self, attempt: int, rank: int) -> str:
         """The machine, or the pod, of a rank; empty when unknown."""
-        about = next((a.about for a in self.view.attempts if a.number == attempt), {})
-        return str(about.get("nodes", {}).get(str(rank), ""))
+        metadata = next((a.metadata for a in self.view.attempts if a.number == attempt), {})
+        return str(metadata.get("nodes", {}).get(str(rank), ""))
 
     def place(self, attempt: int, rank: int) -> dict[str, Any]:
         """Where a rank is, for programs."""
@@ -167,7 +167,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
         return
     number = max(event["attempt"] for event in hung)
     its = sorted((event for event in hung if event["attempt"] == number), key=lambda event: event["rank"])
-    world = next((a.about.get("world_size", 0) for a in case.view.attempts if a.number == number), 0)
+    world = next((a.metadata.get("world_size", 0) for a in case.view.attempts if a.number == number), 0)
     blamed = suspects(its, world)
     words = {event["rank"]: event["detail"].partition(": ")[2] for event in its}
     said = [
@@ -217,9 +217,9 @@ def find_stillness(case: Case) -> Iterator[Finding]:
     if newest is None or status.attempt != newest.number:
         return
     told = case.view.last["time"] if case.view.last.get("attempt") == newest.number else None  # by older versions
-    beat = status.beat or told
-    still_s = case.now - (beat or newest.time)
-    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if beat else FIRST_STEP_S
+    heartbeat = status.heartbeat or told
+    still_s = case.now - (heartbeat or newest.time)
+    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
     if still_s > limit_s:
         timeout_s = float(case.setting("hang_timeout_s"))
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""

@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_at_another_world_size(loader: str, program: Progra
         kill_all(process)
     program.run(**settings, NUM_WORKERS=3)
     assert newest(run).step == 800
-    worlds = [attempt.about["world_size"] for attempt in read_attempts(run)]
+    worlds = [attempt.metadata["world_size"] for attempt in read_attempts(run)]
     assert worlds == [2, 1, 3]
     assert_audit_clean(program)
     history = read_journal(run, "metrics", lineage(read_attempts(run)))

@@ -159,7 +159,7 @@ def main(root: str) -> None:
             attempts = read_attempts(run)
             start = checkpoint_name(*group.origin[1:]) if group.origin and group.origin[0] == name else None
             step = group.origin[1] if group.origin else 0
-            attempt = Attempt(len(attempts) + 1, "me", start, step, about={"world_size": group.ranks})
+            attempt = Attempt(len(attempts) + 1, "me", start, step, metadata={"world_size": group.ranks})
             assert claim(run, attempts, attempt)
             children = []
             for rank in range(group.ranks):

@@ -25,12 +25,14 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
     return run
 
 
-def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **about: Any) -> Attempt:
+def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **metadata: Any) -> Attempt:
     """Begin the next attempt, now or `at` a time; without a `tier`, as versions did that wrote no receipts."""
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
     begun = {} if at is None else {"time": at}
-    attempt = Attempt(number, owner, starts_from, step_of(starts_from) if starts_from else 0, about=about, **begun)
+    attempt = Attempt(
+        number, owner, starts_from, step_of(starts_from) if starts_from else 0, metadata=metadata, **begun
+    )
     assert claim(run, attempts, attempt)
     return attempt
 
@@ -58,13 +60,13 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
     journal.flush()
 
 
-def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **about: Any) -> Receipt:
+def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **fields: Any) -> Receipt:
     """Write the receipt of an attempt whose first step was done 10 s after the last one that counts."""
     times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
     times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
-    state = {"step": attempt.step, "last_step": attempt.step, "tier": attempt.about["tier"], "detail": ""}
+    state = {"step": attempt.step, "last_step": attempt.step, "tier": attempt.metadata["tier"], "detail": ""}
     world = {"world_before": 2 if since else 0, "world_after": 2}
-    receipt = Receipt(attempt=attempt.number, since=since, cause=cause, **{**times, **state, **world, **about})
+    receipt = Receipt(attempt=attempt.number, since=since, cause=cause, **{**times, **state, **world, **fields})
     journal = Journal(run, "events", attempt.number)
     journal.append(receipt.record())
     journal.flush()

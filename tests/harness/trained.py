@@ -21,7 +21,7 @@ BEGUN = 1_790_000_000.0
 """When a synthetic run begins, in seconds since the epoch."""
 
 
-def record(step: int, time: float, ranks: int = 2, **about: Any) -> dict[str, Any]:
+def record(step: int, time: float, ranks: int = 2, **fields: Any) -> dict[str, Any]:
     """A record of the metric history as `app.observe.metrics` makes it."""
     draw = random.Random(step)
     numbers = [
@@ -42,10 +42,10 @@ def record(step: int, time: float, ranks: int = 2, **about: Any) -> dict[str, An
         "accuracy": 1 - 0.9 * math.exp(-step / 30),
     }
     speed = {"rows_per_s": 640 * ranks / 5.0, "learning_rate": 0.001, "world_size": ranks, "ranks": numbers}
-    return {**done, **results, **speed, **about}
+    return {**done, **results, **speed, **fields}
 
 
-def about(ranks: int = 2, tier: str = "beginning", **settings: Any) -> dict[str, Any]:
+def attempt_metadata(ranks: int = 2, tier: str = "beginning", **settings: Any) -> dict[str, Any]:
     """What an attempt records of itself."""
     environment = Settings(**settings).environment()
     nodes = {str(rank): f"node-{rank}" for rank in range(ranks)}
@@ -92,7 +92,7 @@ def predictions_of(checkpoint: str, classes: int = 10, image: bytes | None = Non
 def trained(run: Run, ranks: int = 2) -> Run:
     """A run of 188 steps that lost a node at step 100 and went on from its checkpoint at 94."""
     begin(run, rows=12000, batch=128, steps_per_epoch=94)
-    first = start(run, "job", at=BEGUN, **about(ranks))
+    first = start(run, "job", at=BEGUN, **attempt_metadata(ranks))
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 12)
     steps = [10 * n for n in range(1, 10)]
     report(
@@ -103,7 +103,7 @@ def trained(run: Run, ranks: int = 2) -> Run:
         record(100, BEGUN + 100, ranks, loss=9.0),
     )
     origin = commit(run, first, 94, loss=0.35, accuracy=0.93, test_loss=0.4, test_accuracy=0.9)
-    second = start(run, "job", origin.name, at=BEGUN + 130, **about(ranks, "storage", checkpoint_every_s=30))
+    second = start(run, "job", origin.name, at=BEGUN + 130, **attempt_metadata(ranks, "storage", checkpoint_every_s=30))
     times = {"noticed": BEGUN + 110, "left": BEGUN + 94, "first_step": BEGUN + 145, "last_step": 100}
     write_receipt(run, second, 1, Cause.NODE_LOST, detail="node-1 is gone", worker_seconds_lost=80.0, **times)
     report(

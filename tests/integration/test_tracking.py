@@ -31,7 +31,7 @@ from app.tracking.delivery import Delivery, claim_tracking_run, read_delivered, 
 from tests.conftest import REPOSITORY, Program
 from tests.harness.mlflow_server import Server
 from tests.harness.runs import begin, commit, report, start
-from tests.harness.trained import BEGUN, about, record, trained
+from tests.harness.trained import BEGUN, attempt_metadata, record, trained
 
 MakeData = Callable[..., str]
 Points = dict[str, list[tuple[int, int, float]]]
@@ -230,7 +230,7 @@ def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, m
 
 
 def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, server: Server) -> None:
-    first = start(begin(run), "job", at=BEGUN, **about())
+    first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
     following = Delivery(run, "mlflow", "lineage", print)
     following.deliver()
@@ -239,7 +239,7 @@ def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, serve
     following.deliver()
     assert [step for step, *_ in Shown(run, "lineage").points["loss"]] == [5, 10]
     # The next attempt goes on from there, makes up for an evaluation, and takes step 15 another time.
-    second = start(run, "job", origin.name, at=BEGUN + 50, **about(epochs=7))
+    second = start(run, "job", origin.name, at=BEGUN + 50, **attempt_metadata(epochs=7))
     made_up = {**record(10, BEGUN + 55), "steps": 0, "rows": 0, "seconds": 0.0, "test_loss": 0.5}
     report(run, second, made_up, record(15, BEGUN + 60), record(20, BEGUN + 65))
     commit(run, second, 20)
@@ -283,7 +283,7 @@ def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server
     first = deliver(run, "again")
     for entry in run.storage.list(run.name):
         run.storage.delete(entry.key)
-    second = start(begin(run), "job", at=BEGUN + 9999, **about())
+    second = start(begin(run), "job", at=BEGUN + 9999, **attempt_metadata())
     report(run, second, record(5, BEGUN))
     commit(run, second, 5)
     assert deliver(run, "again").place != first.place
@@ -291,7 +291,7 @@ def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server
 
 
 def test_what_is_refused_is_said_to_be_lost(run: Run, server: Server) -> None:
-    attempt = start(begin(run), "job", at=BEGUN, **about())
+    attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})
     commit(run, attempt, 15)
@@ -305,7 +305,7 @@ def test_what_is_refused_is_said_to_be_lost(run: Run, server: Server) -> None:
 
 
 def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server) -> None:
-    attempt = start(begin(run), "job", at=BEGUN, **about())
+    attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, attempt, record(5, BEGUN + 5))
     commit(run, attempt, 5)
     following = Delivery(run, "mlflow", "deleted", print)
@@ -338,7 +338,7 @@ def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
     assert "report.html" in files
     assert f"{read_tracking_run(run, 'wandb')}-model" in files
     # The run is trained further: the same tracking run, and only what is new.
-    resumed = start(run, "job", choose(run, "newest", print).name, at=BEGUN + 999, **about())
+    resumed = start(run, "job", choose(run, "newest", print).name, at=BEGUN + 999, **attempt_metadata())
     report(run, resumed, record(200, BEGUN + 1000))
     commit(run, resumed, 200)
     time.sleep(1)  # W&B names the folder by the second

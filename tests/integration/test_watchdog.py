@@ -90,7 +90,7 @@ def left_behind(run: Run) -> list[Path]:
 
 def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
     hangs = """
-        watchdog.beat(41)
+        watchdog.heartbeat(41)
         def consume_batch():
             time.sleep(1000)
         consume_batch()
@@ -121,10 +121,14 @@ def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param("for step in range(40):\n    time.sleep(0.1)\n    watchdog.beat(step)", id="steps"),
-        pytest.param("watchdog.beat(41)\nwith watchdog.paused():\n    time.sleep(5)\ntime.sleep(0.5)", id="paused"),
-        pytest.param("time.sleep(3)\nwatchdog.beat(41)", id="first step"),
-        pytest.param("watchdog.beat()\ntime.sleep(3)\nwatchdog.beat(41)", id="first step, after an evaluation"),
+        pytest.param("for step in range(40):\n    time.sleep(0.1)\n    watchdog.heartbeat(step)", id="steps"),
+        pytest.param(
+            "watchdog.heartbeat(41)\nwith watchdog.paused():\n    time.sleep(5)\ntime.sleep(0.5)", id="paused"
+        ),
+        pytest.param("time.sleep(3)\nwatchdog.heartbeat(41)", id="first step"),
+        pytest.param(
+            "watchdog.heartbeat()\ntime.sleep(3)\nwatchdog.heartbeat(41)", id="first step, after an evaluation"
+        ),
     ],
 )
 def test_a_rank_that_goes_on_is_left_alone(run: Run, train: str) -> None:
@@ -136,7 +140,7 @@ def test_a_rank_that_goes_on_is_left_alone(run: Run, train: str) -> None:
 
 
 def test_no_limit_is_no_limit(run: Run) -> None:
-    code, output, _ = run_rank(run, "watchdog.beat(41)\ntime.sleep(2)", timeout_s=0)
+    code, output, _ = run_rank(run, "watchdog.heartbeat(41)\ntime.sleep(2)", timeout_s=0)
     assert (code, output) == (0, "trained\n")
 
 
@@ -148,7 +152,9 @@ def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
 
 
 def test_a_pause_ends(run: Run) -> None:
-    code, output, _ = run_rank(run, "watchdog.beat(41)\nwith watchdog.paused():\n    time.sleep(3)\ntime.sleep(1000)")
+    code, output, _ = run_rank(
+        run, "watchdog.heartbeat(41)\nwith watchdog.paused():\n    time.sleep(3)\ntime.sleep(1000)"
+    )
     assert code == 1, output
 
 
@@ -160,7 +166,7 @@ HOLDS_THE_LOCK = {
 
 @pytest.mark.parametrize("hangs", HOLDS_THE_LOCK.values(), ids=HOLDS_THE_LOCK)
 def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(run: Run, hangs: str) -> None:
-    code, output, _ = run_rank(run, f"watchdog.beat(41)\ntime.sleep(0.5)\n{hangs}")
+    code, output, _ = run_rank(run, f"watchdog.heartbeat(41)\ntime.sleep(0.5)\n{hangs}")
     assert code == 1, output
     assert read_journal(run, "events") == [], "who wrote this?"
 
@@ -185,7 +191,7 @@ def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
             time.sleep(1000)
         hang.Journal.flush = never
         watchdog._on_hang = never
-        watchdog.beat(41)
+        watchdog.heartbeat(41)
         time.sleep(1000)
     """
     code, output, seconds = run_rank(run, hangs)
@@ -200,7 +206,7 @@ def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
 
 def test_a_report_that_itself_hangs_ends_by_the_timer(run: Run) -> None:
     code, _, seconds = run_rank(
-        run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.beat(41)\ntime.sleep(1000)"
+        run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.heartbeat(41)\ntime.sleep(1000)"
     )
     assert code == 1
     assert seconds < 20
@@ -220,11 +226,11 @@ def test_a_forked_child_ends_as_it_would_without_a_watchdog(run: Run) -> None:
     assert wait_for(process) == "child: 0\ntrained\n"
 
 
-def test_a_beat_costs_next_to_nothing(run: Run) -> None:
+def test_a_heartbeat_costs_next_to_nothing(run: Run) -> None:
     with Watchdog(run, Attempt(1, "job", None, 0), 0, 300, print) as watchdog:
         began = time.perf_counter()
         for step in range(10_000):
-            watchdog.beat(step)
+            watchdog.heartbeat(step)
         assert (time.perf_counter() - began) / 10_000 < 10e-6
 
 

@@ -180,7 +180,7 @@ def test_the_newest_goes_to_a_directory_of_its_name(
 
 def test_the_best_is_so_by_the_runs_own_measure(run: Run, sunspot: Command, tmp_path: Path) -> None:
     measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
-    attempt = Attempt(1, "job", None, 0, about={"settings": measure})
+    attempt = Attempt(1, "job", None, 0, metadata={"settings": measure})
     claim(run, [], attempt)
     best, second, _ = (commit(run, attempt, step, accuracy=a) for step, a in [(2, 0.9), (4, 0.8), (6, 0.7)])
     out = str(tmp_path / "best")
@@ -309,7 +309,7 @@ def littered(run: Run) -> dict[str, str]:
     names = {"worst": commit(run, first, 2, loss=0.9).name, "best": commit(run, first, 4, loss=0.1).name}
     names["superseded"] = commit(run, first, 9, loss=0.01).name
     names["killed, old"] = leave_incomplete(run, first, 8)
-    claim(run, read_attempts(run), second := Attempt(2, "new", names["best"], 4, about={"settings": keep}))
+    claim(run, read_attempts(run), second := Attempt(2, "new", names["best"], 4, metadata={"settings": keep}))
     names["second"] = commit(run, second, 6, loss=0.2).name
     names["damaged"] = commit(run, second, 7, loss=0.0).name
     run.storage.write(run.key("checkpoints", names["damaged"], "model.pt"), b"other bytes")

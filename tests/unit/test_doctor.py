@@ -263,11 +263,11 @@ SETTINGS = {"SUNSPOT_CHECKPOINT_EVERY_S": "60", "SUNSPOT_HANG_TIMEOUT_S": "300"}
 def trains(run: Run, owner: str = "job", age: float = 0.0, **more: Any) -> Attempt:
     """A run of two ranks that trains: step 7 was taken just now, and `age` seconds ago it said so."""
     begin(run)
-    about = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
-    attempt = start(run, owner, **about)
+    metadata = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
+    attempt = start(run, owner, **metadata)
     now = time.time()
     usual = {"step": 7, "total_steps": 100, "began": now - 500, "attempt": attempt.number, "world_size": 2}
-    restore_status(run, Status(RunState.RUNNING, owner, **{**usual, "beat": now - 1, "time": now - age, **more}))
+    restore_status(run, Status(RunState.RUNNING, owner, **{**usual, "heartbeat": now - 1, "time": now - age, **more}))
     return attempt
 
 
@@ -377,17 +377,17 @@ def test_gpu_memory_climbs_too(run: Run, sunspot: Command) -> None:
 
 
 def test_a_live_run_that_takes_no_step(run: Run, sunspot: Command) -> None:
-    trains(run, beat=time.time() - 120, step_time_s=0.5)
+    trains(run, heartbeat=time.time() - 120, step_time_s=0.5)
     found = findings(sunspot)
     assert list(found) == ["no step"]
     assert found["no step"]["evidence"].startswith("no step for 2 min, after step 7")
     assert "300 s" in found["no step"]["advice"]
-    trains(run, beat=time.time() - 120, step_time_s=20.0)
+    trains(run, heartbeat=time.time() - 120, step_time_s=20.0)
     assert list(findings(sunspot)) == ["healthy"], "six steps are no time"
 
 
 def test_a_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
-    trains(run, beat=None)
+    trains(run, heartbeat=None)
     assert list(findings(sunspot)) == ["healthy"]
 
 
@@ -543,7 +543,7 @@ def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: p
     assert "checkpoint too old" not in findings(sunspot)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 300)
-    restore_status(run, Status(RunState.RUNNING, "job", attempt=1, beat=time.time(), time=time.time(), save_s=2.0))
+    restore_status(run, Status(RunState.RUNNING, "job", attempt=1, heartbeat=time.time(), time=time.time(), save_s=2.0))
     assert "due every 60 s and took 2.0 s" in findings(sunspot)["checkpoint too old"]["evidence"]
 
 

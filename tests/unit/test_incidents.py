@@ -14,15 +14,15 @@ from app.run.incidents import Cause, Receipt, describe, find_gaps, goodput, read
 
 
 def attempt(number: int, time: float, workers: int = 2) -> Attempt:
-    about = {"world_size": workers, "tier": "storage"}
-    return Attempt(number, "job", None, 0, time=time, about=about)
+    metadata = {"world_size": workers, "tier": "storage"}
+    return Attempt(number, "job", None, 0, time=time, metadata=metadata)
 
 
-def receipt(number: int, left: float, first_step: float, **about: Any) -> Receipt:
+def receipt(number: int, left: float, first_step: float, **fields: Any) -> Receipt:
     given = {"since": number - 1, "cause": Cause.NODE_LOST, "detail": "", "noticed": None, "restarted": left}
     given |= {"save_began": None, "committed": None, "step": 10, "last_step": 10, "tier": "memory"}
     return Receipt(
-        attempt=number, left=left, first_step=first_step, **{**given, "world_before": 2, "world_after": 2, **about}
+        attempt=number, left=left, first_step=first_step, **{**given, "world_before": 2, "world_after": 2, **fields}
     )
 
 
@@ -49,7 +49,7 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("about", "line"),
+    ("fields", "line"),
     [
         (
             {"cause": Cause.RECLAIM, "detail": "node a goes", "noticed": 12.0, "world_after": 1},
@@ -73,8 +73,8 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
         ),
     ],
 )
-def test_a_receipt_for_people(about: dict[str, Any], line: str) -> None:
-    assert describe(receipt(2, 10, 20, **about)) == line
+def test_a_receipt_for_people(fields: dict[str, Any], line: str) -> None:
+    assert describe(receipt(2, 10, 20, **fields)) == line
 
 
 # ------------------------------------------------------------------------------------------------------------- goodput
@@ -142,7 +142,7 @@ def test_goodput_counts_every_second_of_every_worker_once(
     total = useful = 0
     for second in range(int(min(tail, *(r.left for r in receipts))) if receipts else 0, end):
         owner = [a for a in attempts if a.time <= second]
-        workers = owner[-1].about["world_size"] if owner else 0
+        workers = owner[-1].metadata["world_size"] if owner else 0
         total += workers
         useful += 0 if lost(second) else workers
     found = goodput(attempts, receipts, end)
@@ -196,5 +196,5 @@ def test_receipts_that_are_missing(chain: dict[int, int], stepped: list[int], mi
 
 
 def test_versions_that_wrote_no_receipts_owe_none() -> None:
-    attempts = [Attempt(1, "job", None, 0, about={"world_size": 2}), attempt(2, 10), attempt(3, 20)]
+    attempts = [Attempt(1, "job", None, 0, metadata={"world_size": 2}), attempt(2, 10), attempt(3, 20)]
     assert find_gaps(attempts, [receipt(3, 0, 1, since=1)], [1, 2, 3]) == ["no receipt of attempt 2, which took steps"]

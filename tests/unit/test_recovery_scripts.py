@@ -177,7 +177,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
-    claim(ours.run, [], Attempt(2, "me", None, 50, about={"nodes": {"0": "a", "1": "b"}}))
+    claim(ours.run, [], Attempt(2, "me", None, 50, metadata={"nodes": {"0": "a", "1": "b"}}))
     events = Journal(ours.run, "events", 2)
     events.append(RECEIPT.record())
     events.flush()

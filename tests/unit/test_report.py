@@ -29,7 +29,7 @@ from app.storage.local import LocalStorage
 from tests.harness.browser import Browser
 from tests.harness.commands import Command
 from tests.harness.runs import begin, commit, report, start, write_receipt
-from tests.harness.trained import BEGUN, about, png, predictions_of, record, trained
+from tests.harness.trained import BEGUN, attempt_metadata, png, predictions_of, record, trained
 
 LIMIT = 2_000_000
 """Bytes of a report, at most."""
@@ -175,7 +175,7 @@ def test_each_rank_and_the_spread_between_ranks(run: Run) -> None:
 
 def test_incidents_have_their_receipts(run: Run) -> None:
     trained(run)
-    third = start(run, "job", "step-00000188-attempt-0002", at=BEGUN + 300, **about(2, "memory"))
+    third = start(run, "job", "step-00000188-attempt-0002", at=BEGUN + 300, **attempt_metadata(2, "memory"))
     failed = {"rank": 1, "step": 190, "type": "RuntimeError", "traceback": "", "file": "task.py", "line": 7}
     record_failure(run, Failure(attempt=3, message="no good", function="loss", **failed))
     journal = Journal(run, "events", third.number, rank=1)
@@ -248,7 +248,7 @@ def test_an_empty_run_says_what_is_missing(run: Run) -> None:
 
 
 def test_a_run_that_goes_on(run: Run) -> None:
-    first = start(begin(run), "job", at=BEGUN, **about())
+    first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 5)
     report(run, first, record(3, BEGUN + 10))
     page = made(run, RunState.RUNNING, "2 workers train")
@@ -270,7 +270,7 @@ def test_records_without_times_results_or_ranks(run: Run) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.7e308])
 def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) -> None:
-    first = start(begin(run), "job", at=BEGUN, **about())
+    first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     broken = [record(step, BEGUN + step, loss=value) for step in (12, 13)]
     report(run, first, record(10, BEGUN + 10, loss=2.0), record(11, BEGUN + 11, loss=1.0), *broken)
     page = made(run)
@@ -307,7 +307,7 @@ HOSTILE = "</style></script><script>alert(1)</script>\"'><img src=x onerror=aler
 
 def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
     trained(run)
-    hostile = about(2, "storage", task_args={"name": HOSTILE})
+    hostile = attempt_metadata(2, "storage", task_args={"name": HOSTILE})
     hostile |= {"nodes": {"0": HOSTILE}, "versions": {HOSTILE: HOSTILE}}
     third = start(run, HOSTILE, "step-00000188-attempt-0002", at=BEGUN + 300, **hostile)
     write_receipt(run, third, 2, Cause.HUNG, detail=HOSTILE, left=BEGUN + 290, first_step=BEGUN + 310)
@@ -347,7 +347,7 @@ def test_what_is_no_png_is_left_out_and_said(run: Run) -> None:
 
 
 def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> None:
-    first = start(begin(run), "job", at=BEGUN, **about())
+    first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     steps = range(1, 100_001)
     peaks = {50_000: 9.0, 70_000: 0.001}
     journal = Journal(run, "metrics", first.number)
@@ -367,7 +367,7 @@ def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
     begin(run)
     origin = None
     for number in range(1, 151):
-        attempt = start(run, "job", origin, at=BEGUN + 100 * number, **about(500))
+        attempt = start(run, "job", origin, at=BEGUN + 100 * number, **attempt_metadata(500))
         write_receipt(run, attempt, number - 1, detail="x" * 5000)
         origin = commit(run, attempt, 5 * number, loss=1 / number).name
     report(run, attempt, *(record(n, BEGUN + 20_000 + n, ranks=500) for n in range(751, 760)))

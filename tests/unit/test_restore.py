@@ -44,13 +44,13 @@ def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
     commit(run, first, 5)
     found = begun(run, None, held(1, 7), held(1, 9))
     assert (found.attempt.step, found.attempt.starts_from, found.source) == (9, checkpoint_name(9, 1), 2)
-    assert found.attempt.about["tier"] == "memory"
+    assert found.attempt.metadata["tier"] == "memory"
     assert found.checkpoint is None
     # What the second attempt did before it had a copy of its own is lost; the copy that it came from still leads on.
     found = begun(run, held(1, 9), None)
     assert (found.attempt.number, found.attempt.step, found.source) == (3, 9, 0)
     found = begun(run, None)
-    assert (found.attempt.step, found.attempt.about["tier"]) == (5, "storage")
+    assert (found.attempt.step, found.attempt.metadata["tier"]) == (5, "storage")
     # From here on, step 9 of the first attempt is outside the lineage.
     found = begun(run, held(1, 9))
     assert (found.attempt.step, found.held) == (5, None)
@@ -70,7 +70,7 @@ def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:
     name = commit(run, first, 10).name
     Path(run.storage.locate(run.key("checkpoints", name, "model.pt"))).write_bytes(b"")
     found = begun(run, held(1, 8))
-    assert (found.attempt.step, found.attempt.about["tier"]) == (8, "memory")
+    assert (found.attempt.step, found.attempt.metadata["tier"]) == (8, "memory")
     assert name in found.attempt.skipped[0]
 
 
@@ -81,7 +81,7 @@ def test_storage_wins_at_the_same_step_when_only_it_is_evaluated(run: Run) -> No
 
 
 def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
-    return Attempt(number, "me", None, step, time=time, about={"world_size": world_size})
+    return Attempt(number, "me", None, step, time=time, metadata={"world_size": world_size})
 
 
 def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | None = None) -> Start:

@@ -105,8 +105,8 @@ def test_a_status_that_cannot_be_used_hides_no_other(run: Run) -> None:
 NOW = 1_000_000.0
 
 
-def status(state: RunState, ago: float, **about: Any) -> Status:
-    return replace(RUNNING, state=state, time=NOW - ago, **about)
+def status(state: RunState, ago: float, **fields: Any) -> Status:
+    return replace(RUNNING, state=state, time=NOW - ago, **fields)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def test_the_state_costs_one_read_while_the_news_is_fresh(run: Run, monkeypatch:
 def test_all_that_storage_has_to_say(run: Run) -> None:
     """Of 100 s with two workers, the first 5 were lost, and 10 between two attempts."""
     began = time.time() - 100
-    first = Attempt(1, "job", None, 0, time=began, about={"tier": "beginning", "world_size": 2})
+    first = Attempt(1, "job", None, 0, time=began, metadata={"tier": "beginning", "world_size": 2})
     claim(run, [], first)
     write_receipt(run, first, 0, Cause.BEGIN)
     report(run, first, *({"step": step, "seconds": 5.0, "time": began + step, "loss": 1.0} for step in (2, 4)))
     origin = commit(run, first, 2)
-    second = Attempt(2, "job", origin.name, 2, time=began + 50, about={"tier": "storage", "world_size": 2})
+    second = Attempt(2, "job", origin.name, 2, time=began + 50, metadata={"tier": "storage", "world_size": 2})
     claim(run, [first], second)
     write_receipt(run, second, 1, last_step=4)
     report(run, second, *({"step": step, "seconds": 5.0, "time": began + 50, "loss": 0.1} for step in (4, 6)))
@@ -260,7 +260,7 @@ def test_fifty_of_many_runs_cost_fifty_reads(
 
 
 def test_events_of_all_attempts_by_time(run: Run, sunspot: Command) -> None:
-    claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, about={"world_size": 2}))
+    claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, metadata={"world_size": 2}))
     origin = commit(run, first, 4)
     journal = Journal(run, "events", 1)
     journal.append({"step": 9, "time": 30.0, "event": "commit failed", "detail": "no answer"})
@@ -291,8 +291,8 @@ def test_events_of_all_attempts_by_time(run: Run, sunspot: Command) -> None:
 
 
 def test_receipts_and_stacks_are_readable(run: Run, sunspot: Command) -> None:
-    first = Attempt(1, "job", None, 0, time=10.0, about={"tier": "beginning", "world_size": 2})
-    second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, about={"tier": "memory", "world_size": 1})
+    first = Attempt(1, "job", None, 0, time=10.0, metadata={"tier": "beginning", "world_size": 2})
+    second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata={"tier": "memory", "world_size": 1})
     assert claim(run, [], first)
     assert claim(run, [first], second)
     write_receipt(run, first, 0, Cause.BEGIN)

@@ -215,15 +215,15 @@ def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPa
     assert len(trainee.said) == 1
 
 
-def test_pulses_outlive_the_process() -> None:
+def test_heartbeats_outlive_the_process() -> None:
     trainee = Trainee()
-    trainee.memory.beat(1, 41)
-    trainee.memory.beat(1, 42)
+    trainee.memory.heartbeat(1, 41)
+    trainee.memory.heartbeat(1, 42)
     trainee.die()
     successor = Trainee(2)
     [(attempt, step, _)] = find_heartbeats(RUN)
     assert (attempt, step) == (1, 42)
-    successor.memory.beat(2, 43)
+    successor.memory.heartbeat(2, 43)
     [(attempt, step, _)] = find_heartbeats(RUN)
     assert (attempt, step) == (2, 43)
 
@@ -234,7 +234,7 @@ def _train_and_kill_yourself(root: str) -> None:
     trainee.train()
     trainee.take(7)
     trainee.snapshots.wait_until_whole()
-    trainee.memory.beat(1, 8)
+    trainee.memory.heartbeat(1, 8)
     os.kill(os.getpid(), 9)
 
 

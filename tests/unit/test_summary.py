@@ -13,7 +13,7 @@ from app.run import Run
 from app.run.checkpoints import delete_checkpoint
 from app.run.status import RunState, Status, read_status, restore_status
 from tests.harness.runs import begin, commit, start
-from tests.harness.trained import about, trained
+from tests.harness.trained import attempt_metadata, trained
 
 STATUS = Status(RunState.SUCCEEDED, "job", step=10, total_steps=10)
 
@@ -33,7 +33,7 @@ def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | No
 
 def test_the_newest_and_the_best_checkpoint_beside_each_other(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     restore_status(run, STATUS)
-    first = start(begin(run), "job", **about(checkpoint_metric="test_loss"))
+    first = start(begin(run), "job", **attempt_metadata(checkpoint_metric="test_loss"))
     commit(run, first, 5, test_loss=0.25, accuracy=0.9, rows=5)
     commit(run, first, 10, test_loss=0.5, accuracy=0.95, rows=5)
     lines = told(run, capsys).splitlines()
@@ -59,7 +59,7 @@ def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[st
 
 def test_a_metric_that_is_misspelt_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     restore_status(run, STATUS)
-    commit(run, start(begin(run), "job", **about(checkpoint_metric="lots")), 5, loss=0.5)
+    commit(run, start(begin(run), "job", **attempt_metadata(checkpoint_metric="lots")), 5, loss=0.5)
     assert "warning: CHECKPOINT_METRIC=lots is not among loss; the newest were kept" in told(run, capsys)
 
 
