@@ -202,8 +202,8 @@ def train(
     from app.tasks import load_task
     from app.train.trainer import fit
 
-    if verdict := fatal_error(run, owner):
-        raise verdict  # this job has failed for good: a retry of it does not train either
+    if fatal := fatal_error(run, owner):
+        raise fatal  # this job has failed for good: a retry of it does not train either
     if stop_requested(run):
         print(f"  stopped; `sunspot resume {run.name}` lets it train again")
         return RunState.STOPPED

@@ -141,8 +141,8 @@ class StepActions(NamedTuple):
     "A record of the metric history."
     stop: bool = False
     "Save and return: the run is to end here."
-    leave: bool = False
-    "Save and make way for a new worker group."
+    restart: bool = False
+    "Save and end, for Ray to start a new worker group."
     busy: bool = False
     "A checkpoint is still being committed, and one that can wait is not begun: under FSDP none replaces another."
 

@@ -31,8 +31,8 @@ class Command:
 
     stop: bool = False
     "Save and return: the run is to end here."
-    leave: bool = False
-    "Save and make way for a new worker group: a node goes, or more have come."
+    restart: bool = False
+    "Save and end: Ray starts a new worker group, as a node goes or more have come."
     deadline: float | None = None
     "When the node that goes is gone, in seconds since the epoch."
 
@@ -49,7 +49,7 @@ class ControlChannel:
         self._group: dict[str, Any] = {}
         self._incident: dict[str, Any] = {}
         "What is known of why the worker group ends."
-        self._verdict: Exception | None = None
+        self._fatal_error: Exception | None = None
         self._restart: dict[str, Any] = {}
         "What is known of why it began; empty once it has taken a step."
 
@@ -61,7 +61,7 @@ class ControlChannel:
         The answer is what is known of the incident that ended the one before: its facts, and `seen`, its last state.
         """
         self._group = group
-        self._command = replace(self._command, leave=False, deadline=None)
+        self._command = replace(self._command, restart=False, deadline=None)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
         return {**self._restart, "seen": self._state}
 
@@ -75,11 +75,11 @@ class ControlChannel:
 
     def fail(self, error: Exception) -> None:
         """An error that no new worker group can mend: the first one stands."""
-        self._verdict = self._verdict or error
+        self._fatal_error = self._fatal_error or error
 
-    def verdict(self) -> Exception | None:
+    def fatal_error(self) -> Exception | None:
         """The error that ended the training for good, if one did."""
-        return self._verdict
+        return self._fatal_error
 
     def show(self, state: dict[str, Any]) -> None:
         """Take the newest state: `attempt`, `step`, `loss`, `committed` (step of the last checkpoint) and `time`."""
@@ -99,10 +99,10 @@ class ControlChannel:
         """From now on, every worker group hears that the run is to stop."""
         self._command = replace(self._command, stop=True)
 
-    def leave(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
-        """The worker group hears that it is to make way; times are in seconds since the epoch."""
+    def restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
+        """The worker group hears that it is to save and end; times are in seconds since the epoch."""
         self.note(cause=cause, detail=detail, noticed=noticed)
-        self._command = replace(self._command, leave=True, deadline=deadline)
+        self._command = replace(self._command, restart=True, deadline=deadline)
         self._group = {}
 
     def note(self, **facts: Any) -> None:
@@ -110,7 +110,7 @@ class ControlChannel:
         self._incident = {**facts, **self._incident}
 
     def group(self) -> dict[str, Any]:
-        """The newest worker group; empty before there is one, and once it was told to leave."""
+        """The newest worker group; empty before there is one, and once it was told to end."""
         return self._group
 
     def fetch(self) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:

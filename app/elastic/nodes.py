@@ -98,7 +98,7 @@ class NodeMonitor:
         if size >= possible:
             return None
         self._since, self._tries = now, self._tries + 1
-        return NodeEvent(Cause.GROWTH, f"{size} -> {possible} workers")
+        return NodeEvent(Cause.SCALE_UP, f"{size} -> {possible} workers")
 
     def _possible(self, nodes: list[dict[str, Any]]) -> int:
         return min(self._most, sum(self._room.get(node["NodeID"], 0) for node in nodes))
@@ -115,7 +115,7 @@ def find_preempted(group: dict[str, Any], draining: dict[str, float | None]) -> 
     """The group's nodes that were told to go, and the earliest of their deadlines."""
     leaving = set(group["nodes"].values()) & set(draining)
     deadlines = [deadline for node in leaving if (deadline := draining[node]) is not None]
-    return NodeEvent(Cause.RECLAIM, _name(leaving, group), min(deadlines, default=None)) if leaving else None
+    return NodeEvent(Cause.PREEMPTED, _name(leaving, group), min(deadlines, default=None)) if leaving else None
 
 
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
@@ -165,7 +165,7 @@ def watch_nodes(
             if found and found.cause is Cause.NODE_LOST:
                 control.note.remote(cause=found.cause, detail=found.detail, noticed=time.time())
             elif found:
-                control.leave.remote(found.cause, found.detail, time.time(), found.deadline)
+                control.restart_group.remote(found.cause, found.detail, time.time(), found.deadline)
             seen = time.monotonic()
         except Exception as error:  # the next look may do better
             if not blind and time.monotonic() - seen > BLIND_AFTER_S:

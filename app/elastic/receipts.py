@@ -58,7 +58,7 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
 
 
 def _cause(before: list[Any], incident: dict[str, Any]) -> Cause:
-    making_way = incident.get("cause") == Cause.GROWTH
+    making_way = incident.get("cause") == Cause.SCALE_UP
     if "cause" in incident and not (making_way and "loss" in incident):  # lost before it had left
         return Cause(incident["cause"])
     if not before:

@@ -29,9 +29,9 @@ class Cause(enum.StrEnum):
 
     BEGIN = "begin"
     "The run's first one."
-    RECLAIM = "reclaim"
+    PREEMPTED = "reclaim"
     "A node was told to go: with notice."
-    GROWTH = "growth"
+    SCALE_UP = "growth"
     "More nodes had come."
     NODE_LOST = "node lost"
     WORKER_LOST = "worker lost"
@@ -116,7 +116,7 @@ def describe(receipt: Receipt) -> str:
         passed, since = receipt.first_step - receipt.restarted, "the start"
     else:
         passed = receipt.recovery_s
-        since = "the notice" if receipt.cause in (Cause.RECLAIM, Cause.GROWTH) else "the loss"
+        since = "the notice" if receipt.cause in (Cause.PREEMPTED, Cause.SCALE_UP) else "the loss"
         since = since if receipt.noticed is not None else "the last step that counts"
     detail = f" ({receipt.detail})" if receipt.detail else ""
     workers = plural(receipt.world_after, "worker")

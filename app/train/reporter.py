@@ -119,7 +119,7 @@ class Reporter:
         self._control.record.remote(scalars(record))
         self._close_incident()
 
-    def leave(self, time_left_s: float | None) -> None:
+    def drain(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
         self._control.note.remote(save_began=time.time())
         if self._saver.drain(time_left_s) and self._saver.last_committed:

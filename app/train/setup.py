@@ -74,7 +74,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         print(f"warning: {text}", flush=True)
         control.say.remote(f"warning: {text}")
 
-    if ray.get(control.verdict.remote(), timeout=CONTROL_TIMEOUT_S):
+    if ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S):
         yield None
         return
     memory = _node_memory(settings, run, warn)

@@ -47,26 +47,26 @@ def after_step(
     """Note that `step` has been taken, and do what is due; all workers call this together. True: the run is to stop.
 
     `rows`: the ids of those that this worker consumed. The window has counted the step. Does not return when the
-    workers are to make way for a new group.
+    workers are to restart.
     """
     per_epoch, has_more = worker.steps.per_epoch, step < worker.total_steps
     epoch_ends = not has_more or step % per_epoch == 0
     worker.took_step(step, rows, window, epoch_ends)
     due = agreement.exchange(worker.due(step, window.last_step_s))
-    leave, evaluated = due.leave and has_more, not (epoch_ends and worker.has_test)
+    restart, evaluated = due.restart and has_more, not (epoch_ends and worker.has_test)
     by_interval = due.save or is_multiple(step, worker.settings.checkpoint_every_steps)
-    save = due.stop or leave or epoch_ends or (by_interval and not due.busy)
+    save = due.stop or restart or epoch_ends or (by_interval and not due.busy)
     record = window.close(step, (step - 1) // per_epoch + 1, learning_rate) if save or due.report else {}
-    if not evaluated and not due.stop and not leave:
+    if not evaluated and not due.stop and not restart:
         results = evaluate(worker)
-        leave, evaluated = results is None, results is not None
+        restart, evaluated = results is None, results is not None
         record |= results or {}
     if record:
         worker.report(record)
     if save or due.copy:
         worker.keep(step, record, evaluated, for_storage=save)
-    if leave:
-        worker.leave()
+    if restart:
+        worker.restart()
     return due.stop
 
 
@@ -79,7 +79,7 @@ def is_multiple(step: int, every: int) -> bool:
 def evaluate(worker: Worker) -> dict[str, float] | None:
     """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows.
 
-    None when the workers were told to leave meanwhile: a notice may be shorter than an evaluation.
+    None when the workers were told to restart meanwhile: a notice may be shorter than an evaluation.
     """
     if not worker.has_test:
         return {}
@@ -94,23 +94,23 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
             sums.add({"loss": losses, **metrics})
         worker.heartbeat()
     model.train()
-    [broken_off] = any_rank(worker.control_group, worker.commands.look().leave)
+    [broken_off] = any_rank(worker.control_group, worker.commands.look().restart)
     if broken_off:
         return None
     return {f"test_{name}": value for name, value in mean_over_workers(sums, worker.control_group).items()}
 
 
 def _batches(worker: Worker) -> Iterator[Batch]:
-    """This worker's held-out rows, until it is told to leave.
+    """This worker's held-out rows, until it is told to restart.
 
     Under FSDP a forward pass is a joint one: all workers get as many batches, {} those that have no more rows.
     """
     batches = worker.loader.test(worker.settings.global_batch_size)
     while True:
         batch = next(batches, None)
-        leave, more = worker.commands.look().leave, batch is not None
+        restart, more = worker.commands.look().restart, batch is not None
         if worker.in_parts:
-            leave, more = any_rank(worker.control_group, leave, more)
-        if leave or not more:
+            restart, more = any_rank(worker.control_group, restart, more)
+        if restart or not more:
             return
         yield batch or {}

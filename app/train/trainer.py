@@ -82,8 +82,8 @@ def fit(
                 failure = error
             break
 
-    if verdict := fatal_error(run, owner):
-        raise verdict
+    if fatal := fatal_error(run, owner):
+        raise fatal
     limit_s = plan.settings.storage_timeout_s
     checkpoint, _ = retry_storage(lambda: find_newest_good(run, read_attempts(run)), limit_s, "reading the end", print)
     finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
@@ -182,8 +182,8 @@ def _fit_once(plan: Plan, run: Run, owner: str, stop_request: StopRequest, incid
         try:
             trainer.fit()
         finally:  # what a worker knows of its end is more than what Ray does
-            if verdict := ray.get(control.verdict.remote()):
-                raise verdict
+            if fatal := ray.get(control.fatal_error.remote()):
+                raise fatal
 
 
 def prove_on_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, object]]) -> None:

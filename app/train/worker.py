@@ -37,15 +37,15 @@ from app.train.reporter import Reporter
 REPORT_TO_RAY_EVERY_S = 2
 """Ray takes one report for each poll of its controller, and makes the workers wait for it."""
 
-LEAVE_S = 60
-"""The most that storage is waited for when the workers make way, no node is going, and memory has the state anyway."""
+DRAIN_S = 60
+"""The most that storage is waited for before a restart, when no node is going, and memory has the state anyway."""
 
-GONE_AFTER_S = 5.0
-"""Then workers that have left end. Ray keeps their processes until it has room for a new group, and with them a node
-that is to go: Kubernetes replaces a pod only when it is gone."""
+EXIT_AFTER_S = 5.0
+"""Between the end of a worker group and the exit of its processes. Ray keeps them until it has room for a new group,
+and with them a node that is to go: Kubernetes replaces a pod only when it is gone."""
 
 DEADLINE_MARGIN_S = 1.0
-"""Left of a notice when the workers leave, committed or not: the survivors have the state in memory."""
+"""Left of a notice when the workers end, committed or not: the survivors have the state in memory."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Worker:
             copy=self.snapshots.memory.shared and news.pace.due(step, step_time, self.snapshots.costs),
             report=news.report_timer.due(self.settings.report_every_s),
             stop=command.stop,
-            leave=command.leave,
+            restart=command.restart,
         )
 
     def took_step(self, step: int, rows: torch.Tensor | None, window: MetricWindow, epoch_ends: bool) -> None:
@@ -191,33 +191,33 @@ class Worker:
             ray.train.report(scalars(record))
 
     def catch_up(self, step: int, results: dict[str, float] | None) -> None:
-        """Record the evaluation that the workers before could not make; leave when these cannot either."""
+        """Record the evaluation that the workers before could not make; restart when these cannot either."""
         if results is None:
-            self.leave()
+            self.restart()
         metrics = {**self.metrics, **results, "time": time.time()}
         if self.news:
             self.news.catch_up(metrics)
         self.keep(step, metrics, evaluated=True, for_storage=True)
 
-    def leave(self) -> NoReturn:
+    def restart(self) -> NoReturn:
         """Wait until the newest copy is safe, and end this worker group: Ray starts one on the nodes there are then."""
         with self.watchdog.paused():
             if self.snapshots:
                 self.snapshots.wait_until_whole()
             if self.news:
-                self.news.leave(self._time_to_leave())
+                self.news.drain(self._drain_limit_s())
             dist.barrier(group=self.control_group)  # the first to end takes the others along
-        gone = threading.Timer(GONE_AFTER_S, os._exit, (0,))
+        gone = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         gone.daemon = True
         gone.start()
         raise RayActorError(error_msg=RESTARTING, preempted=True)
 
-    def _time_to_leave(self) -> float | None:
+    def _drain_limit_s(self) -> float | None:
         """Seconds that the commit of the last checkpoint may take; None: as long as it takes."""
         deadline = self.commands.look().deadline
         if deadline is not None:
             return max(0.0, deadline - time.time() - DEADLINE_MARGIN_S)
-        return LEAVE_S if self.snapshots and self.snapshots.memory.shared else None
+        return DRAIN_S if self.snapshots and self.snapshots.memory.shared else None
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is committed; what lies in memory is not needed any more."""

@@ -113,8 +113,8 @@ def train_and_promote(
     from app.tune.promotion import begin_attempt
     from app.tune.trials import run_trials
 
-    if verdict := fatal_error(run, owner):
-        raise verdict
+    if fatal := fatal_error(run, owner):
+        raise fatal
     if stop_requested(run):
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED
@@ -144,8 +144,8 @@ def train_and_promote(
                     lambda: bool(stop_request or watch.superseded),
                     told,
                 )
-    if verdict := watch.superseded or fatal_error(run, owner):
-        raise verdict
+    if fatal := watch.superseded or fatal_error(run, owner):
+        raise fatal
     if stop_request.terminated:
         raise SunspotError(f"told to end by SIGTERM; its trials are kept, and the same command goes on: {run.location}")
     if stop_request.marked:

@@ -73,18 +73,23 @@ def test_a_node_that_goes_or_comes_costs_no_step(program: Program, make_data: Ma
         time.sleep(3)
         going.reclaim()
         reclaim = wait_for_receipts(run, 2, process)[-1]
-        assert (reclaim.cause, reclaim.replayed, reclaim.world_before, reclaim.world_after) == (Cause.RECLAIM, 0, 2, 1)
+        assert (reclaim.cause, reclaim.replayed, reclaim.world_before, reclaim.world_after) == (
+            Cause.PREEMPTED,
+            0,
+            2,
+            1,
+        )
         assert reclaim.noticed is not None
         assert reclaim.committed is not None
         assert reclaim.noticed < reclaim.committed < reclaim.restarted < reclaim.first_step
         with start_node(ray_address, **place):
             growth = wait_for_receipts(run, 3, process)[-1]
-            assert (growth.cause, growth.replayed, growth.world_before, growth.world_after) == (Cause.GROWTH, 0, 1, 2)
+            assert (growth.cause, growth.replayed, growth.world_before, growth.world_after) == (Cause.SCALE_UP, 0, 1, 2)
             output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     assert newest(run).step == 3000
     assert "test_accuracy" in newest(run).metrics
-    assert read_failures(run) == [], "workers that make way have not failed"
+    assert read_failures(run) == [], "workers that end for a restart have not failed"
     assert_complete(run, read_receipts(read_journal(run, "events")))
     assert_audit_clean(program)
 
@@ -205,10 +210,10 @@ def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> No
     with open_control() as control:
         ray.get(control.note.remote(cause="node lost", noticed=1.0))
         assert ray.get(control.begin.remote({"attempt": 2}))["cause"] == "node lost"
-        ray.get(control.leave.remote("reclaim", "node x", 2.0, 30.0))
+        ray.get(control.restart_group.remote("reclaim", "node x", 2.0, 30.0))
         assert ray.get(control.group.remote()) == {}, "it is about to end"
         ray.get(control.recovered.remote())
-        assert ray.get(control.command.remote()).leave
+        assert ray.get(control.command.remote()).restart
         again = ray.get(control.begin.remote({"attempt": 3}))
         assert (again["cause"], again["noticed"]) == ("reclaim", 2.0)
-        assert not ray.get(control.command.remote()).leave
+        assert not ray.get(control.command.remote()).restart

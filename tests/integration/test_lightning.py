@@ -118,16 +118,16 @@ def test_a_lightning_run_makes_way_and_stops(program: Program, make_data: MakeDa
         time.sleep(3)
         going.reclaim()
         reclaim = wait_for_receipts(run, 2, process)[-1]
-        assert (reclaim.cause, reclaim.replayed, reclaim.world_after) == (Cause.RECLAIM, 0, 1)
+        assert (reclaim.cause, reclaim.replayed, reclaim.world_after) == (Cause.PREEMPTED, 0, 1)
         with start_node(ray_address, **place):
             growth = wait_for_receipts(run, 3, process)[-1]
-            assert (growth.cause, growth.replayed, growth.world_after) == (Cause.GROWTH, 0, 2)
+            assert (growth.cause, growth.replayed, growth.world_after) == (Cause.SCALE_UP, 0, 2)
             request_stop(run, "a test")
             output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     assert "stopped at step" in output
     assert 0 < newest(run).step < 3000
-    assert read_failures(run) == [], "workers that make way have not failed"
+    assert read_failures(run) == [], "workers that end for a restart have not failed"
     assert_audit_clean(program)
 
 

@@ -40,10 +40,18 @@ def group(attempt: int, *nodes: str) -> dict[str, Any]:
     ("nodes", "draining", "found"),
     [
         ([HEAD, A, B], {}, None),
-        ([HEAD, A, B], {"b": 50.0}, NodeEvent(Cause.RECLAIM, "node b (rank 1)", 50.0)),
-        ([HEAD, A, B], {"b": None}, NodeEvent(Cause.RECLAIM, "node b (rank 1)", None)),
-        ([HEAD, A, B], {"b": 50.0, "a": 40.0}, NodeEvent(Cause.RECLAIM, "node a (ranks 0, 2), node b (rank 1)", 40.0)),
-        ([HEAD, A, B], {"b": 50.0, "a": None}, NodeEvent(Cause.RECLAIM, "node a (ranks 0, 2), node b (rank 1)", 50.0)),
+        ([HEAD, A, B], {"b": 50.0}, NodeEvent(Cause.PREEMPTED, "node b (rank 1)", 50.0)),
+        ([HEAD, A, B], {"b": None}, NodeEvent(Cause.PREEMPTED, "node b (rank 1)", None)),
+        (
+            [HEAD, A, B],
+            {"b": 50.0, "a": 40.0},
+            NodeEvent(Cause.PREEMPTED, "node a (ranks 0, 2), node b (rank 1)", 40.0),
+        ),
+        (
+            [HEAD, A, B],
+            {"b": 50.0, "a": None},
+            NodeEvent(Cause.PREEMPTED, "node a (ranks 0, 2), node b (rank 1)", 50.0),
+        ),
         ([HEAD, A, B, C], {"c": 50.0, "head": 40.0}, None),
         ([HEAD, A, B, node("c", alive=False)], {}, None),
         ([HEAD, DEAD_A, B], {}, NodeEvent(Cause.NODE_LOST, "node a (ranks 0, 2)")),
@@ -66,7 +74,7 @@ def test_a_node_that_was_told_to_go_is_not_lost() -> None:
     watch = NodeMonitor(PER_WORKER, Workers(1, 3), list)
     found = watch.look(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
     assert found
-    assert found.cause is Cause.RECLAIM
+    assert found.cause is Cause.PREEMPTED
     assert watch.look(group(1, "a", "b"), [HEAD, A, DEAD_B], {}, 1.0) is None
 
 
@@ -183,12 +191,12 @@ class FakeControl:
         self.trains: dict[str, Any] = {}
         self.heard: list[SimpleNamespace] = []
         self.group = SimpleNamespace(remote=lambda: ray.put(self.trains))
-        self.leave = SimpleNamespace(remote=self._leave)
-        self.note = SimpleNamespace(remote=lambda **facts: self.heard.append(SimpleNamespace(leave=False, **facts)))
+        self.restart_group = SimpleNamespace(remote=self._restart_group)
+        self.note = SimpleNamespace(remote=lambda **facts: self.heard.append(SimpleNamespace(restart=False, **facts)))
 
-    def _leave(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
+    def _restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
         self.trains = {}
-        self.heard.append(SimpleNamespace(leave=True, cause=cause, detail=detail, noticed=noticed, deadline=deadline))
+        self.heard.append(SimpleNamespace(restart=True, cause=cause, detail=detail, noticed=noticed, deadline=deadline))
 
     def wait(self, within: float) -> SimpleNamespace:
         """The next thing that it hears."""
@@ -259,14 +267,14 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
         with start_node(ray_address, notice_s=20, CPU=2, spot=2) as b:
             assert reserved("train-test", PER_WORKER) == {a.node_id: 1, b.node_id: 2}
             heard = control.wait(within=10)
-            assert (heard.leave, heard.cause, heard.detail) == (True, Cause.GROWTH, "1 -> 3 workers")
+            assert (heard.restart, heard.cause, heard.detail) == (True, Cause.SCALE_UP, "1 -> 3 workers")
 
             rank = Rank.options(resources={"spot": 2}).remote()  # a node without work goes at once
             assert ray.get(rank.node.remote()) == b.node_id
             control.trains = group(2, a.node_id, b.node_id, b.node_id)
             b.reclaim()
             heard = control.wait(within=20)
-            assert (heard.leave, heard.cause) == (True, Cause.RECLAIM)
+            assert (heard.restart, heard.cause) == (True, Cause.PREEMPTED)
             assert heard.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
             assert 0 < heard.noticed - (heard.deadline - 20) < 2, "seconds since it was told to go"
             assert reserved("train-test", PER_WORKER) == {a.node_id: 1}, "Ray Train would wait for a node that goes"
@@ -275,7 +283,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
             b.wait(timeout=15)
             control.trains = group(3, a.node_id, b.node_id)
             heard = control.wait(within=15)
-            assert (heard.leave, heard.cause, heard.detail) == (
+            assert (heard.restart, heard.cause, heard.detail) == (
                 False,
                 Cause.NODE_LOST,
                 f"node {b.node_id[:12]} (rank 1)",

@@ -30,7 +30,7 @@ def receipt(number: int, left: float, first_step: float, **fields: Any) -> Recei
 
 
 def test_a_receipt_is_an_event_and_back() -> None:
-    written = receipt(2, 10, 20, cause=Cause.RECLAIM, noticed=12.0, last_step=14, detail="node a goes")
+    written = receipt(2, 10, 20, cause=Cause.PREEMPTED, noticed=12.0, last_step=14, detail="node a goes")
     event = json.loads(json.dumps(written.record()))
     assert (event["event"], event["time"], event["attempt"], event["step"]) == ("recovered", 20, 2, 10)
     [read] = read_receipts([{"event": "hung", "attempt": 1}, {**event, "of a later version": 1}])
@@ -52,7 +52,7 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
     ("fields", "line"),
     [
         (
-            {"cause": Cause.RECLAIM, "detail": "node a goes", "noticed": 12.0, "world_after": 1},
+            {"cause": Cause.PREEMPTED, "detail": "node a goes", "noticed": 12.0, "world_after": 1},
             "reclaim (node a goes): first step 8.0 s after the notice, 0 steps replayed, 2 -> 1 worker, "
             "0 worker-seconds lost, from memory",
         ),

@@ -93,7 +93,7 @@ def test_a_receipt_says_what_a_restart_cost() -> None:
     now = a_start(at(2, 105, 1, step=12), at(1, 10), events=[{**begin_receipt.record(), "attempt": 1}])
     incident = {"cause": "reclaim", "detail": "node x", "noticed": 100.0, "committed": 101.0, "seen": {"step": 13}}
     receipt = make_receipt(now, State(taken=98.0, tier="memory"), incident, first_step=110.0)
-    assert (receipt.since, receipt.cause, receipt.replayed) == (1, Cause.RECLAIM, 2)
+    assert (receipt.since, receipt.cause, receipt.replayed) == (1, Cause.PREEMPTED, 2)
     assert receipt.recovery_s == 10
     assert receipt.worker_seconds_lost == pytest.approx(2 * 7 + 1 * 5)
 
@@ -112,8 +112,8 @@ def test_a_pause_is_not_lost() -> None:
 
 def test_a_loss_while_workers_make_way_is_a_loss() -> None:
     now = a_start(at(2, 105), at(1, 10))
-    growth = {"cause": Cause.GROWTH, "detail": "2 -> 3 workers", "noticed": 100.0}
-    assert make_receipt(now, State(taken=98.0), growth, 110.0).cause is Cause.GROWTH
+    growth = {"cause": Cause.SCALE_UP, "detail": "2 -> 3 workers", "noticed": 100.0}
+    assert make_receipt(now, State(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
     receipt = make_receipt(now, State(taken=98.0), {**growth, "loss": "rank 1: died"}, 110.0)
     assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
 

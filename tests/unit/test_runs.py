@@ -296,7 +296,7 @@ def test_receipts_and_stacks_are_readable(run: Run, sunspot: Command) -> None:
     assert claim(run, [], first)
     assert claim(run, [first], second)
     write_receipt(run, first, 0, Cause.BEGIN)
-    receipt = write_receipt(run, second, 1, Cause.RECLAIM, noticed=second.time - 4.1, detail="node a goes")
+    receipt = write_receipt(run, second, 1, Cause.PREEMPTED, noticed=second.time - 4.1, detail="node a goes")
     journal = Journal(run, "events", 2, rank=1)
     journal.append(
         {

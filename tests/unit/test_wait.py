@@ -315,7 +315,7 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["goodput"], sunspot.json["incidents"], sunspot.json["incidents_by_cause"]) == (None, 0, {})
 
-    causes = [Cause.BEGIN, Cause.RECLAIM, Cause.RECLAIM, Cause.RESUMED, Cause.NODE_LOST]
+    causes = [Cause.BEGIN, Cause.PREEMPTED, Cause.PREEMPTED, Cause.RESUMED, Cause.NODE_LOST]
     for number, cause in enumerate(causes):
         attempt = start(run, JOB, checkpoint_name(number, number) if number else None, tier="memory", world_size=2)
         write_receipt(run, attempt, number, cause, last_step=2 * number)
