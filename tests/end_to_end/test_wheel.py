@@ -1,0 +1,97 @@
+"""The package as users install it: source distribution, wheel, an environment of its own, another directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from app import __version__
+from submitter.manifest.profile import manifests
+from tests.harness import REPOSITORY
+
+SOURCES = ["app", "submitter", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
+
+BUILD = """if True:
+    import os, pathlib, shutil, sys
+    from setuptools import build_meta
+    folder = pathlib.Path(sys.argv[1])
+    archive = build_meta.build_sdist(folder)
+    shutil.unpack_archive(folder / archive, folder)
+    os.chdir(folder / archive.removesuffix(".tar.gz"))
+    build_meta.build_wheel(folder)
+"""
+"""What `python -m build` does, but for its downloads: the wheel is made of what the source distribution holds."""
+
+GOLDEN = REPOSITORY / "tests" / "unit" / "golden"
+
+PROFILES = sorted(path.stem for path in (REPOSITORY / "k8s" / "profiles").glob("*.yaml"))
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel built from the source distribution; nothing is downloaded.
+
+    The dependencies are those of the environment that the tests run in, behind the new one on the path. Its editable
+    install of the repository does not come along: Python reads the .pth files of the first directory only.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPOSITORY / name, source)
+    run(sys.executable, "-c", BUILD, folder, cwd=source)
+    run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    python = folder / "environment" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel, cwd=folder)
+    (packages,) = (folder / "environment" / "lib").glob("python3*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "environment"
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_renders_from_any_directory(environment: Path, profile: str, tmp_path: Path) -> None:
+    printed = run(environment / "bin" / "sunspot", "render", "--profile", profile, cwd=tmp_path)
+    assert printed == (GOLDEN / f"{profile}.yaml").read_text()
+
+
+def test_it_brings_all_it_reads(environment: Path, tmp_path: Path) -> None:
+    program = """if True:
+        import json, pathlib, app, submitter.manifest.profile as profile
+        package = pathlib.Path(app.__file__).parent
+        files = [path for path in package.rglob("*.*") if path.suffix not in (".py", ".pyc")]
+        names = sorted(str(path.relative_to(package)) for path in files)
+        print(json.dumps([str(package), str(profile.manifests()), names]))
+    """
+    package, k8s, files = json.loads(run(environment / "bin" / "python", "-c", program, cwd=tmp_path))
+    assert Path(package).is_relative_to(environment)
+    assert Path(k8s).is_relative_to(environment)
+    assert files == ["data/SAMPLE.md", "data/sample.parquet", "report/style.css"]
+    here, there = ({path.relative_to(k) for path in k.rglob("*.*")} for k in (manifests(), Path(k8s)))
+    assert here == there
+
+
+def test_it_says_its_version_and_license(environment: Path, tmp_path: Path) -> None:
+    assert run(environment / "bin" / "sunspot", "--version", cwd=tmp_path) == f"sunspot {__version__}\n"
+    (information,) = environment.glob("lib/python3*/site-packages/sunspot-*.dist-info")
+    assert information.name == f"sunspot-{__version__}.dist-info"
+    assert {path.name for path in (information / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
+    assert (information / "top_level.txt").read_text().split() == ["app", "submitter"]
