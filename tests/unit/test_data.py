@@ -26,7 +26,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.data import mnist, parquet
+from app.data import mnist, parquet_files
 from app.data.mnist import open_mnist
 from app.data.parquet import SAMPLE, open_dataset, open_parquet
 from app.data.source import Source, check_labels_match, find_sources, rows_in
@@ -585,7 +585,7 @@ def test_an_unreachable_url_is_named_within_its_time(monkeypatch):
 
 
 def test_a_silent_server_is_given_up(monkeypatch):
-    monkeypatch.setattr(parquet, "REQUEST_TIMEOUT_S", 1)
+    monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()

@@ -1,0 +1,121 @@
+"""Parquet files on disk or in S3: listing and opening them, with Arrow's errors turned into ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs as fs
+import pyarrow.parquet as pq
+
+from app.errors import DataError, StorageError, shorten
+
+OPEN_FILES = 128
+"""Files kept open, with their footers, by each process."""
+
+CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
+"""An S3 server that does not answer is given up after less than 30 s."""
+
+
+def absolute(location: str) -> str:
+    return location.rstrip("/") if "://" in location else os.path.abspath(os.path.expanduser(location))
+
+
+def join(location: str, name: str) -> str:
+    """The file `name` below `location`; `location` itself when `name` is empty."""
+    return f"{location.rstrip('/')}/{name}" if name else location
+
+
+def list_files(location: str) -> list[str]:
+    """Names of the Parquet files below a folder, sorted; [""] when `location` is a file."""
+    system, path = _file_system(location)
+    with parquet_errors(location):
+        kind = system.get_file_info(path).type
+        if kind == fs.FileType.File:
+            return [""]
+        if kind == fs.FileType.NotFound:
+            raise DataError(
+                f"{location}: not found; set DATASET to sample, mnist, or a path or URL of Parquet that exists"
+            )
+        found = system.get_file_info(fs.FileSelector(path, recursive=True))
+    names = [os.path.relpath(info.path, path) for info in found if info.type == fs.FileType.File]
+    hidden = ("_", ".")
+    names = [n for n in names if n.endswith(".parquet") and not any(p.startswith(hidden) for p in n.split("/"))]
+    if not names:
+        raise DataError(f"{location}: no *.parquet file in it (names that begin with '_' or '.' are skipped)")
+    return sorted(names)
+
+
+def split_folder(location: str, split: str) -> str:
+    """The folder of a split when `location` has folders `train` and `test`, else `location` itself."""
+    location = absolute(location)
+    system, path = _file_system(location)
+    with parquet_errors(location):
+        infos = system.get_file_info([join(path, name) for name in ("train", "test")])
+    return join(location, split) if all(info.type == fs.FileType.Directory for info in infos) else location
+
+
+def open_file(path: str) -> pq.ParquetFile:
+    """A reader of its own for each call: readers have state, the open file below them has none."""
+    kept = _keep_open(path)
+    return pq.ParquetFile(kept.handle, metadata=kept.metadata, pre_buffer=True)
+
+
+def forget_open_files() -> None:
+    """Open files anew from now on: they may have been rewritten."""
+    _keep_open.cache_clear()
+
+
+@contextlib.contextmanager
+def parquet_errors(path: str) -> Iterator[None]:
+    """Arrow's errors as ours. It raises OSError both for storage that fails and for damaged files."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: not found; check DATASET and TEST_DATASET") from error
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and (error.errno or "AWS Error" in str(error)):
+            raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
+        raise DataError(f"{path}: not a Parquet file, or damaged: {shorten(error)}") from error
+
+
+class _OpenFile(NamedTuple):
+    handle: pa.NativeFile
+    metadata: pq.FileMetaData
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _keep_open(path: str) -> _OpenFile:
+    system, inner = _file_system(path)
+    handle = system.open_input_file(inner)
+    return _OpenFile(handle, pq.ParquetFile(handle).metadata)
+
+
+def _file_system(location: str) -> tuple[fs.FileSystem, str]:
+    """The file system of a path or URL, and the path in it."""
+    if "://" not in location:
+        return fs.LocalFileSystem(), location
+    scheme, _, path = location.partition("://")
+    if scheme != "s3" or not path:
+        raise DataError(f"{location}: set DATASET to a local path or to s3://bucket/prefix")
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE")
+    return _s3(*(os.environ.get(name, "") for name in names)), path
+
+
+@lru_cache(maxsize=4)
+def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.S3FileSystem:
+    """Arrow's S3 client for the usual AWS environment; it finds the credentials by itself."""
+    scheme, _, host = (endpoint_s3 or endpoint).rpartition("://")
+    return fs.S3FileSystem(
+        region=region or default_region or "us-east-1",
+        endpoint_override=host or None,
+        scheme=scheme or "https",
+        tls_ca_file_path=authorities or None,
+        connect_timeout=CONNECT_TIMEOUT_S,
+        request_timeout=REQUEST_TIMEOUT_S,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=REQUEST_TRIES),
+    )
