@@ -17,7 +17,8 @@ from app.cgroup import GROUPS, Throttling, memory_left, read_throttling, residen
 from app.run.history import read_journal
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis, Finding
-from tests.conftest import REPOSITORY, Program
+from tests.harness import REPOSITORY
+from tests.harness.program import Program
 from tests.harness.training import the_run
 
 MakeData = Callable[..., str]

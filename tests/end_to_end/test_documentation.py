@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import REPOSITORY, SHELL
+from tests.harness import REPOSITORY, SHELL
 
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]

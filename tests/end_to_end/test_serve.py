@@ -14,7 +14,7 @@ from PIL import Image
 
 from app.errors import NotFoundError
 from app.predict.classifier import Classifier
-from tests.harness.model_runs import ModelRun
+from tests.harness.finished_run import FinishedRun
 
 pytest.importorskip("fastapi", reason="Ray Serve is not installed; it comes with the extra 'serve'")
 
@@ -29,7 +29,7 @@ def post(port: int, body: bytes) -> tuple[int, object]:
 
 
 @pytest.mark.slow
-def test_a_png_gets_its_class_and_everything_ends(model_run: ModelRun, ray_address: str) -> None:
+def test_a_png_gets_its_class_and_everything_ends(finished_run: FinishedRun, ray_address: str) -> None:
     from ray import serve
 
     from scripts.serve import serving
@@ -37,12 +37,12 @@ def test_a_png_gets_its_class_and_everything_ends(model_run: ModelRun, ray_addre
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    image = model_run.rows()["image"][0]
+    image = finished_run.rows()["image"][0]
     picture = io.BytesIO()
     Image.fromarray(image[0]).save(picture, "PNG")
-    [expected], [probabilities] = Classifier("run", storage=model_run.storage).predict(image)
+    [expected], [probabilities] = Classifier("run", storage=finished_run.storage).predict(image)
 
-    with serving("run", storage=model_run.storage, port=port):
+    with serving("run", storage=finished_run.storage, port=port):
         status, said = post(port, picture.getvalue())
         assert (status, said) == (200, {"prediction": expected, "probabilities": probabilities.tolist()})
         status, said = post(port, b"no image")
@@ -54,7 +54,7 @@ def test_a_png_gets_its_class_and_everything_ends(model_run: ModelRun, ray_addre
         post(port, b"")
     with (
         pytest.raises(NotFoundError, match="no checkpoint yet"),
-        serving("nothing", storage=model_run.storage, port=port),
+        serving("nothing", storage=finished_run.storage, port=port),
     ):
         pytest.fail("it serves nothing")
     assert ray.is_initialized()

@@ -24,8 +24,8 @@ from app.run.incidents import Cause, Receipt, find_gaps, goodput, read_receipts
 from app.train.trainer import prove_on_all_nodes
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis
-from tests.conftest import Program
 from tests.harness.nodes import start_node
+from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, kill_all, newest, the_run, wait_for_step, worker_processes
 
 MakeData = Callable[..., str]

@@ -13,7 +13,7 @@ from app.run.logs import list_streams, rank_stream, read_stream
 from app.run.status import RunState, clear_stop, read_status, request_stop
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis
-from tests.conftest import Program
+from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, newest, the_run, wait_for_step
 
 

@@ -22,8 +22,8 @@ from app.settings import Settings
 from app.train.setup import refuse_small_micro_batches
 from app.train.trainer import try_storage
 from submitter.cli import main as sunspot
-from tests.conftest import Program
 from tests.harness import s3
+from tests.harness.program import Program
 from tests.harness.s3 import FaultProxy
 from tests.harness.training import (
     MakeData,

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a run's state as its storage has it, waiting for its steps, ending its processes."""
+"""What tests of whole runs share: a run's state as its storage has it, waiting for its progress, killing processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from app.run import Run, open_run
 from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good, list_checkpoints
 from app.run.history import read_audit, read_journal
+from app.run.incidents import Receipt, read_receipts
 from submitter.cli import main as sunspot
-from tests.conftest import Program
+from tests.harness.program import Program, ray_processes
 
 MakeData = Callable[..., str]
 
@@ -49,32 +50,44 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)
 
 
-def assert_audit_clean(program: Program) -> None:
+def audit(storage: str) -> int:
+    """Exit code of `sunspot audit` on the run."""
     with pytest.raises(SystemExit) as ended:
-        sunspot(["audit", "run", "--storage", program.settings["STORAGE_PATH"]])
-    assert ended.value.code == 0
+        sunspot(["audit", "run", "--storage", storage])
+    return int(ended.value.code or 0)
 
 
-def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:
-    """Return when a checkpoint at `step` or later stands."""
+def assert_audit_clean(program: Program) -> None:
+    assert audit(program.settings["STORAGE_PATH"]) == 0
+
+
+def wait_until(condition: Callable[[], Any], process: Any = None, seconds: float = 240) -> None:
+    """Return when the condition holds; fail when the process ends first."""
     deadline = time.monotonic() + seconds
-    while not any(checkpoint.step >= step for checkpoint in list_checkpoints(run)):
-        assert time.monotonic() < deadline, f"no checkpoint at step {step} after {seconds} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
         assert process is None or process.poll() is None, process.stdout.read()
         time.sleep(0.2)
 
 
+def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:
+    """Return when there is a checkpoint at `step` or later."""
+    wait_until(lambda: any(checkpoint.step >= step for checkpoint in list_checkpoints(run)), process, seconds)
+
+
+def wait_for_receipts(run: Run, count: int, process: Any, seconds: float = 240) -> list[Receipt]:
+    """Return when so many worker groups have taken their first step."""
+    wait_until(lambda: len(receipts_of(run)) >= count, process, seconds)
+    return receipts_of(run)
+
+
+def receipts_of(run: Run) -> list[Receipt]:
+    return read_receipts(read_journal(run, "events"))
+
+
 def worker_processes() -> list[psutil.Process]:
     """The training workers of the suite's own Ray instance."""
-    return [
-        process for process in psutil.Process().children(recursive=True) if _name(process).startswith("ray::RayTrain")
-    ]
-
-
-def _name(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.name()
-    return ""
+    return ray_processes("RayTrain")
 
 
 def kill_all(process: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.baseline import main
-from tests.conftest import Program
+from tests.harness.program import Program
 
 
 @pytest.mark.parametrize("words", [[], ["--on-ray"]])

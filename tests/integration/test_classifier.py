@@ -18,15 +18,15 @@ from app.checkpoint.files import load_state
 from app.errors import DamageError, NotFoundError, SettingsError
 from app.predict.classifier import Classifier
 from app.run.checkpoints import MANIFEST, find_faults
-from tests.harness.model_runs import SIDE, TEST_ROWS, ModelRun
+from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 from tests.tasks import tiny
 
 SHAPE = (1, SIDE, SIDE)
 
 
 @pytest.fixture(scope="module")
-def classifier(model_run: ModelRun) -> Classifier:
-    return Classifier("run", storage=model_run.storage)
+def classifier(finished_run: FinishedRun) -> Classifier:
+    return Classifier("run", storage=finished_run.storage)
 
 
 def as_bytes(content: Any) -> bytes:
@@ -48,18 +48,18 @@ class Trap:
 # ------------------------------------------------------------------------------------------------------- what it says
 
 
-def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, model_run: ModelRun) -> None:
-    rows = model_run.rows()
+def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, finished_run: FinishedRun) -> None:
+    rows = finished_run.rows()
     predictions, probabilities = classifier.predict(rows["image"])
     assert (predictions.dtype, predictions.shape) == (np.int64, (TEST_ROWS,))
     assert (probabilities.dtype, probabilities.shape) == (np.float32, (TEST_ROWS, 3))
-    assert 0.5 < (predictions == rows["label"]).mean() == model_run.newest.metrics["test_accuracy"]
-    assert classifier.about()["name"] == model_run.newest.name
+    assert 0.5 < (predictions == rows["label"]).mean() == finished_run.newest.metrics["test_accuracy"]
+    assert classifier.about()["name"] == finished_run.newest.name
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
 
 
-def test_the_forward_pass_runs_in_the_runs_precision(classifier: Classifier, model_run: ModelRun) -> None:
-    images = torch.from_numpy(model_run.rows()["image"][:7])
+def test_the_forward_pass_runs_in_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
+    images = torch.from_numpy(finished_run.rows()["image"][:7])
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
             as_trained = tiny.predict(classifier._model, images).float().softmax(dim=1)
@@ -70,9 +70,9 @@ def test_the_forward_pass_runs_in_the_runs_precision(classifier: Classifier, mod
 
 
 def test_one_image_a_batch_a_tensor_and_files_say_the_same(
-    classifier: Classifier, model_run: ModelRun, tmp_path: Path
+    classifier: Classifier, finished_run: FinishedRun, tmp_path: Path
 ) -> None:
-    images = model_run.rows()["image"][:3]
+    images = finished_run.rows()["image"][:3]
     predictions, probabilities = classifier.predict(images)
     Image.fromarray(images[0, 0]).save(tmp_path / "0.png")
     np.save(tmp_path / "1.npy", images[1])
@@ -135,7 +135,7 @@ def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifie
 # ----------------------------------------------------------------------------------------------- which checkpoint it is
 
 
-def test_newest_best_a_name_and_directories(copied_run: ModelRun, tmp_path: Path) -> None:
+def test_newest_best_a_name_and_directories(copied_run: FinishedRun, tmp_path: Path) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
     [older] = names - {newest.name}
@@ -153,7 +153,7 @@ def test_newest_best_a_name_and_directories(copied_run: ModelRun, tmp_path: Path
         Classifier(str(elsewhere))
 
 
-def test_a_damaged_newest_one_is_passed_over_with_a_warning_and_refused_by_name(copied_run: ModelRun) -> None:
+def test_a_damaged_newest_one_is_passed_over_with_a_warning_and_refused_by_name(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     path = copied_run.directory(newest) / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -168,7 +168,7 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning_and_refused_by_name(
 @pytest.mark.parametrize("file", ["model.pt", "extra_state.pt"])
 @pytest.mark.parametrize("matching", [False, True])
 def test_what_a_checkpoint_hides_is_never_executed(
-    file: str, matching: bool, copied_run: ModelRun, tmp_path: Path
+    file: str, matching: bool, copied_run: FinishedRun, tmp_path: Path
 ) -> None:
     newest, trap = copied_run.newest, tmp_path / "trapped"
     for content in (pickle.dumps(Trap(trap)), as_bytes({"model": Trap(trap)})):
@@ -182,7 +182,7 @@ def test_what_a_checkpoint_hides_is_never_executed(
         assert not trap.exists()
 
 
-def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: ModelRun) -> None:
+def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: FinishedRun) -> None:
     directory = copied_run.directory(copied_run.newest)
     content = (directory / MANIFEST).read_bytes()
     for damaged in (b"", b"[]", b"{}", content.replace(b'"step": ', b'"step": 1')):
@@ -191,7 +191,7 @@ def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: 
             Classifier(str(directory))
 
 
-def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: ModelRun) -> None:
+def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     about = load_state(copied_run.run, newest, "extra_state.pt")
     assert about.pop("data") == {"shape": list(SHAPE), "classes": 3}
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run
         Classifier("run", newest.name, copied_run.storage)
 
 
-def test_a_task_without_predict_is_named(copied_run: ModelRun) -> None:
+def test_a_task_without_predict_is_named(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     about = load_state(copied_run.run, newest, "extra_state.pt")
     about["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
@@ -209,8 +209,8 @@ def test_a_task_without_predict_is_named(copied_run: ModelRun) -> None:
         Classifier("run", newest.name, copied_run.storage)
 
 
-def test_a_gpu_that_is_not_there_is_not_waited_for(model_run: ModelRun) -> None:
+def test_a_gpu_that_is_not_there_is_not_waited_for(finished_run: FinishedRun) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(SettingsError, match="USE_GPU=true"):
-        Classifier("run", storage=model_run.storage, use_gpu="true")
+        Classifier("run", storage=finished_run.storage, use_gpu="true")

@@ -34,9 +34,10 @@ from app.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_g
 from app.run.history import Journal, read_journal
 from app.settings import Settings
 from app.tasks import gpt
-from tests.conftest import REPOSITORY, Program
+from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.fsdp_ranks import STEPS, settings_of
+from tests.harness.program import Program
 from tests.harness.runs import begin
 from tests.harness.training import (
     assert_audit_clean,

@@ -25,15 +25,15 @@ from app.run.status import request_stop
 from app.settings import load_settings
 from app.tasks import load_task
 from app.tasks.lightning_adapter import LightningTask
-from tests.conftest import Program
-from tests.end_to_end.test_spot import wait_for_receipts
 from tests.harness.nodes import start_node
+from tests.harness.program import Program
 from tests.harness.training import (
     assert_audit_clean,
     consumed,
     kill_all,
     newest,
     the_run,
+    wait_for_receipts,
     wait_for_step,
     weights,
     worker_processes,

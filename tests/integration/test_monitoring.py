@@ -25,7 +25,7 @@ from app.run.incidents import Cause
 from app.train.reporter import checkpoint_interval
 from submitter.manifest.profile import manifests
 from submitter.manifest.render import render
-from tests.conftest import Program
+from tests.harness.program import Program
 from tests.harness.training import worker_processes
 
 MONITORING = manifests() / "monitoring"

@@ -24,19 +24,19 @@ from app.predict import batch as predict_batch
 from app.predict.__main__ import main
 from app.predict.actor import answer
 from app.predict.classifier import Classifier
-from tests.conftest import REPOSITORY
-from tests.harness.model_runs import SIDE, TEST_ROWS, ModelRun
+from tests.harness import REPOSITORY
+from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 
 Predict = Callable[..., Any]
 
 
 @pytest.fixture
 def predict(
-    model_run: ModelRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
+    finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
 ) -> Predict:
     """Runs the command in this process, on the suite's Ray; returns its JSON document, or its text."""
 
-    def run(*words: str, storage: str = model_run.storage, as_json: bool = True) -> Any:
+    def run(*words: str, storage: str = finished_run.storage, as_json: bool = True) -> Any:
         monkeypatch.setattr("sys.argv", ["predict", *words, "--storage", storage, *(["--json"] if as_json else [])])
         capsys.readouterr()
         assert main() == 0
@@ -53,13 +53,13 @@ def read_all(output: str | Path) -> pa.Table:
 # ------------------------------------------------------------------------------------------------------------- a few
 
 
-def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(model_run: ModelRun, ray_address: str) -> None:
-    images = model_run.rows()["image"][:5]
-    predictions, probabilities = Classifier("run", storage=model_run.storage).predict(images)
+def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(finished_run: FinishedRun, ray_address: str) -> None:
+    images = finished_run.rows()["image"][:5]
+    predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(images)
     workers = []
 
     def ask() -> None:
-        with model_worker("run", storage=model_run.storage) as worker:
+        with model_worker("run", storage=finished_run.storage) as worker:
             workers.append(worker)
             said, how_sure = ray.get(worker.predict.remote(images))
             assert said.tolist() == predictions.tolist()
@@ -73,7 +73,7 @@ def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(model_run: Mo
     assert ray.is_initialized()  # the caller's, not ours to end
 
 
-def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: ModelRun, ray_address: str) -> None:
+def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun, ray_address: str) -> None:
     newest = copied_run.newest
     path = copied_run.directory(newest) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -87,19 +87,19 @@ def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: ModelRun, ra
         answer(ModelWorker.remote("nothing", "newest", copied_run.storage).about.remote(), 60, "it")  # type: ignore[attr-defined]
 
 
-def test_a_table_of_files(predict: Predict, model_run: ModelRun, tmp_path: Path) -> None:
-    rows = model_run.rows()
+def test_a_table_of_files(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
+    rows = finished_run.rows()
     Image.fromarray(rows["image"][0, 0]).save(tmp_path / "one.png")
     np.save(tmp_path / "two.npy", rows["image"][1:3])
     files = [str(tmp_path / "one.png"), str(tmp_path / "two.npy")]
     found = predict("run", files[0], "--checkpoint", "best", files[1])
-    assert (found["checkpoint"], found["step"]) == (model_run.newest.name, model_run.newest.step)
+    assert (found["checkpoint"], found["step"]) == (finished_run.newest.name, finished_run.newest.step)
     assert [(image["file"], image["index"]) for image in found["images"]] == [
         (files[0], 0),
         (files[1], 0),
         (files[1], 1),
     ]
-    _, probabilities = Classifier("run", storage=model_run.storage).predict(rows["image"][:3])
+    _, probabilities = Classifier("run", storage=finished_run.storage).predict(rows["image"][:3])
     for image, expected in zip(found["images"], probabilities.tolist(), strict=True):
         assert image["probabilities"] == expected
         assert image["probability"] == expected[image["prediction"]] == max(expected)
@@ -126,30 +126,30 @@ def test_words_that_do_not_go_together_are_usage(words: list[str], monkeypatch: 
 
 
 def test_a_dataset_is_predicted_as_the_run_evaluated_it(
-    predict: Predict, model_run: ModelRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predict_batch, "PART_ROWS", 30)
     output = str(tmp_path / "out")
-    words = ["run", "--dataset", model_run.data, "--output", output, "--workers", "2"]
+    words = ["run", "--dataset", finished_run.data, "--output", output, "--workers", "2"]
     found = predict(*words)
     assert found == {
-        "checkpoint": model_run.newest.name,
-        "step": model_run.newest.step,
-        "dataset": model_run.data,
+        "checkpoint": finished_run.newest.name,
+        "step": finished_run.newest.step,
+        "dataset": finished_run.data,
         "split": "test",
         "rows": TEST_ROWS,
-        "accuracy": model_run.newest.metrics["test_accuracy"],
+        "accuracy": finished_run.newest.metrics["test_accuracy"],
         "output": output,
         "parts": 4,
         "kept": 0,
     }
-    table, rows = read_all(output), model_run.rows()
+    table, rows = read_all(output), finished_run.rows()
     assert table.schema.remove_metadata() == pa.schema(
         {"row": pa.int64(), "label": pa.int64(), "prediction": pa.int64(), "probabilities": pa.list_(pa.float32())}
     )
     assert table["row"].to_pylist() == list(range(TEST_ROWS))
     assert table["label"].to_pylist() == rows["label"].tolist()
-    predictions, probabilities = Classifier("run", storage=model_run.storage).predict(rows["image"])
+    predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(rows["image"])
     assert table["prediction"].to_pylist() == predictions.tolist()
     assert np.array(table["probabilities"].to_pylist()) == pytest.approx(probabilities, abs=0.02)
 
@@ -164,9 +164,11 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
     assert "accuracy" in predict(*words, as_json=False)
 
     # Neither another checkpoint nor other data goes into the same folder.
-    [older] = {path.name for path in model_run.directory(model_run.newest).parent.iterdir()} - {model_run.newest.name}
+    [older] = {path.name for path in finished_run.directory(finished_run.newest).parent.iterdir()} - {
+        finished_run.newest.name
+    }
     with pytest.raises(
-        ConflictError, match=rf"checkpoint: {model_run.newest.name} -> {older}\n(.*\n)*.*choose another"
+        ConflictError, match=rf"checkpoint: {finished_run.newest.name} -> {older}\n(.*\n)*.*choose another"
     ):
         predict(*words, "--checkpoint", older)
     with pytest.raises(ConflictError, match=r"rows: 101 -> 240"):
@@ -177,13 +179,13 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
 
 
 def test_a_killed_command_goes_on_where_it_was(
-    predict: Predict, model_run: ModelRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
+    predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     output = tmp_path / "out"
-    words = ["run", "--dataset", model_run.data, "--output", str(output), "--workers", "1"]
+    words = ["run", "--dataset", finished_run.data, "--output", str(output), "--workers", "1"]
     program = "from app.predict import __main__, batch; batch.PART_ROWS = 1; __main__.main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *words, "--storage", model_run.storage],
+        [sys.executable, "-c", program, *words, "--storage", finished_run.storage],
         env={**os.environ, "RAY_ADDRESS": ray_address},
         cwd=REPOSITORY,
     )
@@ -199,25 +201,25 @@ def test_a_killed_command_goes_on_where_it_was(
     monkeypatch.setattr(predict_batch, "PART_ROWS", 1)
     found = predict(*words)
     assert (found["kept"], found["rows"]) == (len(there), TEST_ROWS)
-    assert found["accuracy"] == model_run.newest.metrics["test_accuracy"]
+    assert found["accuracy"] == finished_run.newest.metrics["test_accuracy"]
     assert {file: file.stat().st_mtime_ns for file in there} == there
     assert read_all(output)["row"].to_pylist() == list(range(TEST_ROWS))
 
 
-def test_rows_without_labels_are_predicted_too(predict: Predict, model_run: ModelRun, tmp_path: Path) -> None:
-    table = pq.read_table(f"{model_run.data}/test/part.parquet")
+def test_rows_without_labels_are_predicted_too(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
+    table = pq.read_table(f"{finished_run.data}/test/part.parquet")
     pq.write_table(table.drop_columns("label"), tmp_path / "unlabelled.parquet")
     words = ["--dataset", str(tmp_path / "unlabelled.parquet"), "--output", str(tmp_path / "out")]
-    found = predict(str(model_run.directory(model_run.newest)), *words)
+    found = predict(str(finished_run.directory(finished_run.newest)), *words)
     assert (found["accuracy"], found["rows"], found["split"]) == (None, TEST_ROWS, "train")
-    predictions, _ = Classifier("run", storage=model_run.storage).predict(model_run.rows()["image"])
+    predictions, _ = Classifier("run", storage=finished_run.storage).predict(finished_run.rows()["image"])
     written = read_all(tmp_path / "out")
     assert written.column_names == ["row", "prediction", "probabilities"]
     assert written["prediction"].to_pylist() == predictions.tolist()
 
 
 def test_what_cannot_be_predicted_is_refused_before_anything_is_written(
-    predict: Predict, model_run: ModelRun, copied_run: ModelRun, make_data: Callable[..., str], tmp_path: Path
+    predict: Predict, finished_run: FinishedRun, copied_run: FinishedRun, make_data: Callable[..., str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     wide = make_data(4, side=SIDE + 1)
@@ -227,29 +229,29 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_written(
     with pytest.raises(SettingsError, match="has no held-out rows"):
         predict("run", "--dataset", wide, "--split", "test", *to)
     with pytest.raises(NotFoundError):
-        predict("run", "--checkpoint", "step-00000001-attempt-0001", "--dataset", model_run.data, *to)
+        predict("run", "--checkpoint", "step-00000001-attempt-0001", "--dataset", finished_run.data, *to)
     newest = copied_run.newest
     (copied_run.directory(newest) / "model.pt").write_bytes(b"")
-    words = ["run", "--checkpoint", newest.name, "--dataset", model_run.data]
+    words = ["run", "--checkpoint", newest.name, "--dataset", finished_run.data]
     with pytest.raises(DamageError, match=r"model\.pt has 0 bytes"):
         predict(*words, *to, storage=copied_run.storage)
     assert not output.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(SettingsError, match="is not empty, and holds no predictions"):
-        predict("run", "--dataset", model_run.data, "--output", str(tmp_path / "mine"))
+        predict("run", "--dataset", finished_run.data, "--output", str(tmp_path / "mine"))
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
 
 
 @pytest.mark.slow
-def test_a_run_a_dataset_and_predictions_in_s3(model_run: ModelRun, s3_bucket: str) -> None:
+def test_a_run_a_dataset_and_predictions_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
     from app.storage import open_storage
 
     bucket = open_storage(f"s3://{s3_bucket}")
-    for folder in (Path(model_run.storage), Path(model_run.data)):
+    for folder in (Path(finished_run.storage), Path(finished_run.data)):
         for path in folder.rglob("*"):
             if path.is_file():
-                bucket.write(str(path.relative_to(Path(model_run.storage).parent)), path.read_bytes())
+                bucket.write(str(path.relative_to(Path(finished_run.storage).parent)), path.read_bytes())
     # A Ray of its own, as its workers get their AWS environment from the process that starts it.
     words = ["run", "--storage", f"s3://{s3_bucket}/runs", "--dataset", f"s3://{s3_bucket}/data", "--json"]
     said = subprocess.run(
@@ -259,7 +261,7 @@ def test_a_run_a_dataset_and_predictions_in_s3(model_run: ModelRun, s3_bucket: s
         check=True,
         timeout=300,
     ).stdout
-    assert json.loads(said)["accuracy"] == model_run.newest.metrics["test_accuracy"]
+    assert json.loads(said)["accuracy"] == finished_run.newest.metrics["test_accuracy"]
     assert {entry.key for entry in bucket.list("out")} == {
         "out/_predictions.json",
         "out/rows-00000000-00000101.parquet",

@@ -21,7 +21,7 @@ from app.run.checkpoints import Checkpoint
 from app.run.predictions import Example, Predictions, read_predictions, write_predictions
 from app.settings import load_settings
 from app.tasks import load_task
-from tests.harness.model_runs import ROWS, TEST_ROWS, ModelRun
+from tests.harness.finished_run import ROWS, TEST_ROWS, FinishedRun
 
 WRONG = Example(row=3, label=1, predicted=0, probability=0.75, image=b"\x89PNG\x00\xff")
 SAMPLE = Example(row=7, label=1, predicted=None, probability=None, image=b"")
@@ -54,12 +54,12 @@ def test_predictions_that_cannot_be_read_are_damage(run: Run, content: bytes) ->
 # ----------------------------------------------------------------------------------------------- at the end of training
 
 
-def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(model_run: ModelRun) -> None:
-    kept, newest, rows = read_predictions(model_run.run), model_run.newest, model_run.rows()
+def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(finished_run: FinishedRun) -> None:
+    kept, newest, rows = read_predictions(finished_run.run), finished_run.newest, finished_run.rows()
     assert kept
     assert (kept.checkpoint, kept.step, kept.rows, kept.classes) == (newest.name, newest.step, TEST_ROWS, 3)
     assert kept.accuracy == newest.metrics["test_accuracy"]
-    predictions, probabilities = Classifier("run", storage=model_run.storage).predict(rows["image"])
+    predictions, probabilities = Classifier("run", storage=finished_run.storage).predict(rows["image"])
     wrong = np.flatnonzero(predictions != rows["label"])
     assert sum(map(sum, kept.confusion)) == TEST_ROWS
     assert [kept.confusion[label][label] for label in range(3)] == [
@@ -73,7 +73,7 @@ def test_the_end_of_a_run_keeps_what_its_newest_checkpoint_says(model_run: Model
         assert example.predicted == predictions[example.row]
         assert example.probability == pytest.approx(probabilities[example.row].max(), abs=0.02)
         assert (pixels(example.image) == rows["image"][example.row, 0]).all()
-    train = read_rows(find_sources(load_settings({"DATASET": model_run.data}))[0], 0, ROWS)
+    train = read_rows(find_sources(load_settings({"DATASET": finished_run.data}))[0], 0, ROWS)
     for example in kept.samples:
         assert (example.predicted, example.label) == (None, train["label"][example.row])
         assert (pixels(example.image) == train["image"][example.row, 0]).all()
@@ -84,14 +84,14 @@ def pixels(png: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(png)))
 
 
-def plan_of(model_run: ModelRun, **settings: Any) -> Plan:
-    environment = model_run.run.read_json("attempts", "0001.json")["about"]["settings"]
+def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
+    environment = finished_run.run.read_json("attempts", "0001.json")["about"]["settings"]
     chosen = load_settings({**environment, **{name: str(value) for name, value in settings.items()}})
     return make_plan(chosen, load_task(chosen))
 
 
 def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
-    copied_run: ModelRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
+    copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
     run, newest = copied_run.run, copied_run.newest
     before = read_predictions(run)
@@ -123,18 +123,18 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
     ],
 )
 def test_what_prevents_predictions_is_said_and_fails_nothing(
-    task: str, said: str, model_run: ModelRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    task: str, said: str, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*words: Any) -> Any:
         raise StorageError("storage is full")
 
     monkeypatch.setattr("app.predict.held_out.predict_held_out", fail)
-    keep_predictions(plan_of(model_run, TASK=task), model_run.run, replace(model_run.newest, name="another"))
+    keep_predictions(plan_of(finished_run, TASK=task), finished_run.run, replace(finished_run.newest, name="another"))
     assert said in capsys.readouterr().out
 
 
 def test_when_time_is_up_what_was_predicted_is_kept(
-    copied_run: ModelRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
+    copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
 ) -> None:
     asked = []
 

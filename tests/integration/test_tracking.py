@@ -28,8 +28,9 @@ from app.settings import Settings
 from app.tracking import __main__ as command
 from app.tracking import process
 from app.tracking.delivery import Delivery, claim_tracking_run, read_delivered, read_tracking_run, to_point
-from tests.conftest import REPOSITORY, Program
+from tests.harness import REPOSITORY
 from tests.harness.mlflow_server import Server
+from tests.harness.program import Program
 from tests.harness.runs import begin, commit, report, start
 from tests.harness.trained import BEGUN, attempt_metadata, record, trained
 

@@ -28,8 +28,9 @@ from app.tune.promotion import begin_attempt, promote
 from app.tune.search import find_room, share_out
 from app.tune.trials import PART, SCORE, WHOLE, Reported, StoppingAsha, WhenNoneRuns, has_ended
 from submitter.cli import main as sunspot
-from tests.conftest import REPOSITORY, Program
+from tests.harness import REPOSITORY
 from tests.harness.commands import Command
+from tests.harness.program import Program
 from tests.harness.runs import begin, commit, report, start
 from tests.harness.training import consumed, newest, wait_for_step
 

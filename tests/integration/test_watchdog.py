@@ -19,7 +19,7 @@ from app.run import Run, open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
 from app.run.incidents import suspects
-from tests.conftest import REPOSITORY
+from tests.harness import REPOSITORY
 
 TIMEOUT_S = 2.0
 

@@ -24,8 +24,7 @@ from app.run.attempts import Attempt, claim, lineage, read_attempts
 from app.run.checkpoints import Checkpoint, expired, find_faults, find_newest_good, in_lineage, list_checkpoints
 from app.run.history import Journal, read_journal
 from app.settings import Settings
-from tests.conftest import REPOSITORY
-from tests.harness import s3
+from tests.harness import REPOSITORY, s3
 from tests.harness.s3 import FaultProxy
 
 

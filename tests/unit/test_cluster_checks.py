@@ -23,8 +23,7 @@ from submitter.doctor.probe_pods import LABEL, make_pod, read_checks
 from submitter.manifest.profile import manifests
 from submitter.manifest.render import render
 from submitter.manifest.shape import parse_quantity
-from tests.conftest import REPOSITORY
-from tests.harness import s3
+from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
 from tests.harness.s3 import FaultProxy, delay

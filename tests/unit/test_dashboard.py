@@ -26,7 +26,7 @@ from app.errors import ClusterError, SettingsError
 from app.run import Run
 from app.run.status import RunState, Status, write_status
 from submitter.cluster.forward import LocalPort, find_problem, rewrite
-from tests.conftest import REPOSITORY
+from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
 from tests.harness.runs import begin

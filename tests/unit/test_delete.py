@@ -19,10 +19,10 @@ from app.run.search import Results, Trial, write_results
 from app.run.status import MARK, RunState, Status, deletion_begun, mark_deletion, write_status
 from app.storage.local import LocalStorage
 from submitter.commands.delete import in_order
-from tests.conftest import Program
 from tests.harness import s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
+from tests.harness.program import Program
 from tests.harness.runs import begin, commit, consumed, record_audit, report, start
 from tests.harness.s3 import FaultProxy
 from tests.harness.training import the_run, wait_for_step

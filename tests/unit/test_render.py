@@ -23,7 +23,7 @@ from submitter.cli import main
 from submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from submitter.manifest.profile import load_profile
 from submitter.manifest.render import Rendered, image_problem, render, settings_of, to_yaml
-from tests.conftest import SHELL
+from tests.harness import SHELL
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "k8s"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.errors import SettingsError
 from app.search_space import Dimension, find_dimensions, load_search, parse, trial_name
 from submitter.manifest.render import render
-from tests.conftest import REPOSITORY
+from tests.harness import REPOSITORY
 from tests.unit.test_render import GOLDEN
 
 SPACE = {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)", "SUNSPOT_TASK_ARGS": '{"width": "choice(8,16)", "depth": 3}'}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.errors import SettingsError
 from app.settings import PREFIX, Settings, Workers, differences, load_settings
-from tests.conftest import REPOSITORY
+from tests.harness import REPOSITORY
 
 CONTRACT = {
     "TASK": "app.tasks.mnist",

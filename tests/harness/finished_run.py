@@ -1,12 +1,13 @@
-"""One small trained run for all tests of what uses the model of one."""
+"""One small finished run for all tests that look at, damage or go on with one."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,21 +18,42 @@ from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good, write_manifest
 from app.settings import load_settings
-from tests.conftest import Program, images
+from tests.harness.program import SETTINGS, Program, images
 
 ROWS, TEST_ROWS, SIDE = 240, 101, 8
+STEPS = 20
+"""Of 24 rows each, in two epochs."""
+
+SETTINGS_OF_RUN = {
+    **SETTINGS,
+    "NUM_WORKERS": "1..3",
+    "LOADER": "ray",
+    "GLOBAL_BATCH_SIZE": "24",
+    "LEARNING_RATE": "0.02",
+    "PRECISION": "bf16",
+    "CHECKPOINT_METRIC": "test_accuracy",
+    "CHECKPOINT_ORDER": "max",
+    "PREDICT_ROWS": "10000",
+}
 
 
 @dataclass
-class ModelRun:
-    """A finished run of the tiny task in bf16, in a storage of its own."""
+class FinishedRun:
+    """A finished run of the tiny task in bf16, trained by three workers on Ray Data; in a storage of its own."""
 
     storage: str
     data: str
+    output: str
+    "What its driver printed."
 
     @property
     def run(self) -> Run:
         return open_run(self.storage, "run")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Those that it was begun with."""
+        return {**SETTINGS_OF_RUN, "STORAGE_PATH": self.storage, "DATASET": self.data}
 
     @property
     def newest(self) -> Checkpoint:
@@ -62,31 +84,21 @@ class ModelRun:
 
 
 @pytest.fixture(scope="session")
-def model_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> ModelRun:
+def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The run, its test rows in many row groups; not to be changed."""
-    folder = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("finished")
     for split, rows in (("train", ROWS), ("test", TEST_ROWS)):
         (folder / "data" / split).mkdir(parents=True)
         pq.write_table(images(rows, SIDE, seed=rows), folder / "data" / split / "part.parquet", row_group_size=16)
-    settings: dict[str, Any] = {
-        "TASK": "tests.tasks.tiny",
-        "RUN_NAME": "run",
-        "STORAGE_PATH": str(folder / "runs"),
-        "DATASET": str(folder / "data"),
-        "RESOURCES_PER_WORKER": '{"CPU": 1}',
-        "GLOBAL_BATCH_SIZE": "24",
-        "LEARNING_RATE": "0.02",
-        "PRECISION": "bf16",
-        "CHECKPOINT_METRIC": "test_accuracy",
-        "CHECKPOINT_ORDER": "max",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        Program(settings, ray_address, patch).run()
-    return ModelRun(settings["STORAGE_PATH"], settings["DATASET"])
+    finished = FinishedRun(str(folder / "runs"), str(folder / "data"), "")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        Program(finished.settings, ray_address, patch).run()
+    finished.output = output.getvalue()
+    return finished
 
 
 @pytest.fixture
-def copied_run(model_run: ModelRun, tmp_path: Path) -> ModelRun:
-    """A copy of it, to be damaged."""
-    shutil.copytree(model_run.storage, tmp_path / "runs")
-    return ModelRun(str(tmp_path / "runs"), model_run.data)
+def copied_run(finished_run: FinishedRun, tmp_path: Path) -> FinishedRun:
+    """A copy of it, to be damaged or trained further."""
+    shutil.copytree(finished_run.storage, tmp_path / "runs")
+    return FinishedRun(str(tmp_path / "runs"), finished_run.data, finished_run.output)
