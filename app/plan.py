@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.data.order import LEAST_ROWS, Steps
+from app.data.order import MIN_ROWS, Steps
 from app.data.source import Source, find_sources, rows_in
 from app.errors import DataError, SettingsError
 from app.settings import Settings
@@ -46,8 +46,8 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     find = getattr(task, "find_sources", find_sources)
     source, test = find(settings)
     rows = rows_in(source)
-    if rows < LEAST_ROWS:
-        raise DataError(f"{settings.dataset}: {rows} training row; at least {LEAST_ROWS} are needed")
+    if rows < MIN_ROWS:
+        raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
     steps = Steps(rows, settings.global_batch_size)
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
@@ -74,10 +74,10 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             "fsdp: a worker holds a part of the state, so no copies in memory outlive a node: a loss goes back to the "
             f"newest checkpoint in storage ({', '.join(every) or 'one at the end of each epoch'})"
         )
-    if settings.num_workers.most * LEAST_ROWS > settings.global_batch_size:
+    if settings.num_workers.most * MIN_ROWS > settings.global_batch_size:
         reasons.append(
-            f"of {settings.num_workers.most} workers only {settings.global_batch_size // LEAST_ROWS} get rows: "
-            f"GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {LEAST_ROWS} each"
+            f"of {settings.num_workers.most} workers only {settings.global_batch_size // MIN_ROWS} get rows: "
+            f"GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {MIN_ROWS} each"
         )
     return Plan(settings, source, test, steps, total, reasons)
 

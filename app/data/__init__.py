@@ -1,1 +1,1 @@
-"""Where rows come from, in which order they are visited, and how they reach a worker."""
+"""Rows: where they come from, the order in which they are visited, and how they reach a worker."""

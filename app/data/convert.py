@@ -1,10 +1,10 @@
-"""Write a dataset as Parquet in the form that is read fastest: `python -m app.data.convert --from mnist OUT`.
+"""Write a dataset as Parquet in the form that reads fastest: `python -m app.data.convert --from mnist OUT`.
 
     --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
     --from imagefolder --root DIR [--size N] OUT  one folder of images per class; below DIR/train and DIR/test (or
                                                   DIR/val) when there are both, else OUT/*.parquet
 
-OUT appears when everything is written, and is a new local directory. Class names are in the files' metadata.
+OUT is a new local directory and appears when everything is written. Class names are in the files' metadata.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from app.data.images import GREY_MODES, to_pixels
 from app.data.mnist import open_mnist
 from app.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 
-GROUP_BYTES, LEAST_GROUP_ROWS, MOST_GROUP_ROWS = 4 << 20, 64, 2048
-"""A row group is what a streaming reader fetches at once: so many bytes of pixels, within these numbers of rows."""
+GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
+"""Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""
 
 FILE_BYTES = 256 << 20
-"""Pixels of one file; a larger dataset gets several."""
+"""Bytes of pixels in one file; a larger dataset gets several."""
 
 CLASS_NAMES = b"classes"
 """Key of the class names, a JSON list by label, in a file's metadata."""
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert_mnist(data_root: str, out: str) -> dict[str, int]:
-    """Write MNIST to `out`; returns the rows of each split. Raises as `_new_directory` and `open_mnist` do."""
+    """Write MNIST to `out`; returns the rows of each split. Raises like `_new_directory` and `open_mnist`."""
     with _new_directory(out) as directory:
         written = {}
         for split, source in zip(("train", "test"), open_mnist(data_root), strict=True):
@@ -78,10 +78,10 @@ def convert_mnist(data_root: str, out: str) -> dict[str, int]:
 
 
 def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
-    """Write folders of images to `out`, cut to the middle square and scaled to `size`; returns the rows of each split.
+    """Write folders of images to `out`, cropped to the central square of `size`; returns the rows of each split.
 
-    Rows are shuffled once, always alike: folders come sorted by class, and a streaming reader shuffles within a
-    window. Images are grey if all of them are. Raises `DataError` naming the image or folder.
+    Rows are shuffled once, with a fixed seed: folders are sorted by class, and a streaming reader shuffles only within
+    a window. Grey only if all images are. Raises `DataError` naming the image or folder.
     """
     folders = _split_folders(Path(root))
     classes = _class_names(next(iter(folders.values())))
@@ -100,9 +100,9 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
 
 
 def write_files(directory: Path, rows: Iterator[Rows], classes: list[str]) -> int:
-    """Write rows, in batches of any size, as part-00000.parquet and so on; returns how many there were.
+    """Write rows, in batches of any size, as part-00000.parquet and so on; returns their number.
 
-    Every file is on disk when this returns.
+    All files have been synced to disk when this returns.
     """
     directory.mkdir(parents=True, exist_ok=True)
     total, writer, groups_left = 0, None, 0
@@ -132,10 +132,10 @@ def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes
 
 
 def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.ParquetWriter:
-    """A writer of such tables.
+    """A writer for the tables of `to_table`.
 
-    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: for MNIST, files are a third
-    smaller than without, and a sixth faster to read.
+    Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files are a third
+    smaller and a sixth faster to read.
     """
     encoding = {"image.list.element": "BYTE_STREAM_SPLIT"}
     return pq.ParquetWriter(
@@ -149,26 +149,29 @@ def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.Par
 
 
 def _in_groups(rows: Iterator[Rows]) -> Iterator[Rows]:
-    """Batches cut anew, all but the last of a batch to the size of a row group."""
+    """Cut each batch into row groups; its last one may be smaller."""
     for images, labels in rows:
-        per_group = GROUP_BYTES // max(1, images[0].nbytes)
-        per_group = min(MOST_GROUP_ROWS, max(LEAST_GROUP_ROWS, per_group))
+        per_group = _rows_per_group(images[0].nbytes)
         for begin in range(0, len(images), per_group):
             yield images[begin : begin + per_group], labels[begin : begin + per_group]
 
 
+def _rows_per_group(image_bytes: int) -> int:
+    return min(MAX_GROUP_ROWS, max(MIN_GROUP_ROWS, GROUP_BYTES // max(1, image_bytes)))
+
+
 @contextlib.contextmanager
 def _new_directory(out: str) -> Iterator[Path]:
-    """A directory aside that becomes `out` in one step when the block ends, or goes away with everything in it.
+    """A temporary directory that is renamed to `out` when the block ends, or deleted if it raises.
 
-    Raises `SettingsError` when there is an `out` already, `StorageError` when it cannot be written.
+    Raises `SettingsError` if `out` exists, `StorageError` if it cannot be written.
     """
     if "://" in out:
         raise SettingsError(f"{out}: give a local directory, and copy it afterwards (aws s3 cp --recursive)")
     target = Path(os.path.abspath(os.path.expanduser(out)))
     if os.path.lexists(target):
         raise SettingsError(f"{target}: exists already; remove it, or give another directory")
-    # Hidden from open_parquet, which passes over such names; not mkdtemp, whose directories are for the owner only.
+    # Hidden from open_parquet, which skips such names; not mkdtemp, whose directories only their owner can read.
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
         aside.mkdir(parents=True)
@@ -199,7 +202,7 @@ class _Image(NamedTuple):
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """The folder of class folders of each split; one with no name when `root` is not split."""
+    """The folder of class folders of each split; one split named '' if `root` is not split."""
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of class folders with --root")
     for held_out in ("test", "val"):
@@ -236,13 +239,13 @@ def _is_grey(path: Path) -> bool:
     try:
         with Image.open(path) as image:
             return image.mode in GREY_MODES
-    except Exception as error:  # Pillow raises whatever its decoders stumble over
+    except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
 
 
 def _load_images(images: list[_Image], size: int, channels: int, pool: ThreadPoolExecutor) -> Iterator[Rows]:
     """Batches of one row group each."""
-    per_batch = min(MOST_GROUP_ROWS, max(LEAST_GROUP_ROWS, GROUP_BYTES // (size * size * channels)))
+    per_batch = _rows_per_group(size * size * channels)
     for begin in range(0, len(images), per_batch):
         batch = images[begin : begin + per_batch]
         pixels = pool.map(lambda image: _load_image(image.path, size, channels), batch)

@@ -1,4 +1,4 @@
-"""Images from files: PNG, JPEG (or whatever else Pillow reads), and NumPy's .npy."""
+"""Images from files: PNG, JPEG (or any other format that Pillow reads), and NumPy's .npy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 
 from app.errors import DataError, SettingsError, shorten
 
-ARRAY = b"\x93NUMPY"
-"""What an .npy file begins with."""
+NPY_MAGIC = b"\x93NUMPY"
+
+GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
+"""Pillow's modes without colour."""
 
 
 def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
-    """uint8 [B, *shape] of a file: one image, or as many as an array [B, C, H, W] in it has.
+    """uint8 [B, *shape] of a file: one image, or all B of an array [B, C, H, W].
 
-    Raises `SettingsError` naming the file, what it holds and what was expected.
+    Raises `SettingsError` naming the file, its content and what was expected.
     """
     try:
         content = path.read_bytes()
@@ -27,8 +29,8 @@ def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def decode_images(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
-    """`read_images` of a file's content; `place` is what messages call it."""
-    return _from_array(content, shape, place) if content.startswith(ARRAY) else _from_image(content, shape, place)
+    """Like `read_images`, from bytes; `place` names them in messages."""
+    return _from_array(content, shape, place) if content.startswith(NPY_MAGIC) else _from_image(content, shape, place)
 
 
 def _from_array(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
@@ -50,7 +52,7 @@ def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.n
     try:
         image = Image.open(io.BytesIO(content))
         pixels = to_pixels(image, shape[0])
-    except Exception as error:  # Pillow raises whatever its decoders stumble over
+    except Exception as error:  # Pillow's decoders raise all kinds
         raise SettingsError(f"{place}: neither an image nor an .npy array, or damaged: {shorten(error)}") from error
     grey = image.mode in GREY_MODES
     if pixels.shape != shape or (shape[0] == 1 and not grey):
@@ -61,17 +63,13 @@ def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.n
     return pixels[None]
 
 
-GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
-"""Pillow's modes without colour."""
-
-
 def open_image(content: bytes, place: str) -> Any:
     """A Pillow image whose header has been read."""
     from PIL import Image
 
     try:
         return Image.open(io.BytesIO(content))
-    except Exception as error:  # Pillow raises whatever its decoders stumble over
+    except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"{place}: image bytes are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
 
 

@@ -25,13 +25,15 @@ from app.errors import DataError, shorten
 CLASSES = 10
 
 GROUP_ROWS = 4096
-"""Rows of one row group: the files have none, so they are cut into equal ones."""
+"""The files have no row groups: they are cut into groups of so many rows."""
+
+FILES = tuple(f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
 HEADERS = {"images": (2051, 4), "labels": (2049, 2)}
-"""How a file of each kind begins: its magic number, and how many big-endian numbers there are with it."""
+"""How files of each kind begin: the magic number, and the count of big-endian numbers including it."""
 
-SILENCE_S = 15
-"""A server that says nothing for so long is given up."""
+SOCKET_TIMEOUT_S = 15
+"""A server that is silent for so long is given up."""
 
 WAIT_S = 900
 """How long a process waits for the one that downloads."""
@@ -41,11 +43,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MnistSource:
-    """One split of MNIST; a `Source`. Reads its files where it is used: each node has, or downloads, its own."""
+    """One split of MNIST; a `Source`. Each node reads its own files, and downloads them if missing."""
 
     data_root: str
     split: str
-    """As the files call it: train or t10k."""
+    "The files' name for it: train or t10k."
 
     row_groups: tuple[int, ...]
     shape: tuple[int, int, int]
@@ -69,9 +71,9 @@ class MnistSource:
 
 
 def open_mnist(data_root: str) -> tuple[MnistSource, MnistSource]:
-    """The 60,000 training and the 10,000 held-out digits. Raises `DataError` when they can neither be found nor got."""
+    """The 60,000 training and 10,000 held-out digits; raises `DataError` if neither found nor downloaded."""
     data_root = os.path.abspath(os.path.expanduser(data_root))
-    _load.cache_clear()  # what this process opened before may have been replaced
+    _load.cache_clear()  # the files may have been replaced
     sources = []
     for split in ("train", "t10k"):
         images, labels = _load(data_root, split)
@@ -90,7 +92,7 @@ def _names(split: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images (uint8 [n, 1, H, W], read-only: a file's own pages if it is unpacked) and labels (int64 [n])."""
+    """Images (uint8 [n, 1, H, W], read-only: a memory map unless gzipped) and labels (int64 [n])."""
     _make_complete(data_root)
     images, labels = (_parse(_raw(data_root), name) for name in _names(split))
     if len(images) != len(labels):
@@ -105,9 +107,9 @@ def _load(data_root: str, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parse(folder: Path, name: str) -> np.ndarray:
-    """A file, unpacked or else gzipped, as uint8 with the dimensions that its header gives.
+    """A file, plain or gzipped, as uint8 in the shape that its header gives.
 
-    Raises `FileNotFoundError` when there is neither, `DataError` when it is not whole.
+    Raises `FileNotFoundError` if there is neither, `DataError` if it is incomplete.
     """
     path = folder / name
     if not path.exists():
@@ -126,9 +128,9 @@ def _parse(folder: Path, name: str) -> np.ndarray:
 
 
 def _faults(data_root: str) -> list[str]:
-    """What keeps the four files from being complete, a phrase for each."""
+    """What is wrong with each of the four files; empty if all are complete."""
     faults = []
-    for name in (*_names("train"), *_names("t10k")):
+    for name in FILES:
         try:
             _parse(_raw(data_root), name)
         except FileNotFoundError:
@@ -144,13 +146,13 @@ def _faults(data_root: str) -> list[str]:
 
 
 def _make_complete(data_root: str) -> None:
-    """Download what is missing or damaged; one process of a node (or of all that share DATA_ROOT) does, others wait."""
+    """Download missing or damaged files; of all processes that share DATA_ROOT one does, the others wait."""
     faults = _faults(data_root)
     if not faults:
         return
     try:
         os.makedirs(data_root, exist_ok=True)
-        with _only_one(data_root):
+        with _download_lock(data_root):
             faults = _faults(data_root)
             if faults:
                 _download(data_root)
@@ -165,7 +167,7 @@ def _make_complete(data_root: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(data_root: str) -> Iterator[None]:
+def _download_lock(data_root: str) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(os.path.join(data_root, ".mnist.lock"))
@@ -187,7 +189,7 @@ def _only_one(data_root: str) -> Iterator[None]:
 
 
 def _download(data_root: str) -> None:
-    """Download to a folder aside, and move over what arrived whole: a file in its place is a complete one."""
+    """Download to a temporary folder, then move the files: one in its final place is complete."""
     aside = Path(data_root) / ".mnist-download"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -197,18 +199,18 @@ def _download(data_root: str) -> None:
         if faults:
             raise OSError(f"the download is not complete: {'; '.join(faults)}")
         _raw(data_root).mkdir(parents=True, exist_ok=True)
-        for name in (*_names("train"), *_names("t10k")):
+        for name in FILES:
             os.replace(_raw(str(aside)) / name, _raw(data_root) / name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fetch(folder: str) -> None:
-    """torchvision's own download, checksums included. It sets no time limit on its connections."""
+    """torchvision's own download, with checksums. It sets no timeout itself."""
     from torchvision.datasets import MNIST
 
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SILENCE_S)
+    socket.setdefaulttimeout(SOCKET_TIMEOUT_S)
     try:
         MNIST(folder, download=True)
     finally:

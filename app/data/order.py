@@ -1,7 +1,15 @@
 """Which rows each optimizer step consumes, and which of them each worker takes.
 
-All of it is a function of the seed, the epoch, and the data's row groups. The world size only cuts a step into
-shares, so that the sequence of steps is the same on any number of workers, and a position in it is one number.
+Everything here is a pure function of the seed, the epoch and the dataset's row groups. The world size only divides a
+step among the workers. So a run takes the same steps on any number of workers, and its position in the data is one
+number: how many optimizer steps it has taken. Ten rows with a global batch size of 4, on two workers:
+
+    the epoch's order (`Order`)        7 2 9 0   4 1 8 3   5 6
+    cut into steps (`Steps`)          |   0    |    1    |  2  |
+    rank 0 takes (`share`)             7 2       4 1       5 6
+    rank 1 takes                           9 0       8 3            too few rows for both
+
+Each worker then takes its share in one or more forward passes (`micro_batches`).
 """
 
 from __future__ import annotations
@@ -13,15 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_ROWS = 2
+MIN_ROWS = 2
 """Batch norm needs two rows in a forward pass."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How an epoch of `rows` rows is cut into optimizer steps of `batch` rows.
+    """Cuts an epoch of `rows` rows into optimizer steps of `batch` rows.
 
-    The last step takes what is left, and a single row left over joins the step before it.
+    The last step takes the remainder; a remainder of one row joins the step before it.
     """
 
     rows: int
@@ -30,28 +38,26 @@ class Steps:
     @property
     def per_epoch(self) -> int:
         full, rest = divmod(self.rows, self.batch)
-        return max(1, full + (rest >= LEAST_ROWS))
+        return max(1, full + (rest >= MIN_ROWS))
 
-    def total(self, epochs: int, most: int) -> int:
-        """Steps of so many epochs, and of them not more than `most` (0: no limit)."""
-        return min(epochs * self.per_epoch, most or epochs * self.per_epoch)
+    def total(self, epochs: int, limit: int) -> int:
+        """Steps of so many epochs, at most `limit` (0: no limit)."""
+        return min(epochs * self.per_epoch, limit or epochs * self.per_epoch)
 
     def bounds(self, step: int) -> tuple[int, int]:
         """First and last-plus-one position, in the epoch's order, of step 0 .. per_epoch - 1."""
         return step * self.batch, self.rows if step == self.per_epoch - 1 else (step + 1) * self.batch
 
     def share(self, step: int, world_size: int, rank: int) -> tuple[int, int]:
-        """The positions of `step` that `rank` takes."""
+        """First and last-plus-one position of the rows of `step` that `rank` takes."""
         first, last = self.bounds(step)
         begin, end = share(last - first, world_size, rank)
         return first + begin, first + end
 
     def positions(self, world_size: int, rank: int, first: int, last: int) -> np.ndarray:
         """All positions in `first` .. `last` - 1 that `rank` takes, in order; int64."""
-        steps = range(
-            min(first // self.batch, self.per_epoch - 1), min((last - 1) // self.batch, self.per_epoch - 1) + 1
-        )
-        shares = (self.share(step, world_size, rank) for step in steps)
+        first_step, last_step = (min(at // self.batch, self.per_epoch - 1) for at in (first, last - 1))
+        shares = (self.share(step, world_size, rank) for step in range(first_step, last_step + 1))
         return np.concatenate(
             [np.arange(max(begin, first), max(begin, first, min(end, last))) for begin, end in shares]
         )
@@ -60,10 +66,10 @@ class Steps:
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """The slice of a step's `rows` rows that `rank` takes.
 
-    Shares differ by at most one row among the workers that have any, and none has fewer than LEAST_ROWS: a step too
-    small for all goes to the first of them.
+    Shares differ by at most one row and have at least MIN_ROWS; if a step is too small for that, the last ranks get
+    none.
     """
-    workers = max(1, min(world_size, rows // LEAST_ROWS))
+    workers = max(1, min(world_size, rows // MIN_ROWS))
     if rank >= workers:
         return rows, rows
     size, longer = divmod(rows, workers)
@@ -71,21 +77,21 @@ def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return begin, begin + size + (rank < longer)
 
 
-def micro_batches(rows: int, most: int) -> Iterator[slice]:
-    """Cut `rows` rows evenly into the fewest slices of at most `most` rows (0: one slice)."""
-    parts = -(-rows // most) if most else 1
+def micro_batches(rows: int, limit: int) -> Iterator[slice]:
+    """Cut `rows` rows evenly into the fewest slices of at most `limit` rows (0: one slice)."""
+    parts = -(-rows // limit) if limit else 1
     bounds = [rows * part // parts for part in range(parts + 1)]
     return (slice(begin, end) for begin, end in pairwise(bounds))
 
 
-def passes(rows: int, world_size: int, most: int) -> int:
-    """Forward passes that a step of `rows` rows takes on the worker with the largest share, the first."""
+def forward_passes(rows: int, world_size: int, limit: int) -> int:
+    """Forward passes of a step of `rows` rows on rank 0, which has the largest share."""
     begin, end = share(rows, world_size, 0)
-    return len(list(micro_batches(end - begin, most)))
+    return len(list(micro_batches(end - begin, limit)))
 
 
 class ShuffleWindow(NamedTuple):
-    """A stretch of an epoch's order: the rows of a few row groups, permuted."""
+    """Part of an epoch's order, positions `first` .. `last` - 1: the rows of a few row groups, permuted."""
 
     number: int
     groups: tuple[int, ...]
@@ -97,8 +103,8 @@ class ShuffleWindow(NamedTuple):
 class Order:
     """The order in which each epoch visits the rows.
 
-    Row groups are permuted, and the rows of each `window_rows` of them are permuted again: a reader never has to hold
-    more than a window. With one window, the order is a permutation of all rows.
+    Row groups are permuted, then cut into windows of at least `window_rows` rows, and the rows of each window are
+    permuted. So a reader never holds more than a window. With one window, the order is a permutation of all rows.
     """
 
     row_groups: tuple[int, ...]
@@ -124,15 +130,15 @@ class Order:
     def permutation(self, epoch: int, window: ShuffleWindow) -> np.ndarray:
         """The rows of a window in the order they are visited, int64 [last - first].
 
-        A number below counts through the rows of `window.groups`, laid end to end.
+        Rows are numbered through `window.groups` laid end to end; `row_ids` turns these numbers into row ids.
         """
         return np.random.default_rng([self.seed, epoch, window.number]).permutation(window.last - window.first)
 
 
 def row_ids(row_groups: Sequence[int], groups: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows numbered through `groups` laid end to end lie.
+    """Look up rows that are numbered through `groups` laid end to end.
 
-    Returns which of `groups` each is in (index into `groups`), and its row id in the dataset; both int64.
+    Returns, for each, the group it is in (index into `groups`) and its row id in the dataset; both int64.
     """
     starts = np.array([0, *accumulate(row_groups)])
     lengths = np.array([row_groups[group] for group in groups])

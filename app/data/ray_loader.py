@@ -1,7 +1,7 @@
-"""LOADER=ray: rows streamed by Ray Data, read and decoded by its tasks anywhere in the cluster.
+"""LOADER=ray: rows streamed by Ray Data, which reads and decodes them in tasks anywhere in the cluster.
 
-Each worker gets a stream of exactly its own rows in the order its steps consume them, from the run's position to its
-end. Nothing has to be stored but the position, and no worker's stream ends before another's.
+Each worker gets a stream of exactly its own rows, in the order its steps consume them, from the run's position to its
+end. Only the position has to be stored, and no worker's stream ends before another's.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from app.data.source import Batch, Source
 from app.errors import DataError
 
 WINDOW_ROWS = 8192
-"""Rows of one window of the shuffle, the unit of reading. Part of what a position means: a change moves every row."""
+"""Rows of a shuffle window, the unit of reading. It defines what a position means: a change moves every row."""
 
-MOST_BLOCKS = 1000
-"""Blocks of one stream's index: more only cost scheduling, as a task yields its windows one by one."""
+MAX_BLOCKS = 1000
+"""Blocks of a stream's index: more only cost scheduling, as a task yields its windows one by one."""
 
-BATCHES_AHEAD = 4
+PREFETCH_BATCHES = 4
 """Batches prepared in advance by each worker."""
 
 
 @dataclass(frozen=True)
 class WindowReader:
-    """Reads one worker's rows of a window; runs in Ray Data's tasks."""
+    """Reads one worker's rows of shuffle windows, in Ray Data's tasks."""
 
     source: Source
     order: Order
@@ -40,7 +40,7 @@ class WindowReader:
     rank: int
 
     def __call__(self, index: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """For each (`epoch`, `window`, `first`, `last`) of the index: the worker's rows there, in order."""
+        """For each (`epoch`, `window`, `first`, `last`) of the index, the worker's rows in order."""
         for epoch, number, first, last in zip(
             index["epoch"], index["window"], index["first"], index["last"], strict=True
         ):
@@ -66,8 +66,8 @@ class WindowReader:
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """Reads row groups as they lie: the held-out rows, each group on one worker."""
+class GroupReader:
+    """Reads whole row groups of held-out rows, each group on one worker."""
 
     source: Source
 
@@ -79,9 +79,9 @@ class InOrder:
 
 
 class StepStreams(ray.train.DataConfig):
-    """Gives every worker its own stream, in place of Ray's split by blocks, which knows no steps.
+    """Gives every worker its own stream, instead of Ray's split by blocks, which ignores steps.
 
-    `start` tells the step that the worker group starts from: Ray asks for the streams anew for each group.
+    Ray asks for new streams for each worker group; `start` returns the step that the group starts from.
     """
 
     def __init__(
@@ -113,17 +113,17 @@ class StepStreams(ray.train.DataConfig):
     def _test_streams(self, world_size: int) -> list[ray.data.Dataset]:
         assert self._test
         groups = [{"group": group} for group in range(len(self._test.row_groups))]
-        return [self._read(groups[rank::world_size], InOrder(self._test)) for rank in range(world_size)]
+        return [self._read(groups[rank::world_size], GroupReader(self._test)) for rank in range(world_size)]
 
-    def _read(self, index: list[dict[str, int]], reader: WindowReader | InOrder) -> ray.data.Dataset:
-        blocks = max(1, min(len(index), MOST_BLOCKS))
+    def _read(self, index: list[dict[str, int]], reader: WindowReader | GroupReader) -> ray.data.Dataset:
+        blocks = max(1, min(len(index), MAX_BLOCKS))
         stream = ray.data.from_items(index, override_num_blocks=blocks)
         stream = stream.map_batches(reader, batch_size=None, num_cpus=self._reading_cpus)
         stream.context.execution_options.preserve_order = True
         return stream
 
     def _remaining(self, step: int) -> Iterator[dict[str, int]]:
-        """The windows that hold the rows of the steps from `step` to the end of the run, in order."""
+        """The windows with the rows of all steps from `step` to the end of the run, in order."""
         while step < self._total_steps:
             epoch, first_step = divmod(step, self._steps.per_epoch)
             steps_here = min(self._steps.per_epoch, first_step + self._total_steps - step)
@@ -157,12 +157,12 @@ class RayLoader:
         return iter(self._test.iter_torch_batches(batch_size=batch_size, device=self._device))
 
     def _take(self, rows: int) -> Batch:
-        """The next `rows` rows of the stream, which goes on from one epoch to the next without a pause."""
+        """The next `rows` rows of the stream, which runs through all epochs without a pause."""
         if not rows:
             return {}
         if self._rows is None:
             begin, end = self._steps.share(0, self._world_size, self._rank)
-            options = {"batch_size": max(1, end - begin), "prefetch_batches": BATCHES_AHEAD}
+            options = {"batch_size": max(1, end - begin), "prefetch_batches": PREFETCH_BATCHES}
             self._rows = iter(self._stream.iter_torch_batches(device=self._device, **options))
         while len(self._left.get("row", ())) < rows:
             more = next(self._rows, None)

@@ -1,4 +1,4 @@
-"""What both loaders read rows through, and how the settings choose it."""
+"""`Source`, through which both loaders read rows, and how the settings select one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Images with labels, in row groups: the unit of reading. Picklable, since it travels to Ray's tasks.
+    """Images with labels, in row groups: the unit of reading. Picklable, since it is sent to Ray's tasks.
 
-    A task that brings rows of its own (`find_sources`) decides what columns they have: nothing between `read` and its
-    `loss` asks for images or labels, but the predictions do. `shape` and `classes` are what its `build_model` gets.
+    A task with its own `find_sources` decides which columns its rows have: nothing between `read` and its `loss` needs
+    images or labels, only predictions do. `build_model` gets the source for its `shape` and `classes`.
     """
 
     @property
@@ -28,7 +28,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of every image; of other rows, what their task makes of it."""
+        """Channels, height and width of every image; for other rows, whatever their task needs."""
 
     @property
     def classes(self) -> int:
@@ -36,24 +36,22 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the files, their row groups or the images' shape do: row ids then mean other rows."""
+        """Changes with the files, their row groups or the images' shape: row ids then mean other rows."""
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """`image` (uint8 [n, C, H, W]) and `label` (int64 [n]) of one row group; safe to call from many threads.
+        """`image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.
 
-        Without `label` where the rows have none (`find_sources`).
-
-        `rows` are positions in the group, in any order: only they are decoded, and they come back in that order.
-        The arrays may be read-only views. Raises `DataError` naming file and row, `StorageError` naming the file.
+        `rows` are positions in the group, in any order: only these are decoded, and they come back in that order.
+        Thread-safe. The arrays may be read-only views. Raises `DataError` naming file and row, or `StorageError`.
         """
 
     def where(self, group: int, row: int) -> str:
-        """The file of a row and its position in that file, for messages."""
+        """The file of a row and its position there, for messages."""
 
 
 @dataclass(frozen=True)
 class EmptySource:
-    """A `Source` without rows: all that a model is built for, where there is no dataset."""
+    """A `Source` without rows, to build a model where there is no dataset."""
 
     shape: tuple[int, ...]
     classes: int
@@ -84,10 +82,10 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 
 
 def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Source | None]:
-    """The rows to train on and, where there are any, the held-out rows, as DATASET and TEST_DATASET say.
+    """The training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
 
-    Everything that can be known before training is checked here. Raises `DataError` or `StorageError`. Only with
-    `labelled` false may Parquet come without a column `label`; the two need not match then.
+    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`. Unless
+    `labelled`, Parquet may have no column `label`, and the labels of the two need not match.
     """
     train: Source
     test: Source | None
@@ -109,7 +107,7 @@ def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Sou
 
 
 def check_labels_match(train: Source, test: Source) -> None:
-    """Raise `DataError` when a model of the training rows cannot take the held-out rows."""
+    """Raise `DataError` when a model for the training rows cannot take the held-out rows."""
     if train.shape != test.shape:
         raise DataError(
             f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "
@@ -129,5 +127,5 @@ def check_labels_match(train: Source, test: Source) -> None:
 
 
 Batch: TypeAlias = "dict[str, torch.Tensor]"
-"""The columns of a few rows: `row` int64 [B] (row ids), and what their source has, such as `image` uint8 [B, C, H, W]
+"""The columns of a few rows: `row` int64 [B] (row ids), and those of their source, such as `image` uint8 [B, C, H, W]
 and `label` int64 [B], or `text` uint8 [B, T]."""

@@ -12,31 +12,31 @@ from app.errors import DataError, shorten
 from app.settings import PREFIX
 
 REFERENCE = "pydoc_data.topics"
-"""What `help()` shows of Python's language reference: English text of about 465 kB that comes with Python."""
+"""Python's language reference as `help()` shows it: about 465 kB of English that come with Python."""
 
-HELD_OUT = 0.1
-"""Part of the text, at its end, that is not trained on."""
+HELD_OUT_SHARE = 0.1
+"""The end of the text, which is not trained on."""
 
 GROUP_ROWS = 256
-"""Rows of one row group: the unit in which LOADER=ray reads."""
+"""Rows of a row group, the unit in which LOADER=ray reads."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Windows of a text, one after the other; a `Source`.
+    """Consecutive windows of a text; a `Source`.
 
-    A row is `text`, uint8 [length]: `length` - 1 bytes to read, each with the next one to predict. Rows share their
-    last and first byte, so that every byte but the first is predicted once.
+    A row is `text`, uint8 [length]: `length` - 1 input bytes, each with the next byte to predict. Each row begins with
+    the last byte of the one before, so every byte but the first is predicted once.
     """
 
     location: str
     "A file, or REFERENCE."
     length: int
     first: int
-    "The place in the text where row 0 begins."
+    "The offset of row 0 in the text."
     rows: int
     fingerprint: str
-    "Of the rows' text and of how it is cut."
+    "Of the text and of how it is cut into rows."
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class TextSource:
 
     @property
     def classes(self) -> int:
-        """A byte is followed by one of so many."""
+        """Values of the next byte."""
         return 256
 
     @cached_property
@@ -65,13 +65,13 @@ class TextSource:
 
 
 def open_text(dataset: str, context: int) -> tuple[TextSource, TextSource | None]:
-    """The training rows and the held-out rows of a text, each of `context` + 1 bytes.
+    """Training and held-out rows of a text, each of `context` + 1 bytes.
 
     `dataset` is DATASET: 'sample' for Python's reference, or a file that all nodes see. Raises `DataError`.
     """
     location = REFERENCE if dataset == "sample" else dataset
     text = read_text(location)
-    cut = round(len(text) * (1 - HELD_OUT))
+    cut = round(len(text) * (1 - HELD_OUT_SHARE))
     train = _between(location, context, 0, cut)
     if not train.rows:
         raise DataError(f"{location}: {len(text)} bytes of text are too few for rows of {context + 1}")
@@ -88,7 +88,7 @@ def _between(location: str, context: int, first: int, last: int) -> TextSource:
 
 @lru_cache(maxsize=1)
 def read_text(location: str) -> bytes:
-    """All of a text. It is kept: it is read once in each process."""
+    """A whole text, read once per process."""
     if location == REFERENCE:
         from pydoc_data.topics import topics
 
@@ -98,6 +98,6 @@ def read_text(location: str) -> bytes:
             return file.read()
     except OSError as error:
         raise DataError(
-            f"{PREFIX}DATASET={location}: no file of text: {shorten(error)}; set it to a file that all nodes see, or "
-            "to 'sample' for Python's own reference"
+            f"{PREFIX}DATASET={location}: no text: {shorten(error)}; set it to a file that all nodes see, "
+            "or to 'sample' for Python's own reference"
         ) from error

@@ -40,7 +40,7 @@ class TorchLoader:
 
     @staticmethod
     def _batches(rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
-        # batch_size=None: an item is a whole batch, taken by one indexing operation and not row by row.
+        # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row.
         loader = DataLoader(Selections(rows, selections), batch_size=None)
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
@@ -60,7 +60,7 @@ class Selections(Dataset[Batch]):
 
 
 def load_rows(source: Source) -> Batch:
-    """Every row of a source, in memory: one tensor for each column, and `row` with the row ids."""
+    """All rows of a source in memory: a tensor for each column, and `row` with the row ids."""
     groups = [source.read(group) for group in range(len(source.row_groups))]
     columns = {name: torch.from_numpy(np.concatenate([group[name] for group in groups])) for name in groups[0]}
     return {"row": torch.arange(rows_in(source)), **columns}

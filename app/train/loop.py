@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from app.data.order import micro_batches, passes
+from app.data.order import forward_passes, micro_batches
 from app.data.source import Batch
 from app.observe.metrics import MetricWindow, Stopwatch
 from app.parallel import StepConsensus, gradient_sync, prepare
@@ -78,7 +78,7 @@ def accumulate_gradients(
     settings, task = worker.settings, worker.task
     rows = len(batch["row"]) if batch else 0
     own = list(micro_batches(rows, settings.micro_batch_size)) if rows else []
-    idle = passes(rows_in_step, worker.world_size, settings.micro_batch_size) - len(own)
+    idle = forward_passes(rows_in_step, worker.world_size, settings.micro_batch_size) - len(own)
     parts: list[slice | None] = [*[None] * idle, *own]
     values = []
     for number, part in enumerate(parts, start=1):

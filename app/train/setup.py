@@ -26,7 +26,7 @@ from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, load_parts, parameter_names
 from app.checkpoint.snapshot import Snapshot, Snapshots
-from app.data.order import LEAST_ROWS, Steps
+from app.data.order import MIN_ROWS, Steps
 from app.data.ray_loader import RayLoader
 from app.data.source import Batch, Source
 from app.data.torch_loader import TorchLoader
@@ -241,9 +241,9 @@ def _make_worker(
 
 def _padding_batch(source: Source) -> Batch:
     group = next(number for number, rows in enumerate(source.row_groups) if rows)
-    columns = source.read(group, np.zeros(LEAST_ROWS, np.int64))
+    columns = source.read(group, np.zeros(MIN_ROWS, np.int64))
     return {
-        "row": torch.zeros(LEAST_ROWS, dtype=torch.int64),
+        "row": torch.zeros(MIN_ROWS, dtype=torch.int64),
         **{name: torch.from_numpy(v) for name, v in columns.items()},
     }
 

@@ -21,7 +21,7 @@ from app.checkpoint.files import load_state, write_whole
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, is_sharded, load_parts, load_whole, parameter_names
 from app.checkpoint.snapshot import Snapshots
-from app.data.order import LEAST_ROWS, Steps
+from app.data.order import MIN_ROWS, Steps
 from app.data.source import read_rows
 from app.observe.metrics import Stopwatch
 from app.parallel import prepare, shard_model, shard_optimizer_state
@@ -106,7 +106,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
 
     rows = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, STEPS * BATCH).items()}
     worker: Any = SimpleNamespace(settings=settings, task=gpt, world_size=group.ranks, device=device)
-    worker.stand_in = {column: values[:LEAST_ROWS] for column, values in rows.items()}
+    worker.stand_in = {column: values[:MIN_ROWS] for column, values in rows.items()}
     steps, prepared = Steps(STEPS * BATCH, BATCH), prepare_alone(model, group)
     for step in range(attempt.step, group.upto):
         begin, end = steps.share(step, group.ranks, rank)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.order import LEAST_ROWS, Order, Steps, micro_batches, row_ids, share
+from app.data.order import MIN_ROWS, Order, Steps, micro_batches, row_ids, share
 
 rows = st.integers(2, 500)
 batches = st.integers(2, 64)
@@ -21,7 +21,7 @@ def test_steps_cover_every_position_once(rows: int, batch: int) -> None:
     assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == rows
     assert all(end - begin == batch for begin, end in bounds[:-1])
-    assert LEAST_ROWS <= bounds[-1][1] - bounds[-1][0] <= batch + 1
+    assert MIN_ROWS <= bounds[-1][1] - bounds[-1][0] <= batch + 1
 
 
 @given(st.integers(2, 500), worlds)
@@ -31,8 +31,8 @@ def test_shares_are_fair_and_never_a_single_row(rows: int, world_size: int) -> N
     some = [size for size in sizes if size]
     assert [position for begin, end in shares for position in range(begin, end)] == list(range(rows))
     assert max(some) - min(some) <= 1
-    assert min(some) >= LEAST_ROWS
-    assert len(some) == min(world_size, rows // LEAST_ROWS)
+    assert min(some) >= MIN_ROWS
+    assert len(some) == min(world_size, rows // MIN_ROWS)
     assert sizes[0] > 0, "rank 0's batch norm averages are the ones that are kept"
 
 
@@ -54,7 +54,7 @@ def test_micro_batches_are_even(rows: int, most: int) -> None:
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(rows))
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= (most or rows)
-    assert min(sizes) >= (1 if 0 < most < 3 else LEAST_ROWS)
+    assert min(sizes) >= (1 if 0 < most < 3 else MIN_ROWS)
 
 
 @given(row_groups, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 100))
