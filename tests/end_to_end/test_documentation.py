@@ -1,4 +1,4 @@
-"""Every command of the README is run, and its example task is the one that is trained."""
+"""Every command of the README and of docs/ is run, and its examples are those that are tried."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,30 @@ from PIL import Image
 
 from tests.harness import REPOSITORY, SHELL
 
-README = (REPOSITORY / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
-ON_A_CLUSTER = [line for block in re.findall(r"```sh cluster\n(.*?)```", README, re.S) for line in block.splitlines()]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+"""In the order in which their commands are run: docs/data.md trains what docs/monitoring.md deletes."""
+
+TEXT = "\n".join(page.read_text() for page in PAGES)
+
+
+def find_commands(fence: str) -> list[str]:
+    """The lines of all blocks that begin with this fence, each once."""
+    blocks = re.findall(rf"^```{fence}\n(.*?)^```$", TEXT, re.S | re.M)
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
+
+
+def find_example(fence: str, first_line: str) -> str:
+    """The one block that begins so."""
+    [block] = re.findall(rf"^```{fence}\n{re.escape(first_line)}\n(.*?)^```$", TEXT, re.S | re.M)
+    return str(block)
+
+
+COMMANDS = find_commands("sh")
+ON_A_CLUSTER = find_commands("sh cluster")
+TRAIN = "make train SUNSPOT_AUDIT=true"
+
+QUICK = re.compile(r"\.venv/bin/sunspot (?!delete)|make render ")
+"""Commands that look at the run that TRAIN leaves, or render."""
 
 CONTEXT = SHELL.get("KUBE_CONTEXT", "")
 
@@ -31,11 +54,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, folder / name)
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
-    [task] = re.findall(r"```python\n# my_task\.py\n(.*?)```", README, re.S)
-    assert task.count("\n") < 40
-    (folder / "my_task.py").write_text(task)
-    [profile] = re.findall(r"```yaml\n# mine\.yaml\n(.*?)```", README, re.S)
-    (folder / "mine.yaml").write_text(profile)
+    (folder / "my_task.py").write_text(find_example("python", "# my_task.py"))
+    (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
     random = np.random.default_rng(0)
     for label in ("cats", "dogs"):
         (folder / "pictures" / label).mkdir(parents=True)
@@ -46,15 +66,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_readme_has_commands() -> None:
-    assert COMMANDS[:2] == ["make train SUNSPOT_AUDIT=true", ".venv/bin/sunspot audit mnist"]
-    assert len(COMMANDS) >= 8
+@pytest.fixture(scope="module")
+def trained(checkout: Path, ray_address: str) -> str:
+    """The one run that all commands look at: what the README's first command prints."""
+    return run_command(TRAIN, checkout, ray_address)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_works(command: str, checkout: Path, ray_address: str) -> None:
+def run_command(command: str, checkout: Path, ray_address: str) -> str:
+    """Run a command as it stands there, but for a few steps only, and return what it prints; it must end with 0."""
     short = {
-        "PYTHON": "false",  # the .venv is the repository's own: a wish to make it anew has to fail
+        "PYTHON": "false",  # the .venv is the repository's own: making it anew has to fail
         "RAY_ADDRESS": ray_address,
         "SUNSPOT_MAX_STEPS": "2",
         "SUNSPOT_GLOBAL_BATCH_SIZE": "16",
@@ -72,9 +93,66 @@ def test_the_command_works(command: str, checkout: Path, ray_address: str) -> No
         command, shell=True, cwd=checkout, env={**environment, **short}, capture_output=True, text=True, timeout=280
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def test_the_readme_begins_with_two_commands() -> None:
+    assert COMMANDS[:2] == [TRAIN, ".venv/bin/sunspot audit mnist"]
+    assert len(COMMANDS) >= 20
+    assert len(ON_A_CLUSTER) >= 12
+
+
+def test_the_first_command_trains(trained: str) -> None:
+    assert "weights: " in trained
+    assert "report: " in trained
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(line, marks=() if QUICK.match(line) else pytest.mark.slow) for line in COMMANDS if line != TRAIN],
+)
+def test_the_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
+    output = run_command(command, checkout, ray_address)
     if command.startswith(("make train", "make tune")):
-        assert ("weights: " if "make train" in command else "the best of search-0") in answer.stdout
-        assert "report: " in answer.stdout
+        assert ("weights: " if "make train" in command else "the best of search-0") in output
+        assert "report: " in output
+
+
+def test_the_task_learns() -> None:
+    import torch
+
+    task: dict[str, Any] = {}
+    text = find_example("python", "# my_task.py")
+    assert text.count("\n") < 40
+    exec(text, task)
+    settings = SimpleNamespace(task_args={"hidden": 32}, learning_rate=0.01)
+    torch.manual_seed(0)
+    model = task["build_model"](settings, SimpleNamespace(shape=(1, 28, 28), classes=10))
+    optimizer = task["build_optimizer"](model, settings)
+    batch = {"image": torch.randint(0, 256, (64, 1, 28, 28), dtype=torch.uint8), "label": torch.arange(64) % 10}
+    means = []
+    for _ in range(10):
+        losses, metrics = task["loss"](model, batch)
+        assert losses.shape == metrics["accuracy"].shape == (64,)
+        means.append(losses.mean().item())
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert means[-1] < means[0] / 2
+    assert task["predict"](model, batch["image"]).shape == (64, 10)
+    assert task["schedule"](0, 10) == 1
+
+
+@pytest.mark.slow
+def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    first_line = "from app.predict import model_worker"
+    monkeypatch.setenv("SUNSPOT_STORAGE_PATH", str(checkout / "runs"))
+    names: dict[str, Any] = {"ray": ray, "images": np.zeros((3, 1, 28, 28), dtype=np.uint8)}
+    exec(first_line + "\n" + find_example("python", first_line), names)
+    assert names["classes"].shape == (3,)
+    assert names["probabilities"].shape == (3, 10)
 
 
 @pytest.mark.timeout(1500)

@@ -1,0 +1,178 @@
+"""`python -m scripts.docs`: write the pages of docs/ that come from definitions; a test compares them.
+
+docs/settings.md comes from app/settings.py, docs/cli.md from the parser of `sunspot`, and the keys in docs/profiles.md
+from submitter/manifest/profile.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from app.settings import IDENTITY, PREFIX, describe_settings
+from submitter.cli import make_parser
+from submitter.manifest.profile import DataWorkers, Machine, Profile, SecretKey, Spot, Worker
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
+
+KEPT = "**kept**"
+"""Beside a setting that a run keeps to its last step."""
+
+SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
+    "The file": (Profile, ""),
+    "`head`": (Machine, "The pod of the head."),
+    "`worker`": (Worker, "A training pod: all keys of `head`, and"),
+    "`data_workers`": (DataWorkers, "CPU pods for Ray Data (`LOADER=ray`): all keys of `head`, and"),
+    "`spot`": (Spot, "How spot nodes are known: workers go to them, the head never."),
+    "`env_secrets`": (SecretKey, "Each variable's value in a Secret."),
+}
+
+
+def main() -> None:
+    """Write the pages."""
+    argparse.ArgumentParser("python -m scripts.docs", description=(__doc__ or "").splitlines()[0]).parse_args()
+    for page, text in pages().items():
+        page.write_text(text)
+        print(f"wrote {page}")
+
+
+def pages() -> dict[Path, str]:
+    """Each page with its text."""
+    profiles = DOCS / "profiles.md"
+    by_hand = profiles.read_text().partition(MARK)[0]
+    return {
+        DOCS / "settings.md": settings_page(),
+        DOCS / "cli.md": commands_page(),
+        profiles: by_hand + MARK + "\n".join(_profile_sections()),
+    }
+
+
+def settings_page() -> str:
+    """Every setting as a row: variable, default, what it takes, what it means."""
+    kept = {PREFIX + name.upper() for name in IDENTITY}
+    rows = [
+        [
+            f"`{setting.variable}`",
+            f"`{setting.default}`" if setting.default else "empty",
+            setting.takes,
+            setting.meaning + (f" {KEPT}" if setting.variable in kept else ""),
+        ]
+        for setting in describe_settings()
+    ]
+    return f"""# Settings
+
+Written by `python -m scripts.docs` from `app/settings.py`, which the training program and `sunspot` read.
+
+A setting is an environment variable, or a word after make (`make train SUNSPOT_EPOCHS=3`), or `--set EPOCHS=3` of
+`sunspot submit` and `render`, or a key below `settings` in a [profile](profiles.md). A misspelt name or a wrong value
+is refused with the fix, all of them at once (exit code 2).
+
+A run keeps its settings marked {KEPT} to its last step: a change is refused with a diff (exit code 6). All others may
+change from one start to the next. The same `SUNSPOT_RUN_NAME` and `SUNSPOT_STORAGE_PATH` are the same run, which is
+resumed.
+
+Secrets are never settings. In S3, the endpoint and the credentials come from the usual AWS environment; the server must
+honour conditional writes (`If-None-Match`), which is proven before training starts.
+
+{_table(["variable", "default", "takes", "meaning"], rows)}"""
+
+
+def commands_page() -> str:
+    """Every verb with its arguments, as the parser of `sunspot` has them."""
+    verbs = list(_verbs(make_parser()))
+    common = set.intersection(*({_words(action) for action in _actions(parser)} for _, _, parser in verbs))
+    shared = [action for action in _actions(verbs[0][2]) if _words(action) in common]
+    lines = [
+        "# Commands",
+        "",
+        "Written by `python -m scripts.docs` from the parser of `sunspot` (`submitter/cli.py`); `sunspot VERB --help`",
+        "prints the same. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes).",
+        "",
+        _table(["verb", "does"], [[f"[`{name}`](#{_anchor(name)})", about] for name, about, _ in verbs]),
+    ]
+    if shared:
+        lines += ["Every verb takes:", "", _arguments(shared)]
+    for name, about, parser in verbs:
+        lines += [f"## sunspot {name}", "", f"{about[0].upper()}{about[1:]}.", ""]
+        if own := [action for action in _actions(parser) if _words(action) not in common]:
+            lines += [_arguments(own)]
+    return "\n".join(lines)
+
+
+def _profile_sections() -> Iterator[str]:
+    for title, (model, about) in SECTIONS.items():
+        above = set(Machine.model_fields) if model in (Worker, DataWorkers) else set()
+        own = [name for name in model.model_fields if name not in above]
+        documentation = _documentation(model)
+        yield f"\n### {title}\n"
+        if about:
+            yield f"{about}\n"
+        rows = [[f"`{name}`", model.model_fields[name].description or "", documentation.get(name, "")] for name in own]
+        yield _table(["key", "takes", "meaning"], rows).rstrip()
+    yield ""
+
+
+def _verbs(parser: argparse.ArgumentParser, above: str = "") -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """Each verb's name, what it does, and its parser."""
+    [group] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    about = {choice.dest: choice.help or "" for choice in group._choices_actions}
+    for name, verb in group.choices.items():
+        if any(isinstance(action, argparse._SubParsersAction) for action in verb._actions):
+            yield from _verbs(verb, f"{above}{name} ")
+        else:
+            yield above + name, about[name], verb
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+
+
+def _words(action: argparse.Action) -> str:
+    """An argument as it is typed: `-f, --follow`, `--rank N`, `RUN`, `[NAME]`."""
+    value = str(action.metavar or action.dest.upper())
+    if action.option_strings:
+        return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
+    return f"[{value}]" if action.nargs == "?" else value
+
+
+def _arguments(actions: Sequence[argparse.Action]) -> str:
+    needed = {True: " (needed)", False: ""}
+    rows = [[f"`{_words(a)}`", (a.help or "") + needed[a.required and bool(a.option_strings)]] for a in actions]
+    return _table(["argument", "means"], rows)
+
+
+def _anchor(verb: str) -> str:
+    return "sunspot-" + verb.replace(" ", "-")
+
+
+def _documentation(model: type) -> dict[str, str]:
+    """The string below each field of a class, and of those it inherits from."""
+    found: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if not issubclass(owner, BaseModel) or not owner.__module__.startswith(("app.", "submitter.")):
+            continue
+        [body] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""README and docs/: links lead somewhere, generated pages are current, and what is named is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from app.settings import PREFIX, Settings
+from scripts.docs import pages
+from tests.harness import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+TREES = ("app", "submitter", "scripts", "k8s", "docker", "tests", "docs", "requirements")
+
+
+def read(page: Path) -> str:
+    """A page without what it says of earlier versions (rows that begin with `before`)."""
+    return "".join(line for line in page.read_text().splitlines(True) if not line.startswith("| before"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as GitHub makes anchors of them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        to = (page.parent / path) if path else page
+        assert to.exists(), target
+        assert not anchor or anchor in anchors(to), target
+
+
+@pytest.mark.parametrize("page", pages().items(), ids=lambda page: page[0].name)
+def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
+    path, text = page
+    assert path.read_text() == text, "write it anew: .venv/bin/python -m scripts.docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_modules_and_functions_are_there(page: Path) -> None:
+    text = read(page)
+    for name in re.findall(rf"`((?:{'|'.join(TREES)})/[\w./-]*)`", text):
+        assert (REPOSITORY / name).exists(), name
+    for name in re.findall(r"`((?:app|submitter|scripts|tests)(?:\.\w+)+)`", text):
+        path = REPOSITORY / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
+    for name, function in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
+        [file] = [path for path in (REPOSITORY / name, REPOSITORY / "app" / name) if path.exists()]
+        *owner, last = function.split(".")
+        assert all(f"class {cls}" in file.read_text() for cls in owner), f"{name}:{function}"
+        assert re.search(rf"(def|class) {last}\b", file.read_text()), f"{name}:{function}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_settings_are_settings(page: Path) -> None:
+    for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", read(page)):
+        assert name.lower() in Settings.model_fields, name
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (REPOSITORY / "docs/README.md").read_text()
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_pictures_are_small() -> None:
+    for picture in (REPOSITORY / "docs/images").iterdir():
+        assert picture.stat().st_size < 200_000, picture.name
