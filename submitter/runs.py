@@ -22,8 +22,6 @@ from app.run.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good
 from app.run.history import read_journal
 from app.run.incidents import Receipt, goodput, read_receipts
 from app.run.status import MARK, STATUS_EVERY_S, RunState, Status, deletion_begun, read_status
-from app.search_space import load_common
-from app.settings import PREFIX
 from app.storage import open_storage
 from app.storage.base import Entry, Storage, map_parallel
 from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
@@ -193,6 +191,9 @@ def is_there(run: Run) -> bool:
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
     """Storage path and run name by the rules of the settings; raises `SettingsError`."""
+    from app.search_space import load_common  # pydantic: slow to import, and `sunspot VERB --help` does without
+    from app.settings import PREFIX
+
     given = {
         PREFIX + key: value for key, value in (("RUN_NAME", name), ("STORAGE_PATH", storage_path)) if value is not None
     }

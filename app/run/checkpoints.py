@@ -19,7 +19,6 @@ from typing import Any
 from app.errors import DamageError, NotFoundError
 from app.run import Run, to_json
 from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
-from app.settings import PREFIX, Settings
 from app.storage import open_storage
 from app.storage.base import Entry, map_parallel
 
@@ -216,6 +215,8 @@ def find_newest_good(
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
     """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER as the newest attempt has them."""
+    from app.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
+
     recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
 
     def setting(name: str) -> str:

@@ -22,7 +22,7 @@ from app.run.status import RunState, Status, write_status
 from app.storage.base import map_parallel
 from app.storage.s3 import S3Storage
 from scripts.bench.checkpoint import BUCKET
-from submitter.commands.checkpoints import list_all as list_checkpoints
+from submitter.commands.checkpoints.ls import list_all as list_checkpoints
 from submitter.commands.list import list_all as list_runs
 
 STARTS, LISTINGS = 15, 5

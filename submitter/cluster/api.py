@@ -6,6 +6,7 @@ without harm: an apply changes nothing the second time, and a deletion names one
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -398,6 +399,16 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
     if namespace and namespace != NAMESPACE:
         options += f" --namespace {namespace}"
     return Cluster(ApiClient(configuration), namespace or NAMESPACE, options)
+
+
+def try_connect(args: argparse.Namespace) -> tuple[Cluster | None, str]:
+    """The cluster of `--context` and `--namespace`, or None and why there is none; raises that when either is given."""
+    try:
+        return connect(args.context, args.namespace), ""
+    except ClusterError as error:
+        if args.context or args.namespace:
+            raise
+        return None, str(error)
 
 
 def newest_first(jobs: Sequence[JobView]) -> list[JobView]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import queue
@@ -17,7 +18,7 @@ from app.run import Run
 from app.run.attempts import owner_of
 from app.run.status import RunState, Status, deletion_begun, stop_requested
 from app.settings import PREFIX
-from submitter.cluster.api import Cluster, RefusedError, UnreachableError, newest_first
+from submitter.cluster.api import Cluster, RefusedError, UnreachableError, newest_first, try_connect
 from submitter.cluster.state import is_of, judge
 from submitter.cluster.views import JobView, PodView, WarningEvent
 from submitter.manifest.render import settings_of
@@ -96,6 +97,12 @@ class RunSnapshot:
         if state is RunState.PENDING and not self.cluster_trouble:
             return RunState.LOST, "it was submitted, but its RayJob is gone; submit it again"
         return state, reason
+
+
+def reach_run(args: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
+    """The cluster, or None; the run RUN, there or not; and why there is no cluster."""
+    cluster, cluster_error = try_connect(args)
+    return cluster, locate_run(cluster, args.run, args.storage), cluster_error
 
 
 def locate_run(cluster: Cluster | None, name: str, storage_path: str | None) -> Run:

@@ -6,6 +6,7 @@ owes a receipt, one that was superseded too; only versions that wrote none owe n
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,9 @@ from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, 
 from app.run.checkpoints import MANIFEST, classify, list_directories, read_back
 from app.run.history import read_audit, read_journal
 from app.run.incidents import find_gaps, read_receipts, without_receipts
+from submitter.commands.arguments import add_run
 from submitter.output import print_json, print_table, warn
+from submitter.runs import find_run
 
 if TYPE_CHECKING:
     import pyarrow
@@ -92,6 +95,14 @@ class Proof:
         if self.gaps:
             parts.append(f"{plural(len(self.gaps), 'receipt')} missing")
         return "; ".join(parts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    audit(find_run(args.run, args.storage), args.json)
 
 
 def audit(run: Run, as_json: bool) -> None:

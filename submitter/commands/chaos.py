@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import secrets
 import time
@@ -20,7 +21,8 @@ from app.run.incidents import Receipt, describe, read_receipts
 from app.run.status import RunState
 from submitter.cluster.api import Cluster, UnreachableError
 from submitter.cluster.views import PodView
-from submitter.cluster.watch import Outage, RunSnapshot, command_arguments, not_found_message, observe_run
+from submitter.cluster.watch import Outage, RunSnapshot, command_arguments, not_found_message, observe_run, reach_run
+from submitter.commands.arguments import add_run, count
 from submitter.commands.audit import NO_ROWS, conclude, print_epochs, prove
 from submitter.output import print_json_line, warn
 
@@ -84,6 +86,44 @@ class Fault:
     attempt: int
     "The newest attempt when it fell: any later one is its consequence. No clocks are compared, as they may disagree."
     receipt: Receipt | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--kind",
+        metavar="KIND",
+        dest="kinds",
+        action="append",
+        required=True,
+        help="reclaim or kill a training worker, or kill the head; several, as a list or repeated, take random turns",
+    )
+    parser.add_argument(
+        "--every", metavar="TIME", type=_seconds, default=60.0, help="between two faults: 90, 90s or 2m; default: 60s"
+    )
+    parser.add_argument("--count", metavar="N", type=count, default=1, help="faults; default: 1")
+    parser.add_argument("--seed", metavar="S", type=int, help="of all that is random; default: a new one, printed")
+    parser.add_argument("--yes", action="store_true", help="do it; without, only what would be done is said")
+
+
+def run(args: argparse.Namespace) -> None:
+    plan = make_plan(args.kinds, args.every, args.count, args.seed)
+    if not args.yes:
+        where = f"of the run {args.run}" + (f" in {args.namespace}" if args.namespace else "")
+        raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
+    cluster, run, cluster_error = reach_run(args)
+    chaos(cluster, run, plan, args.json, cluster_error)
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
+    try:
+        seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a time above 0, such as 90, 90s or 2m")
+    return seconds
 
 
 def make_plan(kinds: Sequence[str], every_s: float, blows: int, seed: int | None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import threading
@@ -13,7 +14,8 @@ from app.run import Run
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from submitter.cluster.forward import LocalPort
 from submitter.cluster.views import pod_view
-from submitter.cluster.watch import command_arguments, not_found_message, observe_run
+from submitter.cluster.watch import command_arguments, not_found_message, observe_run, reach_run
+from submitter.commands.arguments import add_run, count
 from submitter.output import print_json_line, warn
 
 PORT = 8265
@@ -21,6 +23,16 @@ PORT = 8265
 
 LOOK_EVERY_S = 3.0
 """How soon a head that went away is noticed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--port", metavar="N", type=count, default=8265, help="of this machine; default: 8265")
+
+
+def run(args: argparse.Namespace) -> None:
+    cluster, run, cluster_error = reach_run(args)
+    show(cluster, run, args.port, args.json, cluster_error)
 
 
 def show(cluster: Cluster | None, run: Run, port: int, as_json: bool, without: str = "") -> None:

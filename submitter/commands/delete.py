@@ -7,6 +7,7 @@ removed too, or told of.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import getpass
 import shutil
@@ -35,7 +36,9 @@ from submitter.cluster.watch import (
     command_arguments,
     not_found_message,
     observe_run,
+    reach_run,
 )
+from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import print_json, print_table, warn
 
@@ -95,6 +98,16 @@ class Remains:
     def takes_dataset(self) -> bool:
         """Whether the dataset lies in the run's own folder."""
         return bool(self.dataset) and f"{self.dataset}/".startswith(f"{self.run.location}/")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--yes", action="store_true", help="remove it without asking")
+
+
+def run(args: argparse.Namespace) -> None:
+    cluster, run, cluster_error = reach_run(args)
+    delete(cluster, run, args.yes, args.json, cluster_error)
 
 
 def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, without: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +14,18 @@ from app.run import Run
 from app.run.attempts import Attempt, read_attempts
 from app.run.history import read_journal
 from app.run.incidents import TIER, describe, read_receipts
+from submitter.commands.arguments import add_run
 from submitter.output import print_json, print_table, warn
+from submitter.runs import find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--stacks", action="store_true", help="below, where each rank stood that hung")
+
+
+def run(args: argparse.Namespace) -> None:
+    show(find_run(args.run, args.storage), args.stacks, args.json)
 
 
 def show(run: Run, stacks: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
@@ -11,14 +12,24 @@ from app.run import Run
 from app.run.attempts import owner_of, step_of
 from app.run.status import Status
 from app.storage.base import Storage
-from submitter.cluster.api import Cluster
+from submitter.cluster.api import Cluster, try_connect
 from submitter.cluster.state import judge
 from submitter.cluster.views import JobView
 from submitter.cluster.watch import STORAGE_PATH
+from submitter.commands.arguments import add_limit
 from submitter.manifest.pods import RUN_LABEL
 from submitter.manifest.render import settings_of
 from submitter.output import print_json, print_table, warn
-from submitter.runs import RunSummary, list_runs, only_submitted, read_statuses, state_from_storage
+from submitter.runs import RunSummary, find_storage, list_runs, only_submitted, read_statuses, state_from_storage
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_limit(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    cluster, _ = try_connect(args)
+    list_all(find_storage(args.storage), args.limit, args.json, cluster)
 
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import json
 import sys
@@ -12,8 +13,9 @@ from app.errors import GaveUpError, NotFoundError, SettingsError
 from app.run import Run
 from app.run.logs import list_streams, read_pieces
 from app.run.status import RunState
+from submitter.commands.arguments import add_run
 from submitter.output import warn
-from submitter.runs import read_state
+from submitter.runs import find_run, read_state
 
 POLL_S = 2.0
 """Seconds between two looks at a stream that is followed. Processes ship what they print every 5 s."""
@@ -26,6 +28,28 @@ LOOK_FOR_NEW_EVERY = 3
 
 QUIET_LOOKS = 3
 """Looks without news after the run has ended: what its processes printed last is shipped at their very end."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
+    parser.add_argument("--previous", action="store_true", help="of the start before the newest")
+
+
+def run(args: argparse.Namespace) -> None:
+    state: Callable[[Run], tuple[RunState, str]] = read_state
+    if args.follow:
+        from submitter.cluster.api import try_connect
+        from submitter.cluster.watch import observe_run
+
+        cluster, _ = try_connect(args)
+        if cluster:
+
+            def state(run: Run) -> tuple[RunState, str]:
+                return observe_run(cluster, run).verdict()
+
+    show(find_run(args.run, args.storage), args.rank, args.previous, args.follow, args.json, state)
 
 
 def show(

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from app.errors import SettingsError
 from app.formatting import plural
 from app.run import Run
 from app.run.attempts import lineage, read_attempts
 from app.run.history import read_journal
+from submitter.commands.arguments import add_run
 from submitter.output import print_json, print_table, write_file
+from submitter.runs import find_run
 
 if TYPE_CHECKING:
     import pyarrow
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 """What a terminal has no room for; CSV, JSON and Parquet have it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
+    form.add_argument("--parquet", metavar="FILE", help="write a Parquet file, with the numbers of each rank")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.json and args.csv:
+        raise SettingsError("--json and --csv: choose one")
+    run = find_run(args.run, args.storage)
+    if args.parquet is not None:
+        write_parquet(run, args.parquet, args.json)
+    else:
+        show(run, "json" if args.json else "csv" if args.csv else "table")
 
 
 def show(run: Run, form: Literal["table", "csv", "json"]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from app.errors import NotFoundError
@@ -9,8 +10,18 @@ from app.formatting import as_bytes
 from app.report import gather, render
 from app.report.search import gather_search, render_search
 from app.run import Run
+from submitter.commands.arguments import add_run
 from submitter.output import print_json, write_file
-from submitter.runs import read_state
+from submitter.runs import find_run, read_state
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--output", metavar="FILE", help="default: RUN-report.html")
+
+
+def run(args: argparse.Namespace) -> None:
+    write(find_run(args.run, args.storage), args.output, args.json)
 
 
 def write(run: Run, output: str | None, as_json: bool) -> None:

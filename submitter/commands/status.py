@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections import Counter
 from dataclasses import replace
@@ -12,10 +13,20 @@ from app.formatting import as_time, in_words, plural
 from app.run import Run
 from submitter.cluster.api import Cluster
 from submitter.cluster.state import count_workers
-from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, not_found_message, observe_run
+from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, not_found_message, observe_run, reach_run
+from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import print_json, warn
 from submitter.runs import RunView, read_view
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    cluster, run, cluster_error = reach_run(args)
+    show(cluster, run, args.json, cluster_error)
 
 
 def show(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import socket
 import time
 
-from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError
+from app.errors import ConflictError, GaveUpError, NotFoundError, StorageError
 from app.run import Run
-from app.run.attempts import newest_submission
-from app.run.status import RunState, clear_stop, request_stop
+from app.run.status import RunState, request_stop
 from submitter.cluster.api import Cluster
 from submitter.cluster.watch import (
     GONE_WITHIN_S,
@@ -19,9 +19,21 @@ from submitter.cluster.watch import (
     command_arguments,
     not_found_message,
     observe_run,
+    reach_run,
 )
-from submitter.commands.submit import bring_up, tell
+from submitter.commands.arguments import add_run
 from submitter.output import print_json, warn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--timeout", metavar="S", type=float, default=600, help="seconds to wait for it; default: 600")
+    parser.add_argument("--no-wait", action="store_true", help="only leave the stop marker")
+
+
+def run(args: argparse.Namespace) -> None:
+    cluster, run, cluster_error = reach_run(args)
+    stop(cluster, run, args.timeout, not args.no_wait, args.json, cluster_error)
 
 
 def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json: bool, without: str = "") -> None:
@@ -29,14 +41,14 @@ def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json:
 
     Raises `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
     """
-    seen = _observe(cluster, run, without)
+    seen = observe(cluster, run, without)
     state, reason = seen.verdict()
     if state is RunState.SUCCEEDED:
-        _tell(run, state, f"there is nothing to stop: {reason}", as_json)
+        print_state(run, state, f"there is nothing to stop: {reason}", as_json)
         return
     request_stop(run, f"{getpass.getuser()}@{socket.gethostname()}")
     if not wait:
-        _tell(
+        print_state(
             run, RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended", as_json
         )
         return
@@ -53,36 +65,12 @@ def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json:
             raise GaveUpError(f"{run.name} has ended ({reason}), but its pods are still there; they go by themselves")
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
-    _tell(run, state, f"{_saved(seen)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json)
+    print_state(
+        run, state, f"{_saved(seen)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json
+    )
 
 
-def resume(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
-    """Clear the stop marker, and bring to life again what was submitted last.
-
-    Raises `NotFoundError` when there is no such run, `ClusterError` when there is no cluster to submit to.
-    """
-    seen = _observe(cluster, run, without)
-    submission = newest_submission(run)
-    if submission is None:
-        clear_stop(run)
-        how = "`make train` again, or for GitOps a commit that raises GENERATION"
-        _tell(
-            run,
-            seen.verdict()[0],
-            f"it may train again; it was not started by `sunspot submit`, so start it: {how}",
-            as_json,
-        )
-        return
-    if cluster is None or seen.cluster_trouble:
-        raise ClusterError(seen.cluster_trouble)
-    import yaml
-
-    job, text = submission
-    outcome = bring_up(cluster, run, yaml.safe_load(text), text, None)
-    tell(cluster, run, job, outcome, dry_run=False, as_json=as_json)
-
-
-def _observe(cluster: Cluster | None, run: Run, without: str) -> RunSnapshot:
+def observe(cluster: Cluster | None, run: Run, without: str) -> RunSnapshot:
     """What is known; raises when storage is out of reach, nothing is known, or the run is being deleted."""
     seen = observe_run(cluster, run, without)
     if seen.storage_trouble:
@@ -117,7 +105,7 @@ def _saved(seen: RunSnapshot) -> str:
     return "it had not saved anything yet"
 
 
-def _tell(run: Run, state: RunState, reason: str, as_json: bool) -> None:
+def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
     if as_json:
         print_json({"run": run.name, "state": state, "reason": reason})
     else:

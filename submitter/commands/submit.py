@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from app.errors import ClusterError, ConflictError, GaveUpError, StorageError
+from app.errors import ClusterError, ConflictError, GaveUpError, SettingsError, StorageError
 from app.run import Run, open_run
 from app.run.attempts import owner_of, record_submission
 from app.run.status import RunState, clear_stop
 from app.settings import PREFIX, differences
-from submitter.cluster.api import Cluster
+from submitter.cluster.api import Cluster, connect
 from submitter.cluster.views import JobView
 from submitter.cluster.watch import GONE_WITHIN_S, RunSnapshot, await_gone, command_arguments, observe_run
+from submitter.commands.arguments import add_render_options, render_from
 from submitter.commands.preflight import check, check_identity
 from submitter.manifest.render import Rendered, settings_of
 from submitter.output import print_json_line, warn
@@ -35,6 +37,25 @@ class Outcome:
     action: str
     "created, replaced (an ended one), attached (it lives already), or finished (nothing is left to do)."
     reason: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_render_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
+    parser.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")
+    parser.add_argument("--timeout", metavar="S", type=float, help="with --wait: give up after so long (exit code 5)")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.timeout is not None and not args.wait:
+        raise SettingsError("--timeout: give --wait too")
+    rendered = render_from(args)
+    cluster = connect(args.context, rendered.namespace)
+    run = submit(cluster, rendered, args.dry_run, args.json)
+    if args.wait and not args.dry_run:
+        from submitter.commands.wait import wait
+
+        wait(cluster, run, args.timeout, args.json)
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool, as_json: bool) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from typing import Any
@@ -11,11 +12,30 @@ from app.formatting import in_words
 from app.run import Run
 from app.run.status import RunState
 from submitter.cluster.api import Cluster
-from submitter.cluster.watch import Follower, Outage, RunSnapshot, command_arguments, not_found_message, observe_run
+from submitter.cluster.watch import (
+    Follower,
+    Outage,
+    RunSnapshot,
+    command_arguments,
+    not_found_message,
+    observe_run,
+    reach_run,
+)
+from submitter.commands.arguments import add_run
 from submitter.output import print_json_line, warn
 
 PROGRESS_EVERY_S = 10.0
 """How often a line tells of progress when nothing else changes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--timeout", metavar="S", type=float, help="give up after so many seconds (exit code 5)")
+
+
+def run(args: argparse.Namespace) -> None:
+    cluster, run, cluster_error = reach_run(args)
+    wait(cluster, run, args.timeout, args.json, cluster_error)
 
 
 def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, without: str = "") -> None:

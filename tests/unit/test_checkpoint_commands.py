@@ -19,8 +19,8 @@ from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_checkpoints, write_manifest
 from app.run.status import RunState, Status, write_status
 from app.storage.local import LocalStorage
-from submitter.commands import collect as checkpoints_gc
-from submitter.commands import download as checkpoints_get
+from submitter.commands.checkpoints import gc as checkpoints_gc
+from submitter.commands.checkpoints import get as checkpoints_get
 from tests.harness import s3
 from tests.harness.runs import begin, commit, start
 from tests.harness.s3 import FaultProxy

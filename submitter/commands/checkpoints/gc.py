@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from app.run.checkpoints import (
     retention,
 )
 from app.run.status import RunState
+from submitter.commands.arguments import add_run, count
 from submitter.output import print_json, print_table, warn
-from submitter.runs import read_state
+from submitter.runs import find_run, read_state
 
 ABANDONED_S = 24 * 3600
 """What a process that may still live has begun is left alone until it has not been touched for this long. In S3 a file
@@ -39,6 +41,16 @@ class Removal:
     bytes: int
     why: str
     remove: Callable[[], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--keep", metavar="N", type=count, help="how many of the best stay; default: the run's own")
+    parser.add_argument("--yes", action="store_true", help="remove it")
+
+
+def run(args: argparse.Namespace) -> None:
+    collect(find_run(args.run, args.storage), args.keep, args.yes, args.json)
 
 
 def collect(run: Run, keep: int | None, really: bool, as_json: bool) -> None:

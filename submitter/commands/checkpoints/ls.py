@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
-from app.errors import DamageError
 from app.formatting import in_words
 from app.run import Run
 from app.run.checkpoints import (
@@ -14,11 +14,20 @@ from app.run.checkpoints import (
     check_listed,
     classify,
     list_directories,
-    read_back,
     read_spans,
-    refuse_if_absent,
 )
+from submitter.commands.arguments import add_limit, add_run
 from submitter.output import print_json, print_table, warn
+from submitter.runs import find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_limit(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    list_all(find_run(args.run, args.storage), args.limit, args.json)
 
 
 def list_all(run: Run, limit: int | None, as_json: bool) -> None:
@@ -55,23 +64,6 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
         warn(f"left out: {len(incomplete)} without {MANIFEST}, incomplete")
     if superseded:
         warn(f"left out: {len(superseded)} of superseded attempts, which do not lead to the newest one")
-
-
-def verify(run: Run, name: str | None, as_json: bool) -> None:
-    """Print for each checkpoint, or for the one called `name`, whether it is whole; raises `DamageError` if not."""
-    directories = list_directories(run)
-    counted, _, _ = classify(directories, read_spans(run))
-    chosen = [name] if name is not None else counted
-    if name is not None:
-        refuse_if_absent(run, name, directories)
-    verified = read_back(run, chosen)
-    if as_json:
-        print_json([{"name": c.name, "verified": not faults, "faults": faults} for c, faults in verified])
-    else:
-        print_table(["name", "verified"], [[c.name, "; ".join(faults) or "ok"] for c, faults in verified])
-    damaged = sum(bool(faults) for _, faults in verified)
-    if damaged:
-        raise DamageError(f"{damaged} of {len(verified)} checkpoints in {run.location} damaged")
 
 
 def _as_record(checkpoint: Checkpoint, faults: list[str], now: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import os
@@ -16,7 +17,9 @@ from app.formatting import as_bytes
 from app.run import Run
 from app.run.checkpoints import MANIFEST, Checkpoint, choose
 from app.storage.base import CHUNK
+from submitter.commands.arguments import add_run
 from submitter.output import print_json, warn
+from submitter.runs import find_run
 
 FILES_AT_ONCE = 4
 
@@ -25,6 +28,18 @@ TRIES = 4
 
 PART = ".part"
 """What the name of an unfinished file ends in."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="newest", help="as ls names it, or newest (default), or best"
+    )
+    parser.add_argument("--output", metavar="DIR", help="default: a directory called like the checkpoint")
+
+
+def run(args: argparse.Namespace) -> None:
+    get(find_run(args.run, args.storage), args.name, args.output, args.json)
 
 
 def get(run: Run, which: str, output: str | None, as_json: bool) -> None:

@@ -1,0 +1,1 @@
+"""`sunspot checkpoints`: its verbs, a module each."""

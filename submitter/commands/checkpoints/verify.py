@@ -1,0 +1,38 @@
+"""`sunspot checkpoints verify`: whether every byte of a run's checkpoints is as it was written."""
+
+from __future__ import annotations
+
+import argparse
+
+from app.errors import DamageError
+from app.run import Run
+from app.run.checkpoints import classify, list_directories, read_back, read_spans, refuse_if_absent
+from submitter.commands.arguments import add_run
+from submitter.output import print_json, print_table
+from submitter.runs import find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a checkpoint, as ls names it")
+
+
+def run(args: argparse.Namespace) -> None:
+    verify(find_run(args.run, args.storage), args.name, args.json)
+
+
+def verify(run: Run, name: str | None, as_json: bool) -> None:
+    """Print for each checkpoint, or for the one called `name`, whether it is whole; raises `DamageError` if not."""
+    directories = list_directories(run)
+    counted, _, _ = classify(directories, read_spans(run))
+    chosen = [name] if name is not None else counted
+    if name is not None:
+        refuse_if_absent(run, name, directories)
+    verified = read_back(run, chosen)
+    if as_json:
+        print_json([{"name": c.name, "verified": not faults, "faults": faults} for c, faults in verified])
+    else:
+        print_table(["name", "verified"], [[c.name, "; ".join(faults) or "ok"] for c, faults in verified])
+    damaged = sum(bool(faults) for _, faults in verified)
+    if damaged:
+        raise DamageError(f"{damaged} of {len(verified)} checkpoints in {run.location} damaged")
