@@ -1,7 +1,7 @@
-"""The operations that a run needs of a place to be kept in, and what every such place shares.
+"""What a run needs of its storage, and what all backends share.
 
-Keys are `/`-separated and relative to the storage path. Every operation either does the whole of what it says or
-raises `StorageError` naming the object (`NotFoundError` when it is not there), within the limits below.
+Keys are `/`-separated and relative to the storage path. Every operation succeeds as a whole or raises `StorageError`
+naming the object (`NotFoundError` when it is not there), within the limits below.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ CHUNK = 1 << 20
 """Bytes read at a time when an object is hashed."""
 
 READS_IN_FLIGHT = 16
-"""Small objects read at once by whoever needs many of them: each waits for an answer, not for bytes."""
+"""Small objects read at once: each waits for an answer, not for bytes."""
 
 RACE_TRIES, RACE_PAUSE_S = 5, 0.2
-"""Tries of a write that another process's write or delete of a neighbour got in the way of."""
+"""Tries of a write that collides with another process's write, or with its delete of a neighbouring object."""
 
 Item = TypeVar("Item")
 
 Result = TypeVar("Result")
 
 Errors = Callable[[], contextlib.AbstractContextManager[None]]
-"""Turns the errors of one object's storage into `StorageError`. Goes around storage's own calls, never around a
-caller's: a `FileNotFoundError` of theirs would pass for a missing object."""
+"""Turns a backend's errors into `StorageError` for one object. It wraps the backend's own calls only: a caller's
+`FileNotFoundError` would pass for a missing object."""
 
 
 class Entry(NamedTuple):
@@ -45,19 +45,19 @@ class Entry(NamedTuple):
     modified: float
     "When it was last written, in seconds since the epoch."
     version: str
-    """Another one after every write, also of the same number of bytes, and for every copy: S3's ETag and time, or a
-    file's number and time of change. The time is for servers that keep the ETag of a file which changed under them."""
+    """Changes with every write, even of the same size, and differs between copies: S3's ETag and time, or a file's
+    inode and ctime. The time is for servers that keep the ETag of a file that was changed underneath them."""
 
 
 class Unfinished(NamedTuple):
-    """What a writer left behind that was killed: it takes space, and is no object."""
+    """What a killed writer left behind: it takes space, but is not an object."""
 
     key: str
-    "The object that it would have become."
+    "The object it would have become."
     size: int
     "Bytes."
     modified: float
-    "When it was begun or last written, in seconds since the epoch."
+    "When it was started or last written, in seconds since the epoch."
     token: str
     "Names it to storage."
 
@@ -76,7 +76,13 @@ class Writer(Protocol):
 
 
 class Storage(ABC):
-    """The operations that a run needs of the place it is kept in."""
+    """A place for runs, opened by its storage path."""
+
+    is_bucket = False
+    """Whether it is an object store, with versions and lifecycle rules of its own."""
+
+    @abstractmethod
+    def __init__(self, storage_path: str) -> None: ...
 
     @abstractmethod
     def locate(self, key: str) -> str:
@@ -84,39 +90,39 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, key: str, offset: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A stream of the object's bytes from `offset` on, which must lie before its end (or be 0)."""
+        """A stream of the object's bytes from `offset`, which must lie before its end (or be 0)."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Write a small object whole: a reader sees the old bytes or the new ones, never a part."""
+        """Write a small object atomically: a reader sees the old bytes or the new ones, never a part."""
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> bool:
-        """Write a small object if there is none; False when other content is there. Atomic among all writers.
+        """Write a small object if there is none; False when there is one with other content. Atomic among all writers.
 
-        Writers that must be told apart write different bytes: content that is there already may pass for one's own.
+        Writers that must be told apart write different bytes: a retry takes identical content for its own.
         """
 
     @abstractmethod
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
-        """Stream a large object; it may be visible half-written, or absent, until the context ends without error."""
+        """Stream a large object; until the context ends without error it may be absent, or visible half-written."""
 
     @abstractmethod
     def list(self, prefix: str) -> list[Entry]:
-        """Every object below `prefix`, in the order of the keys."""
+        """Every object below `prefix`, sorted by key."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove one object; not being there is no error."""
+        """Delete one object; no error when it is not there."""
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Remove objects; not being there is no error. After an error, some may be left."""
+        """Delete objects; no error for those that are not there. After an error, some may be left."""
         for key in keys:
             self.delete(key)
 
     @abstractmethod
     def delete_folders(self, prefix: str) -> None:
-        """Remove the folders in and at `prefix` that hold no object: what no listing shows. Others stay."""
+        """Delete the empty folders at and below `prefix`, which no listing shows."""
 
     @abstractmethod
     def exists(self, key: str) -> bool:
@@ -124,18 +130,18 @@ class Storage(ABC):
 
     @abstractmethod
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
-        """What killed writers left below `prefix`, and what living ones are at."""
+        """Unfinished writes below `prefix`: those of killed writers, and those in progress."""
 
     @abstractmethod
     def discard(self, unfinished: Unfinished) -> None:
-        """Give back the space of what a killed writer left; being gone already is no error."""
+        """Free the space of an unfinished write; no error when it is gone already."""
 
     def keeps_versions(self) -> bool | None:
-        """Whether deleted and replaced objects go on taking space; None: this user may not know."""
+        """Whether deleted and replaced objects keep taking space; None: not permitted to ask."""
         return False
 
     def drops_unfinished(self) -> bool | None:
-        """Whether the place itself removes what killed writers left, some day; None: this user may not know."""
+        """Whether the backend itself removes unfinished writes some day; None: not permitted to ask."""
         return False
 
     def read(self, key: str) -> bytes:
@@ -144,7 +150,7 @@ class Storage(ABC):
             return stream.read()
 
     def digest(self, key: str) -> tuple[int, str]:
-        """Size in bytes and SHA-256 (hex) of what storage gives back for an object."""
+        """Size in bytes and SHA-256 (hex) of an object as storage returns it."""
         size, sha = 0, hashlib.sha256()
         with self.open(key) as stream:
             while chunk := stream.read(CHUNK):
@@ -153,14 +159,14 @@ class Storage(ABC):
         return size, sha.hexdigest()
 
     def prove(self, prefix: str) -> None:
-        """Prove that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
+        """Check that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
 
         The last is what keeps two processes from owning one run. Raises `StorageError`.
         """
         key, content = f"{prefix}/probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
         created = self.create(key, content)
         try:
-            # Before the second create, which would replace the content where it is not refused.
+            # Before the second create, which replaces the content where it is not refused.
             found = self.read(key) == content and [entry.key for entry in self.list(key)] == [key]
             again = self.create(key, b"another writer")
         finally:
@@ -179,13 +185,13 @@ class Storage(ABC):
 
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = READS_IN_FLIGHT) -> list[Result]:
-    """What `act` returns for each item, in their order. The first error ends it: what has not begun never does."""
+    """What `act` returns for each item, in their order. After the first error, no further item is started."""
     with ThreadPoolExecutor(at_once, thread_name_prefix="storage") as pool:
         return list(pool.map(act, items))
 
 
 class HashingWriter:
-    """Counts and hashes the bytes on their way to storage; after a failure it takes no more."""
+    """Counts and hashes the bytes on their way to storage; after a failure it accepts no more."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -206,14 +212,14 @@ class HashingWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing to do before the end: an object is complete when its context is."""
+        """Does nothing: an object is complete only when its context ends."""
 
     def complete(self) -> None:
-        """Make the object what was written."""
+        """Publish what was written as the object."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Leave nothing behind, as far as storage allows; raises nothing."""
+        """Remove what was written, as far as storage allows; raises nothing."""
         raise NotImplementedError
 
     @property
@@ -234,7 +240,7 @@ def completed(writer: HashingWriter) -> Iterator[Writer]:
         writer.complete()
     except Exception as error:
         writer.abort()
-        # torch.save turns the error of a write into one of its own, which says nothing of storage.
+        # torch.save replaces the error of a write by one of its own that does not mention storage.
         if writer.failure and error is not writer.failure:
             raise writer.failure from writer.failure.__cause__
         raise
@@ -244,7 +250,7 @@ def completed(writer: HashingWriter) -> Iterator[Writer]:
 
 
 class ObjectReader(io.RawIOBase):
-    """Bytes of an object: `errors` names it in the errors of reading, and in those only."""
+    """Bytes of an object; errors of reading, and only those, go through `errors`."""
 
     def __init__(self, source: Any, errors: Errors) -> None:
         super().__init__()
@@ -267,16 +273,16 @@ class ObjectReader(io.RawIOBase):
 
 
 BACKOFF_S = (1, 2, 4, 8, 16, 30)
-"""Pauses between tries; the last one is repeated until the limit."""
+"""Pauses between tries; the last one repeats until the limit."""
 
 
 def pause_after(tries: int) -> float:
-    """Seconds to wait after so many tries, from 0."""
+    """Seconds to wait after that many tries, counted from 0."""
     return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
 
 
 def retry_storage(act: Callable[[], Result], limit_s: float, what: str, warn: Callable[[str], Any]) -> Result:
-    """The result of `act`, tried again while storage refuses; raises `StorageError` after about `limit_s` seconds."""
+    """The result of `act`, retried while storage fails; raises `StorageError` after about `limit_s` seconds."""
     began = time.monotonic()
     tries = 0
     while True:

@@ -25,18 +25,15 @@ from app.storage.base import (
     completed,
 )
 
-# ---------------------------------------------------------------------------------------------------------------- local
-
-
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
-"""A file of `write` or `create` that is not yet, or never became, the object in the group."""
+"""A file of `write` or `create` that is not yet, or never became, the object named by the group."""
 
 
 class LocalStorage(Storage):
-    """A directory. Also right for NFS: only rename and link, which are atomic there, are relied on."""
+    """A directory. Safe on NFS: it relies only on rename and link, which are atomic there."""
 
-    def __init__(self, root: str) -> None:
-        self.root = Path(root).expanduser().absolute()
+    def __init__(self, storage_path: str) -> None:
+        self.root = Path(storage_path).expanduser().absolute()
 
     def locate(self, key: str) -> str:
         return str(self.root / key)
@@ -60,7 +57,7 @@ class LocalStorage(Storage):
             try:
                 os.link(temporary, self.root / key)
             except FileExistsError:
-                # NFS says so too when its server had made the link and the answer was lost.
+                # NFS also raises this when the server made the link and its answer was lost.
                 if temporary.stat().st_nlink == 1:
                     return False
             _sync_directory((self.root / key).parent)
@@ -73,17 +70,19 @@ class LocalStorage(Storage):
 
     def list(self, prefix: str) -> list[Entry]:
         return sorted(
-            Entry(path.relative_to(self.root).as_posix(), about.st_size, about.st_mtime, _version(about))
-            for path, about in self._files(prefix)
+            Entry(
+                path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}"
+            )
+            for path, stat in self._files(prefix)
             if not TEMPORARY.fullmatch(path.name)
         )
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         found = []
-        for path, about in self._files(prefix):
+        for path, stat in self._files(prefix):
             if match := TEMPORARY.fullmatch(path.name):
                 key = path.with_name(match[1]).relative_to(self.root).as_posix()
-                found.append(Unfinished(key, about.st_size, about.st_mtime, str(path)))
+                found.append(Unfinished(key, stat.st_size, stat.st_mtime, str(path)))
         return sorted(found)
 
     def discard(self, unfinished: Unfinished) -> None:
@@ -109,7 +108,7 @@ class LocalStorage(Storage):
         top = self.root / prefix
         for folder in sorted((Path(folder) for folder, _, _ in os.walk(top)), reverse=True):
             if folder != self.root:
-                with contextlib.suppress(OSError):  # not empty: it is another's
+                with contextlib.suppress(OSError):  # not empty: another writer's
                     folder.rmdir()
 
     def exists(self, key: str) -> bool:
@@ -127,7 +126,7 @@ class LocalStorage(Storage):
                 os.fsync(sink.fileno())
             yield temporary
         finally:
-            with contextlib.suppress(OSError):  # or it would hide why it is still there
+            with contextlib.suppress(OSError):  # or it would hide the first error
                 temporary.unlink()
 
 
@@ -157,7 +156,7 @@ class _LocalWriter(HashingWriter):
 
 
 def _open_new(path: Path) -> BinaryIO:
-    """Open for writing, the directory made: again where another process's `delete` removed it, empty, in between."""
+    """Open for writing and make the directory; retried when another process's `delete` removes the empty directory."""
     for _ in range(RACE_TRIES - 1):
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +166,7 @@ def _open_new(path: Path) -> BinaryIO:
 
 
 def _walk(top: Path) -> Iterator[Path]:
-    """Every file below `top`. A directory that cannot be read is an error: its files would seem not to exist."""
+    """Every file below `top`. An unreadable directory is an error, or its files would seem not to exist."""
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # nothing written there yet, or deleted meanwhile
@@ -177,12 +176,8 @@ def _walk(top: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def _version(about: os.stat_result) -> str:
-    return f"{about.st_ino}-{about.st_ctime_ns}"
-
-
 def _sync_directory(path: Path) -> None:
-    """Make a rename or a new name survive a loss of power."""
+    """Make a rename or a new name survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

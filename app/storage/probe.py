@@ -1,11 +1,10 @@
-"""A place for runs, tried out: by `sunspot doctor` from where it runs, by `python -m app.storage.probe` in a pod.
+"""Tests a storage: `sunspot doctor` from where it runs, `python -m app.storage.probe` in a pod.
 
-Everything is written below one folder that is no run's, and removed again.
+Everything is written below one folder that is not a run, and deleted afterwards.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import enum
 import json
@@ -17,40 +16,41 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from app.errors import StorageError, run_and_exit
+from app.settings import CommandParser, load_settings
 from app.storage import open_storage
 from app.storage.base import Storage
-from app.storage.s3 import PART, S3Storage
+from app.storage.s3 import PART
 
 FOLDER = "sunspot-doctor"
 
 SMALL, SMALL_TIMES = 1000, 5
-"""Bytes of a small object, such as a status, and how often one is written and read."""
+"""Bytes of a small object such as a status, and how often one is written and read."""
 
 LARGE, LARGE_TIMES, LARGE_WITHIN_S = PART + (8 << 20), 3, 10.0
-"""Bytes of an object in two parts, and how often it is written and read: not again when that took so long."""
+"""Bytes of an object in two parts, how often it is written and read, and the seconds after which it is not repeated."""
 
 LEAST_MB_PER_S = 5.0
-"""The state of the default task, 134 MB, is saved within a notice of 30 s."""
+"""Enough to save the default task's state, 134 MB, within a notice of 30 s."""
 
 MOST_LATENCY_S = 1.0
-"""Status, logs and metrics are several small writes, every few seconds."""
+"""Status, logs and metrics are several small writes every few seconds."""
 
 MOST_SKEW_S = 30.0
-"""A run is taken for lost after about two minutes without news, by the clock of whoever looks."""
+"""A run counts as lost after about two minutes of silence by the reader's clock."""
 
 
 class Result(enum.StrEnum):
-    """What a check came to."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
-    "A run can do without, or it could not be seen."
+    "A run can do without it, or it could not be examined."
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried."""
+    """One check: what was tried, what was seen, and the fix."""
 
     check: str
     result: Result
@@ -59,18 +59,16 @@ class Check:
 
 
 def failure(name: str, error: Exception) -> Check:
-    """A check that ended in an error, whose text ends in the fix."""
+    """A failed check from an error whose text ends in the fix."""
     said, _, fix = str(error).rpartition("; ")
     return Check(name, Result.FAILED, said or fix, fix if said else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the storage of the settings; one JSON document says what came of it."""
-    from app.settings import load_settings
-
-    parser = argparse.ArgumentParser("python -m app.storage.probe", description="Try the storage of the settings.")
+    """Test the storage of the settings; prints one JSON document."""
+    parser = CommandParser("app.storage.probe", "Try the storage of the settings.", ("storage_path",))
     parser.add_argument("--output", metavar="FILE", help="write the result there too")
-    output = parser.parse_args(arguments).output
+    output = parser.parse(arguments).output
     text = json.dumps([asdict(check) for check in probe_path(load_settings().storage_path)])
     print(text)
     if output:
@@ -80,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def probe_path(storage_path: str) -> Iterator[Check]:
-    """Every check of a storage path; the first that fails is the last."""
+    """All checks of a storage path, up to the first that fails."""
     try:
         yield from probe_storage(open_storage(storage_path))
     except StorageError as error:
@@ -88,7 +86,7 @@ def probe_path(storage_path: str) -> Iterator[Check]:
 
 
 def probe_storage(storage: Storage) -> Iterator[Check]:
-    """Like `probe_path`, but raises `StorageError` where a check cannot go on."""
+    """Like `probe_path`, but raises `StorageError` when a check cannot continue."""
     folder = f"{FOLDER}/{uuid.uuid4().hex}"
     storage.prove(folder)
     can = "lists, creates, reads and deletes, and refuses to create twice"
@@ -101,13 +99,13 @@ def probe_storage(storage: Storage) -> Iterator[Check]:
         with contextlib.suppress(StorageError):
             storage.delete_many([entry.key for entry in storage.list(folder)])
             storage.delete_folders(FOLDER)
-    if isinstance(storage, S3Storage):
+    if storage.is_bucket:
         yield probe_versions(storage)
         yield probe_unfinished(storage)
 
 
 def probe_small(storage: Storage, key: str) -> Check:
-    """How long a small object takes."""
+    """Latency of a small object."""
     content = os.urandom(SMALL)
     writes = [seconds(lambda: storage.write(key, content)) for _ in range(SMALL_TIMES)]
     reads = [seconds(lambda: storage.read(key)) for _ in range(SMALL_TIMES)]
@@ -119,7 +117,7 @@ def probe_small(storage: Storage, key: str) -> Check:
 
 
 def probe_large(storage: Storage, key: str) -> Check:
-    """How fast a large object goes there, in parts, and comes back."""
+    """Throughput of a large object, in parts, both ways."""
     content = os.urandom(LARGE)
     up: list[float] = []
     down: list[float] = []
@@ -141,7 +139,7 @@ def probe_large(storage: Storage, key: str) -> Check:
 
 
 def probe_clock(storage: Storage, key: str) -> Check:
-    """How far this machine's clock and that of the storage lie apart."""
+    """The difference between this machine's clock and the storage's."""
     before = time.time()
     storage.write(key, b"now")
     after = time.time()
@@ -154,7 +152,7 @@ def probe_clock(storage: Storage, key: str) -> Check:
 
 
 def probe_versions(storage: Storage) -> Check:
-    """Whether what is deleted goes on taking space."""
+    """Whether deleted objects keep taking space."""
     name, kept = "versions", storage.keeps_versions()
     if kept:
         fix = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
@@ -163,7 +161,7 @@ def probe_versions(storage: Storage) -> Check:
 
 
 def probe_unfinished(storage: Storage) -> Check:
-    """Whether the bucket rids itself of what killed writers left."""
+    """Whether the bucket removes the uploads of killed writers."""
     name, dropped = "unfinished uploads", storage.drops_unfinished()
     if dropped is False:
         fix = (

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from botocore.client import BaseClient
 
 PART = 16 << 20
-"""Bytes of one part of a multipart upload. S3 allows 10,000 parts, so an object may have 156 GiB."""
+"""Bytes of one part of a multipart upload. S3 allows 10,000 parts, so an object can have 156 GiB."""
 
 PARTS_IN_FLIGHT = 4
-"""Parts uploaded at once: with PART, the most memory (64 MiB) that one upload holds besides the part being filled."""
+"""Parts uploaded at once. With PART this bounds the memory of one upload: 64 MiB besides the part being filled."""
 
 DELETED_AT_ONCE = 1000
-"""Objects that S3 takes in one request to delete them."""
+"""Objects that S3 deletes in one request, at most."""
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
-"""One request is given up after about 4 x 20 s of silence and the backoff between (botocore's standard mode)."""
+"""A request fails after about 4 x 20 s of silence plus backoff (botocore's standard mode)."""
 
 S3_FIXES = {
     "NoSuchBucket": "create the bucket, or correct STORAGE_PATH",
@@ -54,18 +54,18 @@ S3_FIXES = {
     "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
 }
-"""What to do about an error, by the code that S3 answers or the class that botocore raises."""
-
-# ------------------------------------------------------------------------------------------------------------------- S3
+"""What to do about an error, by S3's error code or botocore's class."""
 
 
 class S3Storage(Storage):
     """A prefix of a bucket, through boto3: endpoint, region and credentials come from the usual AWS environment."""
 
-    def __init__(self, url: str) -> None:
-        self.bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    is_bucket = True
+
+    def __init__(self, storage_path: str) -> None:
+        self.bucket, _, prefix = storage_path.removeprefix("s3://").partition("/")
         self.prefix = prefix.strip("/")
-        self._client = _s3_client(url)
+        self._client = _s3_client(storage_path)
 
     def locate(self, key: str) -> str:
         return f"s3://{self.bucket}/{self._full(key)}"
@@ -94,8 +94,8 @@ class S3Storage(Storage):
                 except ClientError as error:
                     if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (409, 412):
                         raise
-            # Ours after all when an earlier try was carried out and only its answer was lost.
-            with contextlib.suppress(NotFoundError):  # another writer was at it (409), or has deleted it
+            # It is ours when an earlier try was carried out and only its answer was lost.
+            with contextlib.suppress(NotFoundError):  # another writer was busy with it (409), or has deleted it
                 return self.read(key) == data
             time.sleep(RACE_PAUSE_S * (tries + 1))
         raise StorageError(f"{self.locate(key)}: cannot create: refused {RACE_TRIES} times, though no object is there")
@@ -107,11 +107,11 @@ class S3Storage(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
-        # A key that ends in '/' is a folder that somebody's browser of the bucket made.
+        # Keys ending in '/' are folders made by bucket browsers.
         return sorted(entry for entry in self._keys(prefix) if not entry.key.endswith("/"))
 
     def _keys(self, prefix: str) -> Sequence[Entry]:
-        """Like `list`, with the folders."""
+        """Like `list`, including folders."""
         skip = len(self.prefix) + 1 if self.prefix else 0
         with self._s3_errors("list", prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -138,7 +138,7 @@ class S3Storage(Storage):
         )
 
     def _so_far(self, key: str, upload: dict[str, Any]) -> tuple[int, float]:
-        """The bytes of an upload's parts, and when it was begun or got the last of them."""
+        """Bytes of an upload's parts, and when it was started or got its last part."""
         parts: list[dict[str, Any]] = []
         with self._s3_errors("list the parts of", key), _unless_upload_is_gone():
             pages = self._client.get_paginator("list_parts").paginate(
@@ -155,7 +155,7 @@ class S3Storage(Storage):
             )
 
     def delete(self, key: str) -> None:
-        # S3 answers 204 when there is nothing; others answer NoSuchKey.
+        # S3 answers 204 when there is nothing, others NoSuchKey.
         with contextlib.suppress(NotFoundError), self._s3_errors("delete", key):
             self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
 
@@ -165,7 +165,7 @@ class S3Storage(Storage):
             map_parallel(self.delete, self._delete_batch(batch))
 
     def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
-        """One request for up to DELETED_AT_ONCE objects; returns those that are to be removed one by one."""
+        """Delete up to DELETED_AT_ONCE objects in one request; returns those left to delete one by one."""
         from botocore.exceptions import ClientError
 
         full = {self._full(key): key for key in keys}
@@ -173,7 +173,7 @@ class S3Storage(Storage):
             try:
                 objects = [{"Key": key} for key in full]
                 answer = self._client.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
-            except ClientError:  # some servers know no such request, or want another checksum of it
+            except ClientError:  # some servers lack this request, or want another checksum
                 return keys
         return [full[refused["Key"]] for refused in answer.get("Errors", ())]
 
@@ -187,7 +187,7 @@ class S3Storage(Storage):
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            # Also when suspended: it keeps those that it has.
+            # Also when suspended: existing versions stay.
             return "Status" in self._client.get_bucket_versioning(Bucket=self.bucket)
         except (ClientError, BotoCoreError):
             return None
@@ -209,7 +209,7 @@ class S3Storage(Storage):
         )
 
     def exists(self, key: str) -> bool:
-        # Not by HEAD: its 404 has no body, so a bucket that is gone would pass for an object that is not there.
+        # Not by HEAD: its 404 has no body, so a missing bucket would pass for a missing object.
         return any(entry.key == key for entry in self.list(key))
 
     def _full(self, key: str) -> str:
@@ -231,12 +231,12 @@ class S3Storage(Storage):
 
 
 def _is_below(key: str, prefix: str) -> bool:
-    """Whether `key` is the object `prefix` or lies in the folder `prefix`; S3 itself knows no folders."""
+    """Whether `key` is the object `prefix` or lies in the folder `prefix`; S3 itself has no folders."""
     return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
 
 
 def _prefix_of(rule: dict[str, Any]) -> str:
-    """The beginning of the keys that a lifecycle rule is about; the form without a filter is the older one."""
+    """The key prefix a lifecycle rule applies to; rules without a filter have the older form."""
     return str(rule.get("Filter", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
@@ -246,7 +246,7 @@ def _etag_and_time(item: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _unless_upload_is_gone() -> Iterator[None]:
-    """Completed or aborted meanwhile, by its writer or by the bucket's lifecycle rules."""
+    """Ignore an upload completed or aborted meanwhile, by its writer or the bucket's lifecycle rules."""
     from botocore.exceptions import ClientError
 
     try:
@@ -257,10 +257,10 @@ def _unless_upload_is_gone() -> Iterator[None]:
 
 
 class _S3Writer(HashingWriter):
-    """A multipart upload, a few parts at once; what fits into one part is one plain PUT.
+    """A multipart upload, a few parts at once; what fits into one part is a plain PUT.
 
-    boto3's `upload_fileobj` pulls from a file; torch.save pushes into one. Between the two would stand a temporary
-    file or a second copy of the state in memory.
+    boto3's `upload_fileobj` pulls from a file and torch.save pushes into one; joining them would take a temporary file
+    or a second copy of the state in memory.
     """
 
     def __init__(self, client: BaseClient, bucket: str, key: str, errors: Errors) -> None:
@@ -312,7 +312,7 @@ class _S3Writer(HashingWriter):
                 **self._target, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
         except ClientError as error:
-            # An earlier try may have been carried out, and its answer lost: the upload is gone, and the object there.
+            # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is there.
             if error.response["Error"]["Code"] != "NoSuchUpload" or not self._is_there():
                 raise
 
@@ -324,7 +324,7 @@ class _S3Writer(HashingWriter):
         return False
 
     def abort(self) -> None:
-        """Give back the space of the parts; an abort that fails too leaves them to the bucket's lifecycle rules."""
+        """Free the space of the parts; if that fails too, the bucket's lifecycle rules have to."""
         self._pool.shutdown(cancel_futures=True)
         if self._upload_id:
             with contextlib.suppress(Exception):
@@ -346,7 +346,7 @@ def _s3_client(url: str) -> Any:
                 read_timeout=READ_TIMEOUT_S,
                 retries={"mode": "standard", "total_max_attempts": REQUEST_TRIES},
                 s3={"addressing_style": "path"},
-                # Checksums in trailers are AWS's own; we hash every byte ourselves and read it back.
+                # Checksums in trailers are AWS-only; we hash every byte ourselves and read it back.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 max_pool_connections=max(2 * PARTS_IN_FLIGHT, READS_IN_FLIGHT),
