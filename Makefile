@@ -5,13 +5,14 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format bench image smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format bench image wheel smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
 
 # For a cluster: make submit PROFILE=gke-spot RUN=mnist
-IMAGE ?= sunspot:0.1.0
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' app/__init__.py)
+IMAGE ?= sunspot:$(VERSION)
 BASE ?= debian:bookworm-slim
 PROFILE ?= kind
 RUN ?= mnist
@@ -41,6 +42,7 @@ lint: .venv/dev  ## format, lint, types, import layers
 	$(BIN)/mypy app submitter scripts
 	$(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
 
 format: .venv/dev  ## put the code into its one form
 	$(BIN)/ruff format .
@@ -49,8 +51,12 @@ format: .venv/dev  ## put the code into its one form
 bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
 	@$(SETTINGS) $(BIN)/python -m scripts.bench
 
-image:  ## the container image: make image IMAGE=registry/sunspot:0.1.0, with Lightning and tracking: EXTRAS=1
-	docker build --build-arg BASE=$(BASE) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) -f docker/Dockerfile -t $(IMAGE) .
+image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightning and tracking: EXTRAS=1
+	docker build --build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) -f docker/Dockerfile -t $(IMAGE) .
+
+wheel: .venv/dev  ## the wheel and its source distribution, into dist/
+	rm -rf dist
+	$(BIN)/uv build -q --no-build-isolation --python $(BIN)/python
 
 smoke: .venv/dev  ## the CPU smoke test, on kind or: make smoke KUBE_CONTEXT=NAME LOAD_IMAGE='COMMAND'
 	@KUBE_CONTEXT='$(KUBE_CONTEXT)' LOAD_IMAGE='$(LOAD_IMAGE)' IMAGE='$(IMAGE)' $(BIN)/python -m scripts.smoke
@@ -71,14 +77,14 @@ submit: .venv/submitter  ## render and submit to the current cluster: make submi
 render: .venv/submitter  ## write the manifest that submit would apply, for GitOps: make render OUTPUT=rendered/mnist
 	@$(SETTINGS) $(BIN)/sunspot render $(RENDER) --output '$(OUTPUT)'
 
-lock: .venv/dev  ## lock the newest dependencies, with hashes
+lock: .venv/dev  ## lock the newest dependencies, with hashes; Ray as requirements/ray.in says
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) requirements/uv.in -o requirements/uv.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train -o requirements/train.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml -c requirements/train.txt -o requirements/submitter.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
-LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
+LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header -c requirements/ray.in
 
 sample: .venv/dev  ## make the bundled digits again from the published files: make sample DATA_ROOT=data
 	$(BIN)/python -m scripts.make_sample --data-root $(DATA_ROOT)
