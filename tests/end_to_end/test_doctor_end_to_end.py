@@ -1,4 +1,4 @@
-"""Ailments that are caused for real, in runs on real workers, and what the doctor calls them."""
+"""Runs that are slowed down for real, on real workers, and what the doctor finds of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cgroup import GROUPS, Throttling, memory_left, read_throttling, resident_memory
+from app.cgroup import GROUPS, Throttling
 from app.run.history import read_journal
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis, Finding
@@ -26,11 +26,11 @@ MakeData = Callable[..., str]
 STEPS = 120
 
 
-def train(program: Program, data: str, **ailments: object) -> dict[Diagnosis, list[Finding]]:
-    """A run with these ailments (tests/tasks/degraded.py), and what is found of it."""
+def train(program: Program, data: str, **faults: object) -> dict[Diagnosis, list[Finding]]:
+    """A run with these faults (tests/tasks/degraded.py), and what is found of it."""
     program.run(
         TASK="tests.tasks.degraded",
-        TASK_ARGS=json.dumps(ailments),
+        TASK_ARGS=json.dumps(faults),
         DATASET=data,
         GLOBAL_BATCH_SIZE=20,
         EPOCHS=1,
@@ -43,6 +43,7 @@ def train(program: Program, data: str, **ailments: object) -> dict[Diagnosis, li
     return found
 
 
+@pytest.mark.slow
 def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS), read_s=0.02, lag_s=0.015, leak_mib=2)
     assert set(found) == {Diagnosis.DATA_BOUND, Diagnosis.STRAGGLER, Diagnosis.MEMORY}
@@ -59,7 +60,7 @@ def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_
 
 
 @pytest.mark.slow
-def test_a_run_without_ailments_is_healthy(program: Program, make_data: MakeData) -> None:
+def test_a_run_without_faults_is_healthy(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS))
     assert set(found) == {Diagnosis.HEALTHY}
     [record, *_] = read_journal(the_run(program), "metrics")
@@ -126,77 +127,3 @@ def test_a_rank_that_its_quota_holds_back(program: Program, make_data: MakeData,
     assert throttled.about["throttled_share"] > 0.5
     assert [finding.about["rank"] for finding in found[Diagnosis.STRAGGLER]] == [1]
     assert next(iter(found)) is Diagnosis.THROTTLED, "it explains the other"
-
-
-# --------------------------------------------------------------------------------------------------- the kernel's files
-
-
-CPU_STAT = {
-    "v1": "nr_periods 40\nnr_throttled 10\nthrottled_time 2500000000\n",
-    "v2": "usage_usec 9\nuser_usec 5\nnr_periods 40\nnr_throttled 10\nthrottled_usec 2500000\nnr_bursts 0\n",
-}
-MEMORY = {
-    "v1": {
-        "memory.limit_in_bytes": "1000000\n",
-        "memory.usage_in_bytes": "700000\n",
-        "memory.stat": "inactive_file 1\ntotal_inactive_file 200000\n",
-    },
-    "v2": {"memory.max": "1000000\n", "memory.current": "700000\n", "memory.stat": "anon 5\ninactive_file 200000\n"},
-}
-
-
-@pytest.fixture
-def kernel(tmp_path: Path) -> tuple[Path, Path]:
-    """The folders that stand for /sys/fs/cgroup and /proc/self."""
-    groups, process = tmp_path / "groups", tmp_path / "proc" / "self"
-    groups.mkdir()
-    process.mkdir(parents=True)
-    (process.parent / "meminfo").write_text("MemTotal:  8000 kB\nMemAvailable:  4000 kB\n")
-    return groups, process
-
-
-def fill(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-
-
-def test_the_groups_of_version_2(kernel: tuple[Path, Path]) -> None:
-    groups, process = kernel
-    (process / "cgroup").write_text("0::/pod/container\n")
-    fill(groups, **{"cpu.stat": "usage_usec 9\n"})
-    fill(groups / "pod", **{"cpu.stat": CPU_STAT["v2"], **MEMORY["v2"]})
-    fill(
-        groups / "pod/container",
-        **{"cpu.stat": CPU_STAT["v2"].replace("40", "0"), **MEMORY["v2"], "memory.max": "max\n"},
-    )
-    assert read_throttling(groups, process) == Throttling(40, 10, 2.5), "the quota of the group around it holds too"
-    assert memory_left(groups, process) == 500_000
-
-
-def test_the_groups_of_version_1(kernel: tuple[Path, Path]) -> None:
-    groups, process = kernel
-    (process / "cgroup").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
-    fill(groups / "cpu,cpuacct/pod", **{"cpu.stat": CPU_STAT["v1"]})
-    fill(groups / "memory/pod", **MEMORY["v1"])
-    assert read_throttling(groups, process) == Throttling(40, 10, 2.5)
-    assert memory_left(groups, process) == 500_000
-
-
-def test_a_container_that_sees_its_own_group_only(kernel: tuple[Path, Path]) -> None:
-    groups, process = kernel
-    (process / "cgroup").write_text("1:cpu:/kubepods/pod7/abc\n")
-    fill(groups / "cpu", **{"cpu.stat": CPU_STAT["v1"]})
-    assert read_throttling(groups, process).periods == 40
-
-
-def test_without_any_group_the_machine_is_the_limit(kernel: tuple[Path, Path]) -> None:
-    groups, process = kernel
-    assert read_throttling(groups, process) == Throttling()
-    assert Throttling().share == 0
-    assert memory_left(groups, process) == 4000 * 1024
-    assert resident_memory(process) is None
-    (process / "status").write_text("VmRSS:\t 900 kB\nRssAnon:\t 300 kB\n")
-    assert resident_memory(process) == 300 * 1024
-    (process.parent / "meminfo").unlink()
-    assert memory_left(groups, process) is None

@@ -98,7 +98,7 @@ def ray_processes(name: str) -> list[psutil.Process]:
 
 
 def end_placement_group_cleaners() -> None:
-    """End the detached actors that Ray Train 2.60 leaves behind, one for each killed driver: 0.2 GB and 3% of a core."""
+    """End the detached actors that Ray Train 2.60 leaves behind, one for each killed driver: 0.2 GB, 3% of a core."""
     for process in ray_processes("PlacementGroup"):
         try:
             process.kill()

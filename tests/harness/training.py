@@ -15,7 +15,7 @@ from app.run import Run, open_run
 from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good, list_checkpoints
 from app.run.history import read_audit, read_journal
-from app.run.incidents import Receipt, read_receipts
+from app.run.incidents import Receipt, find_gaps, goodput, read_receipts
 from submitter.cli import main as sunspot
 from tests.harness.program import Program, ray_processes
 
@@ -79,6 +79,15 @@ def wait_for_receipts(run: Run, count: int, process: Any, seconds: float = 240) 
     """Return when so many worker groups have taken their first step."""
     wait_until(lambda: len(receipts_of(run)) >= count, process, seconds)
     return receipts_of(run)
+
+
+def assert_complete(run: Run) -> None:
+    """Every attempt left a receipt, and the goodput can be told from them."""
+    attempts, receipts = read_attempts(run), receipts_of(run)
+    assert not find_gaps(attempts, receipts, [attempt.number for attempt in attempts])
+    share = goodput(attempts, receipts, time.time())
+    assert share is not None
+    assert 0 < share < 1
 
 
 def receipts_of(run: Run) -> list[Receipt]:

@@ -164,12 +164,9 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
     assert "accuracy" in predict(*words, as_json=False)
 
     # Neither another checkpoint nor other data goes into the same folder.
-    [older] = {path.name for path in finished_run.directory(finished_run.newest).parent.iterdir()} - {
-        finished_run.newest.name
-    }
-    with pytest.raises(
-        ConflictError, match=rf"checkpoint: {finished_run.newest.name} -> {older}\n(.*\n)*.*choose another"
-    ):
+    newest = finished_run.newest
+    [older] = {path.name for path in finished_run.directory(newest).parent.iterdir()} - {newest.name}
+    with pytest.raises(ConflictError, match=rf"checkpoint: {newest.name} -> {older}\n(.*\n)*.*choose another"):
         predict(*words, "--checkpoint", older)
     with pytest.raises(ConflictError, match=r"rows: 101 -> 240"):
         predict(*words, "--split", "train")

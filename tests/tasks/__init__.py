@@ -1,1 +1,1 @@
-"""TODO tests.tasks."""
+"""Small tasks for tests, some with faults to order."""

@@ -1,4 +1,4 @@
-"""The small task with ailments, as TASK_ARGS ask for them: for tests of what the doctor finds."""
+"""The small task with the faults that TASK_ARGS name, for tests of what the doctor finds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tasks.tiny import build_optimizer, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
-ailments: dict[str, Any] = {}
+faults: dict[str, Any] = {}
 """`read_s`: seconds that each batch takes to be read. Of rank 1, `lag_s`: seconds that it sleeps in each forward pass,
 `busy_s`: seconds that it computes there; `group`: a control group that it joins. `leak_mib`: what each step leaves."""
 
@@ -27,24 +27,24 @@ kept: list[bytes] = []
 
 
 def build_model(settings: Settings, source: Source) -> torch.nn.Module:
-    ailments.update(settings.task_args)
+    faults.update(settings.task_args)
     Selections.__getitem__ = read_slowly  # type: ignore[method-assign]
-    if "group" in ailments and rank() == 1:
-        Path(ailments["group"], "cgroup.procs").write_text(str(os.getpid()))
+    if "group" in faults and rank() == 1:
+        Path(faults["group"], "cgroup.procs").write_text(str(os.getpid()))
     return tiny.build_model(settings, source)
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     if rank() == 1:
-        time.sleep(ailments.get("lag_s", 0.0))
-        compute(ailments.get("busy_s", 0.0))
-    if "leak_mib" in ailments:
-        kept.append(b"x" * (ailments["leak_mib"] << 20))
+        time.sleep(faults.get("lag_s", 0.0))
+        compute(faults.get("busy_s", 0.0))
+    if "leak_mib" in faults:
+        kept.append(b"x" * (faults["leak_mib"] << 20))
     return fast_loss(model, batch)
 
 
 def read_slowly(rows: Selections, index: int, read: Any = Selections.__getitem__) -> Batch:
-    time.sleep(ailments.get("read_s", 0.0))
+    time.sleep(faults.get("read_s", 0.0))
     return read(rows, index)
 
 

@@ -1,0 +1,104 @@
+"""A run that has finished: what it prints and keeps, and how a copy of it goes on when it is changed or damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+
+from app.errors import ConflictError
+from app.run.attempts import lineage, read_attempts
+from app.run.checkpoints import in_lineage, list_checkpoints, write_manifest
+from app.run.history import read_audit, read_journal, write_audit
+from tests.harness.finished_run import ROWS, STEPS, TEST_ROWS, FinishedRun
+from tests.harness.program import Program
+from tests.harness.training import assert_audit_clean, assert_complete, audit, the_run, weights
+
+
+def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
+    run, out = finished_run.run, finished_run.output
+    assert f"succeeded at step {STEPS} of {STEPS}" in out
+    assert "test_accuracy" in out
+    weights_at = f"{run.location}/checkpoints/{finished_run.newest.name}/model.pt"
+    assert f"  weights: {weights_at}\n  report: {run.location}/report.html" in out
+    page = run.storage.read(run.key("report.html")).decode()
+    assert "Succeeded" in page
+    assert "Each rank over the whole run" in page
+    [log] = [entry.key for entry in run.storage.list(run.key("logs")) if "/driver-" in entry.key]
+    assert "report: " in run.storage.read(log).decode(), "what was shipped of the output has it, too"
+
+
+def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
+    records = read_journal(finished_run.run, "metrics")
+    ranks = [[record["ranks"][rank]["rows"] for record in records] for rank in range(3)]
+    assert [sum(rows) for rows in ranks] == [2 * ROWS // 3] * 3
+    assert sum(record["steps"] for record in records) == STEPS
+    rates = ("learning_rate", "rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s")
+    for name in ("loss", "accuracy", *rates):
+        assert records[-1][name] >= 0, name
+    right = records[-1]["test_accuracy"] * TEST_ROWS
+    assert 0 <= right <= TEST_ROWS
+    assert right == pytest.approx(round(right)), "each row counted once"
+
+
+def test_it_is_done_and_takes_no_other_settings(
+    program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program.run(**copied_run.settings)
+    assert f"already finished at step {STEPS}" in capfd.readouterr().out
+    assert len(read_attempts(copied_run.run)) == 1
+    with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
+        program.run(**copied_run.settings, SEED=1)
+
+
+def test_more_epochs_train_it_further_from_what_is_whole(
+    program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, damaged = copied_run.run, copied_run.newest
+    before = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))[-2]
+    path = copied_run.directory(damaged) / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    program.run(**{**copied_run.settings, "PREDICT_ROWS": 0}, EPOCHS=3, CHECKPOINTS_TO_KEEP=1)
+    assert f"skipped {damaged.name}" in capfd.readouterr().out
+    assert read_attempts(run)[-1].starts_from == before.name
+    assert copied_run.newest.step == 3 * STEPS // 2
+    assert_audit_clean(program)
+
+
+def test_another_run_begins_with_its_weights(program: Program, copied_run: FinishedRun) -> None:
+    begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9, "LOADER": "torch"}
+    program.run(**{**copied_run.settings, "PREDICT_ROWS": 0, **begun})
+    before, after = weights(copied_run.run), weights(the_run(program, "warm"))
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+
+
+def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, copied_run: FinishedRun) -> None:
+    run, before = copied_run.run, copied_run.newest
+    metrics = {name: value for name, value in before.metrics.items() if not name.startswith("test_")}
+    write_manifest(run, replace(before, metrics=metrics, evaluated=False))
+    program.run(**{**copied_run.settings, "PREDICT_ROWS": 0})
+    after = copied_run.newest
+    assert (after.step, after.attempt, after.evaluated) == (before.step, 2, True)
+    assert after.metrics["test_accuracy"] == pytest.approx(before.metrics["test_accuracy"])
+    assert after.metrics["loss"] == before.metrics["loss"]
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+def test_the_audit_sees_a_repeated_row(copied_run: FinishedRun) -> None:
+    """The check itself can fail: one step's rows are recorded twice."""
+    assert audit(copied_run.storage) == 0
+    run = copied_run.run
+    files = run.storage.list(run.key("audit"))
+    table = pa.concat_tables(read_audit(run, lineage(read_attempts(run))))
+    others = table.filter(pc.not_equal(table["step"], 2))
+    first = table.filter(pc.equal(table["step"], 1))
+    again = first.set_column(0, "step", pa.array([2] * len(first), pa.int32()))
+    run.storage.delete_many([entry.key for entry in files])
+    write_audit(run, 1, 1, STEPS, pa.concat_tables([others, again]))
+    assert audit(copied_run.storage) == 7
