@@ -91,9 +91,9 @@ class Ours:
         """By the receipts: one for each group that has taken a step."""
         from submitter.cluster.watch import observe_run
 
-        seen = observe_run(self._cluster, self.run)
-        state, reason = seen.verdict()
-        if state.terminal and not seen.cluster_trouble and not seen.storage_trouble:
+        snapshot = observe_run(self._cluster, self.run)
+        state, reason = snapshot.state()
+        if state.terminal and not snapshot.cluster_trouble and not snapshot.storage_trouble:
             raise SunspotError(f"{self.run.name} {state}, with no more to strike: {reason}")
         return [
             Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)

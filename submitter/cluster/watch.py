@@ -87,7 +87,7 @@ class RunSnapshot:
         """Whether a driver of the newest RayJob has ever begun."""
         return bool(self.job and self.status and is_of(self.status, self.job, self.owner))
 
-    def verdict(self) -> tuple[RunState, str]:
+    def state(self) -> tuple[RunState, str]:
         """The run's state, and a sentence that says why."""
         if self.deleting:
             return RunState.DELETING, HALF_DELETED
@@ -123,23 +123,23 @@ def command_arguments(cluster: Cluster | None, run: Run) -> str:
 
 
 def observe_run(
-    cluster: Cluster | None, run: Run, without: str = "", counts: Callable[[JobView], bool] = lambda job: True
+    cluster: Cluster | None, run: Run, cluster_error: str = "", counts: Callable[[JobView], bool] = lambda job: True
 ) -> RunSnapshot:
-    """What is known now; `without` says why there is no cluster to ask. Trouble is noted, not raised.
+    """What is known now; `cluster_error` says why there is no cluster to ask. Trouble is noted, not raised.
 
     Of the RayJobs with the run's name, those are looked at that `counts` holds for.
     """
-    seen = RunSnapshot(cluster_trouble=without)
+    snapshot = RunSnapshot(cluster_trouble=cluster_error)
     if cluster:
         try:
             jobs, _ = cluster.list_jobs(run.name)
-            seen = replace(seen, **_about(cluster, [job for job in jobs if counts(job)]))
+            snapshot = replace(snapshot, **_about(cluster, [job for job in jobs if counts(job)]))
         except ClusterError as error:
-            seen = replace(seen, cluster_trouble=str(error))
+            snapshot = replace(snapshot, cluster_trouble=str(error))
     try:
-        return replace(seen, **_stored(run, seen.job.name if seen.job else ""), time=time.time())
+        return replace(snapshot, **_stored(run, snapshot.job.name if snapshot.job else ""), time=time.time())
     except StorageError as error:
-        return replace(seen, storage_trouble=str(error), time=time.time())
+        return replace(snapshot, storage_trouble=str(error), time=time.time())
 
 
 class Follower:
@@ -148,11 +148,11 @@ class Follower:
     The iteration raises `ClusterError` when the API server refuses, or was gone for LONGEST_OUTAGE_S.
     """
 
-    def __init__(self, cluster: Cluster | None, run: Run, without: str = "") -> None:
+    def __init__(self, cluster: Cluster | None, run: Run, cluster_error: str = "") -> None:
         self._cluster, self._run = cluster, run
         self._news: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
         self._wake_storage, self._ended = threading.Event(), threading.Event()
-        self._seen = RunSnapshot(cluster_trouble=without)
+        self._snapshot = RunSnapshot(cluster_trouble=cluster_error)
         self._clock = 0
         "Counts the changes of the RayJobs."
         self._storage_clock = -1
@@ -180,22 +180,22 @@ class Follower:
                 except queue.Empty:
                     pass
                 held = time.monotonic() - self._held_since
-                if (listed and (self.settled or held > STORAGE_PATIENCE_S)) or self._seen.cluster_trouble:
-                    yield replace(self._seen, time=time.time())
+                if (listed and (self.settled or held > STORAGE_PATIENCE_S)) or self._snapshot.cluster_trouble:
+                    yield replace(self._snapshot, time=time.time())
         finally:
             self._ended.set()
             self._wake_storage.set()
 
     def _take(self, news: dict[str, Any]) -> None:
-        before = self._seen
+        before = self._snapshot
         self._storage_clock = news.pop("asked_after", self._storage_clock)
-        self._seen = replace(before, **news)
-        if "jobs" in news and before.jobs != self._seen.jobs:
+        self._snapshot = replace(before, **news)
+        if "jobs" in news and before.jobs != self._snapshot.jobs:
             self._clock += 1
             self._held_since = time.monotonic()
             self._wake_storage.set()
-            if before.job and self._seen.job and before.job.uid != self._seen.job.uid:
-                self._seen = replace(self._seen, status=None, owner="")
+            if before.job and self._snapshot.job and before.job.uid != self._snapshot.job.uid:
+                self._snapshot = replace(self._snapshot, status=None, owner="")
 
     def _pass_on_errors(self, feed: Callable[[], None]) -> None:
         """A feed that ended in silence would be waited for in vain."""
@@ -236,7 +236,7 @@ class Follower:
     def _follow_storage(self) -> None:
         while not self._ended.is_set():
             self._wake_storage.clear()
-            clock, job = self._clock, self._seen.job
+            clock, job = self._clock, self._snapshot.job
             try:
                 news = {**_stored(self._run, job.name if job else ""), "storage_trouble": ""}
             except StorageError as error:
@@ -276,10 +276,10 @@ def await_gone(cluster: Cluster, jobs: Sequence[JobView], seconds: float) -> boo
     return True
 
 
-def not_found_message(cluster: Cluster | None, run: Run, seen: RunSnapshot) -> str:
+def not_found_message(cluster: Cluster | None, run: Run, snapshot: RunSnapshot) -> str:
     """Where a run was looked for and not found."""
     in_cluster = f", nor in namespace {cluster.namespace} of {cluster.server}" if cluster else ""
-    trouble = f" (the cluster was not asked: {seen.cluster_trouble})" if seen.cluster_trouble else in_cluster
+    trouble = f" (the cluster was not asked: {snapshot.cluster_trouble})" if snapshot.cluster_trouble else in_cluster
     place = run.storage.locate("").rstrip("/")
     return f"no run {run.name} in {place}{trouble}; check the name, --storage and --namespace"
 
@@ -292,11 +292,11 @@ class Outage:
         self._since: dict[str, float] = {}
         self._said: dict[str, float] = {}
 
-    def note(self, seen: RunSnapshot | None) -> None:
+    def note(self, snapshot: RunSnapshot | None) -> None:
         """Look at what is known; None: there is no cluster to be gone."""
-        if seen:
-            self._note("the API server", seen.cluster_trouble)
-            self._note("storage", seen.storage_trouble)
+        if snapshot:
+            self._note("the API server", snapshot.cluster_trouble)
+            self._note("storage", snapshot.storage_trouble)
 
     def _note(self, what: str, trouble: str) -> None:
         now = time.monotonic()

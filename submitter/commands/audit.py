@@ -84,7 +84,7 @@ class Proof:
         return [*self.wrong_rows, *self.damaged, *self.gaps]
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """What is off, in a sentence; empty when nothing is."""
         missing, repeated = sum(e.missing for e in self.epochs), sum(e.repeated for e in self.epochs)
         parts = []
@@ -162,8 +162,8 @@ def conclude(run: Run, proof: Proof) -> None:
     """Name on stderr all that is off, and raise `DamageError` for it."""
     for text in (*proof.notes, *proof.faults):
         warn(text)
-    if proof.verdict:
-        raise DamageError(f"{run.location}: {proof.verdict}")
+    if proof.summary:
+        raise DamageError(f"{run.location}: {proof.summary}")
 
 
 def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:

@@ -141,7 +141,7 @@ def make_plan(kinds: Sequence[str], every_s: float, blows: int, seed: int | None
     return Plan(tuple(order), every_s, seed)
 
 
-def chaos(cluster: Cluster | None, run: Run, plan: Plan, as_json: bool, without: str = "") -> None:
+def chaos(cluster: Cluster | None, run: Run, plan: Plan, as_json: bool, cluster_error: str = "") -> None:
     """Strike a live run as planned, wait until it has recovered, and audit it; ends early when the run does.
 
     Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
@@ -149,7 +149,7 @@ def chaos(cluster: Cluster | None, run: Run, plan: Plan, as_json: bool, without:
     when a pod or the recovery is waited for in vain, and `DamageError` when the audit finds a fault.
     """
     if cluster is None:
-        raise ClusterError(without)
+        raise ClusterError(cluster_error)
     storm = FaultInjector(cluster, run, as_json)
     storm.refuse_unless_live()
     storm.say({"event": "begin", "seed": plan.seed, "kinds": plan.kinds}, f"seed {plan.seed}: {', '.join(plan.kinds)}")
@@ -189,17 +189,17 @@ class FaultInjector:
 
     def refuse_unless_live(self) -> None:
         """Raise what keeps the run from being struck."""
-        seen = observe_run(self._cluster, self._run)
-        if seen.cluster_trouble:
-            raise ClusterError(seen.cluster_trouble)
-        if seen.storage_trouble:
-            raise StorageError(seen.storage_trouble)
-        if not seen.known:
-            raise NotFoundError(not_found_message(self._cluster, self._run, seen))
-        self._take_step(seen)
-        live = next((job for job in seen.jobs if job.live), None)
-        if not live or seen.verdict()[0].terminal:
-            state, reason = seen.verdict()
+        snapshot = observe_run(self._cluster, self._run)
+        if snapshot.cluster_trouble:
+            raise ClusterError(snapshot.cluster_trouble)
+        if snapshot.storage_trouble:
+            raise StorageError(snapshot.storage_trouble)
+        if not snapshot.known:
+            raise NotFoundError(not_found_message(self._cluster, self._run, snapshot))
+        self._take_step(snapshot)
+        live = next((job for job in snapshot.jobs if job.live), None)
+        if not live or snapshot.state()[0].terminal:
+            state, reason = snapshot.state()
             raise NotFoundError(f"{self._run.name} is not live but {state}: {reason}; submit it first")
         if live.spec.get("clusterSelector"):
             raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
@@ -270,18 +270,18 @@ class FaultInjector:
 
     def _look(self) -> None:
         """Take notice of all that is new."""
-        seen = observe_run(self._cluster, self._run)
-        self._outage.note(seen)
-        self._take_step(seen)
+        snapshot = observe_run(self._cluster, self._run)
+        self._outage.note(snapshot)
+        self._take_step(snapshot)
         self._take_receipts()
-        state, reason = seen.verdict()
+        state, reason = snapshot.state()
         # Without the cluster's word, a failure may be followed by another try.
-        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not seen.cluster_trouble):
+        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster_trouble):
             self.ended = f"{state}, {reason}"
 
-    def _take_step(self, seen: RunSnapshot) -> None:
-        if seen.status:
-            self._step = seen.status.step
+    def _take_step(self, snapshot: RunSnapshot) -> None:
+        if snapshot.status:
+            self._step = snapshot.status.step
 
     def _take_receipts(self) -> None:
         """Tell of each receipt for a blow that has none yet; storage that is away is asked again later."""

@@ -35,14 +35,14 @@ def run(args: argparse.Namespace) -> None:
     show(cluster, run, args.port, args.json, cluster_error)
 
 
-def show(cluster: Cluster | None, run: Run, port: int, as_json: bool, without: str = "") -> None:
+def show(cluster: Cluster | None, run: Run, port: int, as_json: bool, cluster_error: str = "") -> None:
     """Forward the dashboard until Ctrl-C, and say where it is.
 
     Raises `NotFoundError` when the run has no head, or none any more, `ClusterError` when the API server refuses, and
     `SettingsError` when the port is taken.
     """
     if cluster is None:
-        raise ClusterError(without)
+        raise ClusterError(cluster_error)
     head = _find_head(cluster, run)
     name = head["metadata"]["name"]
     token, doubt = _read_token(cluster, head)
@@ -72,12 +72,12 @@ def _find_head(cluster: Cluster, run: Run) -> dict[str, Any]:
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
         if ready and (found := cluster.find("pod", ready[0].name)):
             return found
-    seen = observe_run(cluster, run)
-    if not seen.known and seen.storage_trouble:
-        raise StorageError(seen.storage_trouble)
-    if not seen.known:
-        raise NotFoundError(not_found_message(cluster, run, seen))
-    state, reason = seen.verdict()
+    snapshot = observe_run(cluster, run)
+    if not snapshot.known and snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    if not snapshot.known:
+        raise NotFoundError(not_found_message(cluster, run, snapshot))
+    state, reason = snapshot.state()
     raise NotFoundError(
         f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; "
         f"`sunspot report {command_arguments(None, run)}` shows what is in storage"
@@ -123,6 +123,6 @@ def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:
         if now is None or not same or pod_view(now).deleting or now.get("status", {}).get("phase") != "Running":
             why = ""
             with contextlib.suppress(ClusterError, StorageError):
-                state, reason = observe_run(cluster, run).verdict()
+                state, reason = observe_run(cluster, run).state()
                 why = f"; {run.name} is {state}, {reason}"
             raise NotFoundError(f"the head {name} is gone, and its dashboard with it{why}")

@@ -57,7 +57,7 @@ class Remains:
     """All there is of a run."""
 
     run: Run
-    seen: RunSnapshot
+    snapshot: RunSnapshot
     entries: tuple[Entry, ...]
     "Every object of it in storage, without the mark."
     unfinished: tuple[Unfinished, ...]
@@ -70,13 +70,13 @@ class Remains:
 
     @property
     def jobs(self) -> tuple[JobView, ...]:
-        return self.seen.jobs
+        return self.snapshot.jobs
 
     @property
     def pods(self) -> list[PodView]:
         """Those that go with the RayJobs: a cluster that was borrowed stays."""
         own = {job.cluster for job in self.jobs if not is_borrowed(job)}
-        return [pod for pod in self.seen.pods if pod.cluster in own]
+        return [pod for pod in self.snapshot.pods if pod.cluster in own]
 
     @property
     def not_submitted(self) -> list[str]:
@@ -110,13 +110,13 @@ def run(args: argparse.Namespace) -> None:
     delete(cluster, run, args.yes, args.json, cluster_error)
 
 
-def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, without: str = "") -> None:
+def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, cluster_error: str = "") -> None:
     """Print all there is of the run and, with `yes` or when the user at the terminal agrees, remove it.
 
     Raises `NotFoundError` when nothing is there, `ConflictError` when the run is live or something goes on writing it,
     `GaveUpError` when its pods do not go, `ClusterError` and `StorageError`; what is left then is said on stderr.
     """
-    remains = find_remains(cluster, run, without)
+    remains = find_remains(cluster, run, cluster_error)
     if not as_json:
         _print(cluster, remains)
     if kept := remains.not_submitted:
@@ -128,11 +128,11 @@ def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, without:
         if as_json or not _ask(run):
             _conclude(remains, remains, False, as_json)
             return
-        remains = find_remains(cluster, run, without)  # whoever was asked may have taken an hour
+        remains = find_remains(cluster, run, cluster_error)  # whoever was asked may have taken an hour
     try:
         _remove(cluster, remains)
     except (SunspotError, KeyboardInterrupt):
-        left = _find_left(cluster, run, without)
+        left = _find_left(cluster, run, cluster_error)
         if as_json:
             _conclude(remains, left, False, as_json)
         what = _sum_up(left) if left else "what cannot be listed now"
@@ -143,26 +143,26 @@ def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, without:
         warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
 
 
-def find_remains(cluster: Cluster | None, run: Run, without: str = "") -> Remains:
+def find_remains(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Remains:
     """All there is of a run that may be deleted.
 
     Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live, `ClusterError` and
     `StorageError` when that cannot be seen.
     """
-    seen = observe_run(cluster, run, without, lambda job: keeps_in(job, run))
-    if seen.storage_trouble:
-        raise StorageError(seen.storage_trouble)
-    if cluster and seen.cluster_trouble:
+    snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    if cluster and snapshot.cluster_trouble:
         raise ClusterError(
-            f"{seen.cluster_trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
+            f"{snapshot.cluster_trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
             "KUBECONFIG=/dev/null deletes what is in storage"
         )
-    if not seen.known:
-        raise NotFoundError(not_found_message(cluster, run, seen))
-    state, reason = seen.verdict()
-    going = bool(seen.job and seen.job.deleting)
-    if any(job.live for job in seen.jobs) or not (state.terminal or going):
-        unseen = f" (the cluster was not asked: {seen.cluster_trouble})" if seen.cluster_trouble else ""
+    if not snapshot.known:
+        raise NotFoundError(not_found_message(cluster, run, snapshot))
+    state, reason = snapshot.state()
+    going = bool(snapshot.job and snapshot.job.deleting)
+    if any(job.live for job in snapshot.jobs) or not (state.terminal or going):
+        unseen = f" (the cluster was not asked: {snapshot.cluster_trouble})" if snapshot.cluster_trouble else ""
         raise ConflictError(
             f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; "
             f"`sunspot stop {command_arguments(cluster, run)}` saves and ends it, then delete it"
@@ -171,7 +171,7 @@ def find_remains(cluster: Cluster | None, run: Run, without: str = "") -> Remain
     copies = tuple(path for path in copies_of(run.location).rglob("*") if path.is_file())
     results = read_results(run)
     trials = tuple(trial.run for trial in results.trials) if results else ()
-    return Remains(run, seen, entries, tuple(_list_unfinished(run)), copies, _find_dataset(run, entries), trials)
+    return Remains(run, snapshot, entries, tuple(_list_unfinished(run)), copies, _find_dataset(run, entries), trials)
 
 
 def keeps_in(job: JobView, run: Run) -> bool:
@@ -274,12 +274,12 @@ def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
     return ""
 
 
-def _find_left(cluster: Cluster | None, run: Run, without: str) -> Remains | None:
+def _find_left(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains | None:
     """What is left of a run that could not be removed; None when that cannot be seen."""
     with contextlib.suppress(SunspotError):
-        seen = observe_run(cluster, run, without, lambda job: keeps_in(job, run))
+        snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
         entries = tuple(run.storage.list(run.name))
-        return Remains(run, seen, entries, tuple(_list_unfinished(run)), (), "")
+        return Remains(run, snapshot, entries, tuple(_list_unfinished(run)), (), "")
     return None
 
 
@@ -295,7 +295,7 @@ def _ask(run: Run) -> bool:
 
 
 def _print(cluster: Cluster | None, remains: Remains) -> None:
-    run, (state, reason) = remains.run, remains.seen.verdict()
+    run, (state, reason) = remains.run, remains.snapshot.state()
     print(f"{run.name}: {state}, {reason}")
     objects = [[thing["kind"], thing["name"], ""] for thing in _objects(remains)]
     stored = [[kind["kind"], _count(kind), as_bytes(kind["bytes"])] for kind in _kinds(remains)]
@@ -304,8 +304,8 @@ def _print(cluster: Cluster | None, remains: Remains) -> None:
         print(f"in namespace {cluster.namespace} of {cluster.server}, and in {run.location}")
     else:
         print(f"in {run.location}")
-    if remains.seen.cluster_trouble:
-        warn(f"only what is in storage: {remains.seen.cluster_trouble}")
+    if remains.snapshot.cluster_trouble:
+        warn(f"only what is in storage: {remains.snapshot.cluster_trouble}")
     if remains.takes_dataset:
         print(f"the dataset {remains.dataset} lies in the run, and goes with it")
     elif remains.dataset:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         if cluster:
 
             def state(run: Run) -> tuple[RunState, str]:
-                return observe_run(cluster, run).verdict()
+                return observe_run(cluster, run).state()
 
     show(find_run(args.run, args.storage), args.rank, args.previous, args.follow, args.json, state)
 

@@ -24,25 +24,25 @@ def run(args: argparse.Namespace) -> None:
     resume(cluster, run, args.json, cluster_error)
 
 
-def resume(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
+def resume(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = "") -> None:
     """Clear the stop marker, and bring to life again what was submitted last.
 
     Raises `NotFoundError` when there is no such run, `ClusterError` when there is no cluster to submit to.
     """
-    seen = observe(cluster, run, without)
+    snapshot = observe(cluster, run, cluster_error)
     submission = newest_submission(run)
     if submission is None:
         clear_stop(run)
         how = "`make train` again, or for GitOps a commit that raises GENERATION"
         print_state(
             run,
-            seen.verdict()[0],
+            snapshot.state()[0],
             f"it may train again; it was not started by `sunspot submit`, so start it: {how}",
             as_json,
         )
         return
-    if cluster is None or seen.cluster_trouble:
-        raise ClusterError(seen.cluster_trouble)
+    if cluster is None or snapshot.cluster_trouble:
+        raise ClusterError(snapshot.cluster_trouble)
     import yaml
 
     job, text = submission

@@ -29,47 +29,47 @@ def run(args: argparse.Namespace) -> None:
     show(cluster, run, args.json, cluster_error)
 
 
-def show(cluster: Cluster | None, run: Run, as_json: bool, without: str = "") -> None:
+def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = "") -> None:
     """Print the run's state, and all that is known of it: from both sides, or from the one that answers.
 
     Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
     """
-    seen, view = gather(cluster, run, without)
-    if seen.cluster_trouble:
-        warn(f"from storage alone, without the cluster: {seen.cluster_trouble}")
-    if seen.storage_trouble:
-        warn(f"from the cluster alone, without storage: {seen.storage_trouble}")
-    others = [job.name for job in seen.jobs[1:] if job.live]
+    snapshot, view = gather(cluster, run, cluster_error)
+    if snapshot.cluster_trouble:
+        warn(f"from storage alone, without the cluster: {snapshot.cluster_trouble}")
+    if snapshot.storage_trouble:
+        warn(f"from the cluster alone, without storage: {snapshot.storage_trouble}")
+    others = [job.name for job in snapshot.jobs[1:] if job.live]
     if others:
-        warn(f"also live, and superseded by {seen.jobs[0].name} once that trains: {', '.join(others)}")
-    record = summarize(cluster, run, seen, view)
+        warn(f"also live, and superseded by {snapshot.jobs[0].name} once that trains: {', '.join(others)}")
+    record = summarize(cluster, run, snapshot, view)
     if as_json:
         print_json(record)
     else:
         _print(record, view)
 
 
-def gather(cluster: Cluster | None, run: Run, without: str = "") -> tuple[RunSnapshot, RunView | None]:
+def gather(cluster: Cluster | None, run: Run, cluster_error: str = "") -> tuple[RunSnapshot, RunView | None]:
     """All that cluster and storage know of a run; what one does not say, the first result explains.
 
     Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
     """
-    seen = observe_run(cluster, run, without)
+    snapshot = observe_run(cluster, run, cluster_error)
     view = None
-    if not seen.storage_trouble:
+    if not snapshot.storage_trouble:
         try:
             with contextlib.suppress(NotFoundError):  # nothing of it there yet
                 view = read_view(run)
         except StorageError as error:
-            seen = replace(seen, storage_trouble=str(error))
-    if not seen.known and not view:
-        _refuse(cluster, run, seen)
-    return seen, view
+            snapshot = replace(snapshot, storage_trouble=str(error))
+    if not snapshot.known and not view:
+        _refuse(cluster, run, snapshot)
+    return snapshot, view
 
 
-def summarize(cluster: Cluster | None, run: Run, seen: RunSnapshot, view: RunView | None) -> dict[str, Any]:
+def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
     """Everything that is shown, under the names of the JSON document; None is what is not known."""
-    state, reason = seen.verdict()
+    state, reason = snapshot.state()
     record: dict[str, Any] = {
         "run": run.name,
         "state": state,
@@ -79,7 +79,7 @@ def summarize(cluster: Cluster | None, run: Run, seen: RunSnapshot, view: RunVie
         **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
         **dict.fromkeys(("save_s", "notice_s", "memory_every")),
         **dict.fromkeys(("workers_wanted", "workers_running", "pods_wanted", "pods_running", "job", "try", "tries")),
-        "namespace": cluster.namespace if cluster and seen.job else None,
+        "namespace": cluster.namespace if cluster and snapshot.job else None,
         "storage": run.location,
         "logs": run.storage.locate(run.key("logs")),
     }
@@ -100,15 +100,15 @@ def summarize(cluster: Cluster | None, run: Run, seen: RunSnapshot, view: RunVie
             "incidents_by_cause": Counter(receipt.cause for receipt in view.incidents),
             "steps_replayed": sum(receipt.replayed for receipt in view.incidents),
         }
-    if seen.status:
-        record["workers_running"] = 0 if state.terminal else seen.status.world_size
-        record["warning"] = "" if state.terminal else seen.status.warning
-        record |= {name: getattr(seen.status, name) for name in ("save_s", "notice_s", "memory_every")}
-    if seen.job:
-        record["pods_wanted"], record["pods_running"] = count_workers(seen.job, seen.pods)
-        record["job"] = seen.job.name
-        record["workers_wanted"] = settings_of(seen.job.raw).get(NUM_WORKERS)
-        record["try"], record["tries"] = min(seen.job.failed + 1, seen.job.tries), seen.job.tries
+    if snapshot.status:
+        record["workers_running"] = 0 if state.terminal else snapshot.status.world_size
+        record["warning"] = "" if state.terminal else snapshot.status.warning
+        record |= {name: getattr(snapshot.status, name) for name in ("save_s", "notice_s", "memory_every")}
+    if snapshot.job:
+        record["pods_wanted"], record["pods_running"] = count_workers(snapshot.job, snapshot.pods)
+        record["job"] = snapshot.job.name
+        record["workers_wanted"] = settings_of(snapshot.job.raw).get(NUM_WORKERS)
+        record["try"], record["tries"] = min(snapshot.job.failed + 1, snapshot.job.tries), snapshot.job.tries
     return record
 
 
@@ -165,9 +165,9 @@ def _sum_up(record: dict[str, Any]) -> str:
     return f"{record['incidents']} ({causes}), {plural(record['steps_replayed'], 'step')} replayed"
 
 
-def _refuse(cluster: Cluster | None, run: Run, seen: RunSnapshot) -> None:
-    if seen.storage_trouble:
-        raise StorageError(seen.storage_trouble)
-    if cluster and seen.cluster_trouble:
-        raise ClusterError(seen.cluster_trouble)
-    raise NotFoundError(not_found_message(cluster, run, seen))
+def _refuse(cluster: Cluster | None, run: Run, snapshot: RunSnapshot) -> None:
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    if cluster and snapshot.cluster_trouble:
+        raise ClusterError(snapshot.cluster_trouble)
+    raise NotFoundError(not_found_message(cluster, run, snapshot))

@@ -36,13 +36,13 @@ def run(args: argparse.Namespace) -> None:
     stop(cluster, run, args.timeout, not args.no_wait, args.json, cluster_error)
 
 
-def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json: bool, without: str = "") -> None:
+def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json: bool, cluster_error: str = "") -> None:
     """Leave the stop marker, wait until the run has saved and ended, then delete its RayJobs and so its cluster.
 
     Raises `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
     """
-    seen = observe(cluster, run, without)
-    state, reason = seen.verdict()
+    snapshot = observe(cluster, run, cluster_error)
+    state, reason = snapshot.state()
     if state is RunState.SUCCEEDED:
         print_state(run, state, f"there is nothing to stop: {reason}", as_json)
         return
@@ -53,44 +53,44 @@ def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json:
         )
         return
     began = time.monotonic()
-    works = seen.driver_began and state is not RunState.RETRYING
-    if not state.terminal and (works or not seen.job):
-        seen = _await_end(cluster, run, timeout, without)
-        state, reason = seen.verdict()
-    if cluster and seen.jobs:
-        for job in seen.jobs:
+    works = snapshot.driver_began and state is not RunState.RETRYING
+    if not state.terminal and (works or not snapshot.job):
+        snapshot = _await_end(cluster, run, timeout, cluster_error)
+        state, reason = snapshot.state()
+    if cluster and snapshot.jobs:
+        for job in snapshot.jobs:
             cluster.delete_job(job)
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        if not await_gone(cluster, seen.jobs, left):
+        if not await_gone(cluster, snapshot.jobs, left):
             raise GaveUpError(f"{run.name} has ended ({reason}), but its pods are still there; they go by themselves")
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
     print_state(
-        run, state, f"{_saved(seen)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json
+        run, state, f"{_saved(snapshot)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json
     )
 
 
-def observe(cluster: Cluster | None, run: Run, without: str) -> RunSnapshot:
+def observe(cluster: Cluster | None, run: Run, cluster_error: str) -> RunSnapshot:
     """What is known; raises when storage is out of reach, nothing is known, or the run is being deleted."""
-    seen = observe_run(cluster, run, without)
-    if seen.storage_trouble:
-        raise StorageError(seen.storage_trouble)
-    if not seen.known:
-        raise NotFoundError(not_found_message(cluster, run, seen))
-    if seen.deleting:
-        raise ConflictError(f"{run.name} is {RunState.DELETING}: {seen.verdict()[1]}")
-    if seen.cluster_trouble:
-        warn(f"only the storage was asked: {seen.cluster_trouble}")
-    return seen
+    snapshot = observe_run(cluster, run, cluster_error)
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    if not snapshot.known:
+        raise NotFoundError(not_found_message(cluster, run, snapshot))
+    if snapshot.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
+    if snapshot.cluster_trouble:
+        warn(f"only the storage was asked: {snapshot.cluster_trouble}")
+    return snapshot
 
 
-def _await_end(cluster: Cluster | None, run: Run, timeout: float, without: str) -> RunSnapshot:
+def _await_end(cluster: Cluster | None, run: Run, timeout: float, cluster_error: str) -> RunSnapshot:
     deadline = time.monotonic() + timeout
-    follower = Follower(cluster, run, without)
-    for seen in follower:
-        state, reason = seen.verdict()
+    follower = Follower(cluster, run, cluster_error)
+    for snapshot in follower:
+        state, reason = snapshot.state()
         if state.terminal and follower.settled:
-            return seen
+            return snapshot
         if time.monotonic() > deadline:
             raise GaveUpError(
                 f"{run.name} has not ended after {timeout:.0f} s ({state}: {reason}); its stop marker stands, and "
@@ -99,9 +99,9 @@ def _await_end(cluster: Cluster | None, run: Run, timeout: float, without: str) 
     raise AssertionError("following never ends by itself")
 
 
-def _saved(seen: RunSnapshot) -> str:
-    if seen.status and seen.status.checkpoint:
-        return f"saved as {seen.status.checkpoint}"
+def _saved(snapshot: RunSnapshot) -> str:
+    if snapshot.status and snapshot.status.checkpoint:
+        return f"saved as {snapshot.status.checkpoint}"
     return "it had not saved anything yet"
 
 

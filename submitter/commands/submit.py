@@ -82,32 +82,32 @@ def bring_up(
     of the run lives, and `GaveUpError` when one that is ending does not end.
     """
     name = manifest["metadata"]["name"]
-    seen, job = _look_at(cluster, run, name)
-    if seen.deleting:
-        raise ConflictError(f"{run.name} is {RunState.DELETING}: {seen.verdict()[1]}; then submit again")
-    others = [other for other in seen.jobs if other.live and other.name != name]
+    snapshot, job = _look_at(cluster, run, name)
+    if snapshot.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
+    others = [other for other in snapshot.jobs if other.live and other.name != name]
     if others:
         raise ConflictError(
             _explain_conflict(others[0], expected or JobView(manifest), command_arguments(cluster, run))
         )
     deadline = time.monotonic() + STOPPED_WITHIN_S
-    while job and _is_ending(seen, job) and not dry_run:
+    while job and _is_ending(snapshot, job) and not dry_run:
         if time.monotonic() > deadline:
-            raise GaveUpError(f"{name} is still ending: {seen.verdict()[1]}; submit again when it has")
+            raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
         time.sleep(LOOK_EVERY_S)
-        seen, job = _look_at(cluster, run, name)
+        snapshot, job = _look_at(cluster, run, name)
 
-    state, reason = seen.verdict() if seen.known else (RunState.LOST, "")
+    state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     if job and not state.terminal:
-        if seen.stop_wanted and not dry_run:
+        if snapshot.stop_wanted and not dry_run:
             clear_stop(run)
-        return Outcome("attached", "the stop marker is cleared" if seen.stop_wanted else f"{state}: {reason}")
-    if seen.status and state is RunState.SUCCEEDED and (job or seen.status.owner.partition("#")[0] == name):
+        return Outcome("attached", "the stop marker is cleared" if snapshot.stop_wanted else f"{state}: {reason}")
+    if snapshot.status and state is RunState.SUCCEEDED and (job or snapshot.status.owner.partition("#")[0] == name):
         return Outcome("finished", reason)
-    ended = [other for other in seen.jobs if other.terminal or other is job]
-    was = f"the run was {state}: {reason}" if seen.known else "a new run"
-    if seen.status and not state.terminal:
-        was = f"it takes the run over from {seen.status.owner}: {reason}"
+    ended = [other for other in snapshot.jobs if other.terminal or other is job]
+    was = f"the run was {state}: {reason}" if snapshot.known else "a new run"
+    if snapshot.status and not state.terminal:
+        was = f"it takes the run over from {snapshot.status.owner}: {reason}"
     if not dry_run:
         clear_stop(run)
         for other in ended:
@@ -134,23 +134,23 @@ def tell(cluster: Cluster, run: Run, job: str, outcome: Outcome, dry_run: bool, 
 
 def _look_at(cluster: Cluster, run: Run, name: str) -> tuple[RunSnapshot, JobView | None]:
     """What is known of the run, with the RayJob of this name as the one that decides."""
-    seen = observe_run(cluster, run)
-    if seen.cluster_trouble:
-        raise ClusterError(seen.cluster_trouble)
-    if seen.storage_trouble:
-        raise StorageError(seen.storage_trouble)
-    job = next((job for job in seen.jobs if job.name == name), None)
-    if job and job is not seen.job:
-        others = tuple(other for other in seen.jobs if other is not job)
-        seen = replace(seen, jobs=(job, *others), owner=owner_of(run, name))
-    return seen, job
+    snapshot = observe_run(cluster, run)
+    if snapshot.cluster_trouble:
+        raise ClusterError(snapshot.cluster_trouble)
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    job = next((job for job in snapshot.jobs if job.name == name), None)
+    if job and job is not snapshot.job:
+        others = tuple(other for other in snapshot.jobs if other is not job)
+        snapshot = replace(snapshot, jobs=(job, *others), owner=owner_of(run, name))
+    return snapshot, job
 
 
-def _is_ending(seen: RunSnapshot, job: JobView) -> bool:
+def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
     """Whether its driver may still hear of the stop marker, or the RayJob is being deleted."""
     if job.deleting:
         return True
-    return seen.verdict()[0] is RunState.STOPPING and seen.driver_began
+    return snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began
 
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:

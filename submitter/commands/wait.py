@@ -38,18 +38,18 @@ def run(args: argparse.Namespace) -> None:
     wait(cluster, run, args.timeout, args.json, cluster_error)
 
 
-def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, without: str = "") -> None:
+def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, cluster_error: str = "") -> None:
     """Follow the run to its end; the job goes on whatever happens here.
 
     Returns when the run succeeded or was stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when
     it is being deleted, `NotFoundError` when there is no such run, `GaveUpError` after `timeout` seconds, and
     `ClusterError` when the API server stays away.
     """
-    _refuse_if_unknown(cluster, run, without)
+    _refuse_if_unknown(cluster, run, cluster_error)
     deadline = time.monotonic() + timeout if timeout is not None else None
     show = LiveLine(run) if sys.stdout.isatty() and not as_json else Lines(run, as_json)
     try:
-        state, reason = _follow(cluster, run, deadline, timeout, show, without)
+        state, reason = _follow(cluster, run, deadline, timeout, show, cluster_error)
     except KeyboardInterrupt:
         show.close()
         again = command_arguments(cluster, run)
@@ -69,18 +69,18 @@ def _follow(
     deadline: float | None,
     timeout: float | None,
     show: Lines,
-    without: str,
+    cluster_error: str,
 ) -> tuple[RunState, str]:
     """Show everything until the run has ended; returns how."""
     outage = Outage(run)
-    follower = Follower(cluster, run, without)
-    for seen in follower:
-        state, reason = seen.verdict()
-        outage.note(seen if cluster else None)
-        show(seen, state, reason)
+    follower = Follower(cluster, run, cluster_error)
+    for snapshot in follower:
+        state, reason = snapshot.state()
+        outage.note(snapshot if cluster else None)
+        show(snapshot, state, reason)
         # Without the cluster's word, a failure may be followed by another try.
-        sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and seen.cluster_trouble)
-        if state.terminal and sure and (follower.settled or seen.storage_trouble):
+        sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and snapshot.cluster_trouble)
+        if state.terminal and sure and (follower.settled or snapshot.storage_trouble):
             return state, reason
         if deadline is not None and time.monotonic() > deadline:
             raise GaveUpError(
@@ -90,16 +90,16 @@ def _follow(
     raise AssertionError("following never ends by itself")
 
 
-def _refuse_if_unknown(cluster: Cluster | None, run: Run, without: str) -> None:
+def _refuse_if_unknown(cluster: Cluster | None, run: Run, cluster_error: str) -> None:
     """A first look, for what waiting cannot mend: raises what is wrong."""
-    seen = observe_run(cluster, run, without)
-    if seen.known:
+    snapshot = observe_run(cluster, run, cluster_error)
+    if snapshot.known:
         return
-    if cluster and seen.cluster_trouble:
-        raise ClusterError(seen.cluster_trouble)
-    if seen.storage_trouble:
-        raise StorageError(seen.storage_trouble)
-    raise NotFoundError(not_found_message(cluster, run, seen))
+    if cluster and snapshot.cluster_trouble:
+        raise ClusterError(snapshot.cluster_trouble)
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    raise NotFoundError(not_found_message(cluster, run, snapshot))
 
 
 # ------------------------------------------------------------------------------------------------------------- display
@@ -114,18 +114,18 @@ class Lines:
         self._step = -1
         self._at = 0.0
 
-    def __call__(self, seen: RunSnapshot, state: RunState, reason: str) -> None:
-        step = seen.status.step if seen.status else 0
+    def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
+        step = snapshot.status.step if snapshot.status else 0
         goes_on = state is RunState.RUNNING and step != self._step
         due = goes_on and time.monotonic() - self._at >= self._progress_every_s
         if (state, reason) == self._before and not due:
             return
         self._before, self._step, self._at = (state, reason), step, time.monotonic()
         if self._as_json:
-            about = {"time": seen.time, "run": self._run.name, "state": state, "reason": reason}
-            print_json_line({**about, **progress(seen)})
+            about = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
+            print_json_line({**about, **progress(snapshot)})
         else:
-            print(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(seen, state, reason)}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -142,22 +142,22 @@ class LiveLine(Lines):
         self._status = Console(highlight=False, markup=False, emoji=False).status("")
         self._status.start()
 
-    def __call__(self, seen: RunSnapshot, state: RunState, reason: str) -> None:
-        super().__call__(seen, state, reason)
+    def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
+        super().__call__(snapshot, state, reason)
         training = state is RunState.RUNNING
         self._status.update(
-            describe(seen, state, "") if training else f"{state}, {in_words(time.monotonic() - self._began)}"
+            describe(snapshot, state, "") if training else f"{state}, {in_words(time.monotonic() - self._began)}"
         )
 
     def close(self) -> None:
         self._status.stop()
 
 
-def describe(seen: RunSnapshot, state: RunState, reason: str) -> str:
+def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
     """One line for people: how far it is while it trains, else why it stands where it stands."""
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"  # the error with which the command ends says why
-    about = progress(seen)
+    about = progress(snapshot)
     if state is not RunState.RUNNING or not about["total_steps"]:
         return reason
     parts = [f"step {about['step']} of {about['total_steps']}", f"epoch {about['epoch']}"]
@@ -170,14 +170,14 @@ def describe(seen: RunSnapshot, state: RunState, reason: str) -> str:
     return "  ".join(part for part in (*parts, reason) if part)
 
 
-def progress(seen: RunSnapshot) -> dict[str, Any]:
+def progress(snapshot: RunSnapshot) -> dict[str, Any]:
     """How far the run is, as its own processes said last."""
-    status = seen.status
+    status = snapshot.status
     if status is None:
         return dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s", "seconds_left"))
     left = None
     if status.state is RunState.RUNNING and status.step_time_s is not None:
-        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (seen.time - status.time))
+        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.time))
     return {
         "step": status.step,
         "total_steps": status.total_steps,

@@ -28,23 +28,23 @@ class Report:
     unseen: list[str]
 
 
-def examine(cluster: Cluster | None, run: Run, without: str = "") -> Report:
-    """Look at a run from all sides that answer; `without` says why there is no cluster to ask.
+def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Report:
+    """Look at a run from all sides that answer; `cluster_error` says why there is no cluster to ask.
 
     Raises `NotFoundError` when neither side knows the run, and what keeps one from answering when the other does not.
     """
-    seen, view = gather(cluster, run, without)
-    state, reason = seen.verdict()
-    findings, unseen = [], _unseen(seen)
-    if seen.job:
-        findings += find_pending(seen.job, seen.pods, seen.warnings, state, seen.time)
+    snapshot, view = gather(cluster, run, cluster_error)
+    state, reason = snapshot.state()
+    findings, unseen = [], _unseen(snapshot)
+    if snapshot.job:
+        findings += find_pending(snapshot.job, snapshot.pods, snapshot.warnings, state, snapshot.time)
     if view:
         failures = []
         try:
             failures = read_failures(run)
         except (StorageError, ValueError, TypeError) as error:
             unseen.append(f"the errors of its processes: {error}")
-        case = Case(view, state, reason, failures, seen.pods, seen.time)
+        case = Case(view, state, reason, failures, snapshot.pods, snapshot.time)
         findings += [finding for finding in diagnose(case) if not _said(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
             evidence, about = figures(case)
@@ -55,9 +55,9 @@ def examine(cluster: Cluster | None, run: Run, without: str = "") -> Report:
     return Report(state, reason, in_order(findings), unseen)
 
 
-def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, without: str = "") -> None:
+def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster_error: str = "") -> None:
     """Print what was found, what explains most first; with `stacks`, whole stacks and tracebacks below."""
-    report = examine(cluster, run, without)
+    report = examine(cluster, run, cluster_error)
     if as_json:
         findings = [finding.record() for finding in report.findings]
         print_json(
@@ -82,15 +82,15 @@ def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, without
         warn(f"not looked at: {text}")
 
 
-def _unseen(seen: RunSnapshot) -> list[str]:
+def _unseen(snapshot: RunSnapshot) -> list[str]:
     """What could not be asked, and why."""
     texts = []
-    if seen.cluster_trouble:
-        texts.append(f"the cluster: {seen.cluster_trouble}")
-    elif not seen.job:
+    if snapshot.cluster_trouble:
+        texts.append(f"the cluster: {snapshot.cluster_trouble}")
+    elif not snapshot.job:
         texts.append("pods and their events: the run has no RayJob")
-    if seen.storage_trouble:
-        texts.append(f"what the run left in storage: {seen.storage_trouble}")
+    if snapshot.storage_trouble:
+        texts.append(f"what the run left in storage: {snapshot.storage_trouble}")
     return texts
 
 

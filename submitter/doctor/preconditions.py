@@ -13,7 +13,9 @@ from submitter.manifest.render import Rendered
 from submitter.output import print_json
 
 
-def examine(cluster: Cluster | None, rendered: Rendered, from_pods: bool, as_json: bool, without: str = "") -> None:
+def examine(
+    cluster: Cluster | None, rendered: Rendered, from_pods: bool, as_json: bool, cluster_error: str = ""
+) -> None:
     """Look at everything that a run like `rendered` needs, and print what was seen and what to do.
 
     Storage is tried from here, and with `from_pods` from pods like the run's too. Raises `ClusterError` or
@@ -21,7 +23,7 @@ def examine(cluster: Cluster | None, rendered: Rendered, from_pods: bool, as_jso
     """
     checks: list[Check] = []
     in_cluster = False
-    for check, of_cluster in _every_check(cluster, rendered, from_pods, without):
+    for check, of_cluster in _every_check(cluster, rendered, from_pods, cluster_error):
         checks.append(check)
         in_cluster |= of_cluster and check.result is Result.FAILED
         if not as_json:
@@ -38,11 +40,11 @@ def examine(cluster: Cluster | None, rendered: Rendered, from_pods: bool, as_jso
 
 
 def _every_check(
-    cluster: Cluster | None, rendered: Rendered, from_pods: bool, without: str
+    cluster: Cluster | None, rendered: Rendered, from_pods: bool, cluster_error: str
 ) -> Iterator[tuple[Check, bool]]:
     """Each check, and whether the cluster's own."""
     if cluster is None:
-        yield failure("API server", ClusterError(without)), True
+        yield failure("API server", ClusterError(cluster_error)), True
     else:
         yield from ((check, True) for check in check_cluster(cluster, rendered))
     yield from ((check, False) for check in probe_path(rendered.settings.storage_path))

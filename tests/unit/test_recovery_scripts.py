@@ -169,9 +169,9 @@ def test_groups_in_a_drivers_log() -> None:
 
 
 def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    verdict = [(RunState.RUNNING, "2 workers train")]
-    seen = SimpleNamespace(verdict=lambda: verdict[-1], cluster_trouble="", storage_trouble="")
-    monkeypatch.setattr(submitter.cluster.watch, "observe_run", lambda cluster, run: seen)
+    states = [(RunState.RUNNING, "2 workers train")]
+    snapshot = SimpleNamespace(state=lambda: states[-1], cluster_trouble="", storage_trouble="")
+    monkeypatch.setattr(submitter.cluster.watch, "observe_run", lambda cluster, run: snapshot)
     monkeypatch.setattr(submitter.cluster.api, "connect", lambda context, namespace: None)
     ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
@@ -183,10 +183,10 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     events.flush()
     assert ours.groups() == [Group(2, 50, 2, 110.0, 2, RECEIPT)]
     assert ours.rank0() == "a"
-    verdict.append((RunState.SUCCEEDED, "at step 94"))
+    states.append((RunState.SUCCEEDED, "at step 94"))
     with pytest.raises(SunspotError, match="mine succeeded, with no more to strike: at step 94"):
         ours.groups()
-    seen.cluster_trouble = "gone"  # then it is not known
+    snapshot.cluster_trouble = "gone"  # then it is not known
     assert ours.groups()
 
 
