@@ -309,6 +309,7 @@ GPT = {
 }
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_at_another_world_size_with_the_weights_of_ddp(program: Program, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(read_text(REFERENCE)[:150_000])

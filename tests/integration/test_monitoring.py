@@ -282,6 +282,7 @@ def test_the_dashboard_uses_no_rule_that_is_not_there() -> None:
     assert set(re.findall(r"sunspot:[\w:]+", " ".join(queries()))) == recorded
 
 
+@pytest.mark.slow
 def test_a_real_run_exports_what_the_dashboard_and_the_alerts_use(
     program: Program, make_data: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -121,13 +121,19 @@ def test_a_rank_that_hangs_records_its_stacks_and_ends(run: Run) -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param("for step in range(40):\n    time.sleep(0.1)\n    watchdog.heartbeat(step)", id="steps"),
+        pytest.param(
+            "for step in range(40):\n    time.sleep(0.1)\n    watchdog.heartbeat(step)",
+            id="steps",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "watchdog.heartbeat(41)\nwith watchdog.paused():\n    time.sleep(5)\ntime.sleep(0.5)", id="paused"
         ),
-        pytest.param("time.sleep(3)\nwatchdog.heartbeat(41)", id="first step"),
+        pytest.param("time.sleep(3)\nwatchdog.heartbeat(41)", id="first step", marks=pytest.mark.slow),
         pytest.param(
-            "watchdog.heartbeat()\ntime.sleep(3)\nwatchdog.heartbeat(41)", id="first step, after an evaluation"
+            "watchdog.heartbeat()\ntime.sleep(3)\nwatchdog.heartbeat(41)",
+            id="first step, after an evaluation",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -139,11 +145,13 @@ def test_a_rank_that_goes_on_is_left_alone(run: Run, train: str) -> None:
     assert left_behind(run) == []
 
 
+@pytest.mark.slow
 def test_no_limit_is_no_limit(run: Run) -> None:
     code, output, _ = run_rank(run, "watchdog.heartbeat(41)\ntime.sleep(2)", timeout_s=0)
     assert (code, output) == (0, "trained\n")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
     code, _, _ = run_rank(run, "time.sleep(1000)")
     assert code == 1
@@ -151,6 +159,7 @@ def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
+@pytest.mark.slow
 def test_a_pause_ends(run: Run) -> None:
     code, output, _ = run_rank(
         run, "watchdog.heartbeat(41)\nwith watchdog.paused():\n    time.sleep(3)\ntime.sleep(1000)"
@@ -158,13 +167,13 @@ def test_a_pause_ends(run: Run) -> None:
     assert code == 1, output
 
 
-HOLDS_THE_LOCK = {
-    "in the interpreter": 're.match(r"(a+)+$", "a" * 40 + "b")',
-    "in a library": "ctypes.PyDLL(None).sleep(1000)",
-}
-
-
-@pytest.mark.parametrize("hangs", HOLDS_THE_LOCK.values(), ids=HOLDS_THE_LOCK)
+@pytest.mark.parametrize(
+    "hangs",
+    [
+        pytest.param('re.match(r"(a+)+$", "a" * 40 + "b")', id="in the interpreter", marks=pytest.mark.slow),
+        pytest.param("ctypes.PyDLL(None).sleep(1000)", id="in a library"),
+    ],
+)
 def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(run: Run, hangs: str) -> None:
     code, output, _ = run_rank(run, f"watchdog.heartbeat(41)\ntime.sleep(0.5)\n{hangs}")
     assert code == 1, output
@@ -184,6 +193,7 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
     assert left_behind(run) == []
 
 
+@pytest.mark.slow
 def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
     hangs = """
         def never(*words):
@@ -204,6 +214,7 @@ def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
     assert told == [], "an incident of long ago was told as the newest"
 
 
+@pytest.mark.slow
 def test_a_report_that_itself_hangs_ends_by_the_timer(run: Run) -> None:
     code, _, seconds = run_rank(
         run, "hang.describe = lambda *a: ctypes.PyDLL(None).sleep(1000)\nwatchdog.heartbeat(41)\ntime.sleep(1000)"
@@ -212,6 +223,7 @@ def test_a_report_that_itself_hangs_ends_by_the_timer(run: Run) -> None:
     assert seconds < 20
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_as_it_would_without_a_watchdog(run: Run) -> None:
     forks = """
         import os, signal
