@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from app.driver import train_run
 from app.errors import SettingsError, run_and_exit
 from app.search_space import find_dimensions
-from app.settings import PREFIX, load_settings
+from app.settings import PREFIX, CommandParser, Settings, load_settings
 from app.tracking.process import refuse_unusable
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Read the settings, and train the run that they describe."""
+    CommandParser(
+        "app", "Train the run that the settings describe, from where it stands.", Settings.model_fields
+    ).parse(words)
     if space := find_dimensions(os.environ):
         given = ", ".join(f"{PREFIX}{dimension.name}={dimension.text}" for dimension in space)
         raise SettingsError(f"{given}: one run takes one value; `python -m app.tune` trains a run for each of several")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import SettingsError
-from app.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, load_settings
+from app.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, load_settings, takes
 
 VARIED = (
     "task",
@@ -176,8 +176,7 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
             if dimension and field not in (*VARIED, "task_args"):
                 varied = ", ".join(varied.upper() for varied in (*VARIED, "task_args"))
                 problems.append(
-                    f"{PREFIX}{path}={value}: a search may not vary it, only {varied}; "
-                    f"set it to {Settings.model_fields[field].description}"
+                    f"{PREFIX}{path}={value}: a search may not vary it, only {varied}; set it to {takes(field)}"
                 )
             elif dimension:
                 dimensions.append(dimension)

@@ -1,17 +1,21 @@
 """Every setting of a run, once: read by the training program and by the submitter.
 
-A setting is an environment variable with the prefix SUNSPOT_. The text below each field is its documentation;
-what it takes (`takes`) is the fix that is named when a value is wrong. Secrets are never settings.
+A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description, in
+`--help` and in the documentation; `takes` is the fix named when a value is wrong. Secrets are never settings.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -66,14 +70,16 @@ WorkerCount = Annotated[Workers, NoDecode, BeforeValidator(_parse_workers), Plai
 
 
 def _setting(default: Any, takes: str, **limits: Any) -> Any:
-    """A field with its default, the sentence that says what it takes, and pydantic's limits."""
-    return Field(default, description=takes, validate_default=True, **limits)
+    """A field with its default, what it takes, and pydantic's limits."""
+    return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
 
 
 class Settings(BaseSettings):
     """The settings of one run, validated together. Immutable."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
 
     task: str = _setting(
         "app.tasks.mnist", "an importable module, e.g. app.tasks.mnist", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
@@ -91,7 +97,7 @@ class Settings(BaseSettings):
     "The task's own hyperparameters, passed to it as they are."
 
     init_from: str = _setting("", "run:NAME, or the path or URL of a state_dict saved by torch.save")
-    "Warm start: weights to begin from when the run has no checkpoint of its own."
+    "Warm start: the weights to begin from while the run has no checkpoint of its own."
 
     storage_path: str = _setting(
         "runs", "a local or NFS path, or s3://bucket/prefix", pattern=r"^(s3://[^/:]+(/.*)?|[^:]+)$"
@@ -123,7 +129,7 @@ class Settings(BaseSettings):
     "Passes over the training rows."
 
     max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
-    "Most optimizer steps of the whole run; 0 = no limit by steps."
+    "Optimizer steps after which the run ends, if its epochs take more; 0: no limit."
 
     global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
     "Rows per optimizer step over all workers, whatever their number."
@@ -141,7 +147,7 @@ class Settings(BaseSettings):
     "bf16: the forward pass runs under autocast; weights stay in fp32."
 
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
-    "How the model is spread over workers: ddp keeps a whole copy on each, fsdp a part of it (for what is too large)."
+    "ddp: the whole model on each worker. fsdp: a part of it on each, for a model that is too large for one."
 
     checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
     "A checkpoint every so many optimizer steps, besides the end of each epoch."
@@ -153,7 +159,7 @@ class Settings(BaseSettings):
     "How many of the best checkpoints stay; the newest always does too."
 
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "What 'best' is measured by; a checkpoint without this metric counts as worst."
+    "The metric that ranks checkpoints; one without it ranks last."
 
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more of the metric is better."
@@ -171,22 +177,22 @@ class Settings(BaseSettings):
     "Starts of one job's driver in a row without a new checkpoint before the run fails."
 
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
-    "How long training goes on while no checkpoint can be committed, before the run ends with a message."
+    "Seconds that training goes on while no checkpoint can be committed, before the run ends with a message."
 
     snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
-    "Most of the training time that copies of the state in the nodes' shared memory may cost; a loss goes back to them."
+    "Largest share of the training time spent on copies of the state in shared memory, for recovery from a loss."
 
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "How long a rank may take no step before its stacks are recorded and the workers are restarted."
+    "Seconds without a step of a rank after which its stacks are recorded and the workers restart; 0: off."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
-    "How often the workers' numbers are gathered into the metric history, besides at each checkpoint."
+    "Seconds between two records of the metric history; each checkpoint adds one."
 
     predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
-    "Held-out rows that the newest checkpoint predicts when training has ended, for the report."
+    "Held-out rows that the newest checkpoint predicts for the report once training has ended."
 
     tracking: Literal["", "mlflow", "wandb"] = _setting("", "mlflow, wandb, or empty (none)")
-    "Service that the run is shown in, too. Address and credentials come from the service's usual environment."
+    "Service that the run is delivered to; its address and credentials come from its usual environment."
 
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
     "MLflow's experiment, or the project of Weights & Biases, that the run belongs to."
@@ -195,7 +201,7 @@ class Settings(BaseSettings):
     "Record the id of every row that each optimizer step consumed."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
-    "Set by the manifest: seconds from the notice that a node goes until Ray ends what runs on it. 0: unknown."
+    "Set by the manifest: seconds from the notice of a preemption until Ray ends what runs on the node; 0: unknown."
 
     job_id: str = _setting("", "the identity of the cluster job, or empty")
     "Set by the manifest: the same for every retry of one job. Empty: each process is a job of its own."
@@ -207,6 +213,36 @@ class Settings(BaseSettings):
 
 IDENTITY = ("task", "task_args", "dataset", "seed", "global_batch_size", "loader")
 """Settings that give the position and the weights of a run their meaning: a run keeps them to its last step."""
+
+
+class SettingInfo(NamedTuple):
+    """What a user may know about a setting."""
+
+    variable: str
+    default: str
+    "As the variable would hold it; may be empty."
+    takes: str
+    meaning: str
+
+
+def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
+    """The settings with these field names, in order; all of them by default."""
+    defaults = Settings.model_construct().environment()
+    return [
+        SettingInfo(
+            PREFIX + name.upper(),
+            defaults[PREFIX + name.upper()],
+            takes(name),
+            Settings.model_fields[name].description or "",
+        )
+        for name in names
+    ]
+
+
+def takes(name: str) -> str:
+    """What the setting with this field name may be set to."""
+    extra: Any = Settings.model_fields[name].json_schema_extra
+    return extra["takes"]
 
 
 def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
@@ -255,8 +291,51 @@ def _misspelt(variable: str) -> str:
 
 def _explain(problem: Any) -> str:
     field = str(problem["loc"][0])
-    return f"{PREFIX}{field.upper()}={problem['input']}: set it to {Settings.model_fields[field].description}"
+    return f"{PREFIX}{field.upper()}={problem['input']}: set it to {takes(field)}"
 
 
 def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of one `python -m app...`; `--help` lists the settings that it reads, too."""
+
+    def __init__(self, module: str, description: str | None, settings: Iterable[str] = ()) -> None:
+        self._settings = list(settings)
+        lines = [f"  {s.variable}={s.default}\n{_indent(s.meaning)}" for s in describe_settings(self._settings)]
+        super().__init__(
+            f"python -m {module}",
+            description=description,
+            epilog="settings, environment variables with these defaults:\n" + "\n".join(lines) if lines else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Read the words, by default those of the command line; ends the process with 2 when one is unknown."""
+        words = list(sys.argv[1:] if words is None else words)
+        options = [word for word in itertools.takewhile(lambda word: word != "--", words) if word.startswith("--")]
+        for option in options:  # before anything that is missing
+            if not any(known.startswith(option.partition("=")[0]) for known in self._option_string_actions):
+                self.error(self._suggest(option))
+        arguments, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            self.error(self._suggest(unknown[0]))
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """End the process as `run_and_exit` does for a `SettingsError`."""
+        self.exit(2, f"error: {message}\n")
+
+    def _suggest(self, word: str) -> str:
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        known = {option.strip("-").replace("-", "_"): option for option in options}
+        known |= {name: f"the environment variable {PREFIX}{name.upper()}" for name in self._settings}
+        stem = word.partition("=")[0].strip("-").replace("-", "_").lower().removeprefix(PREFIX.lower())
+        nearest = difflib.get_close_matches(stem, known, n=1)
+        hint = f"did you mean {known[nearest[0]]}?" if nearest else f"`{self.prog} --help` lists what there is"
+        return f"{word}: no such argument; {hint}"
+
+
+def _indent(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -90,7 +90,7 @@ def _score(weights: Path) -> float:
     """Accuracy of the downloaded model on the sample's held-out rows."""
     import torch
 
-    from app.baseline import evaluate
+    from app.baseline.train import evaluate
     from app.data.source import find_sources
     from app.data.torch_loader import load_rows
     from app.settings import load_settings

@@ -1,15 +1,7 @@
-"""Write a dataset as Parquet in the form that reads fastest: `python -m app.data.convert --from mnist OUT`.
-
-    --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
-    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; below DIR/train and DIR/test (or
-                                                  DIR/val) when there are both, else OUT/*.parquet
-
-OUT is a new local directory and appears when everything is written. Class names are in the files' metadata.
-"""
+"""`python -m app.data.convert`: a dataset written as Parquet, in the form that reads fastest."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -28,6 +20,7 @@ import pyarrow.parquet as pq
 from app.data.images import GREY_MODES, to_pixels
 from app.data.mnist import open_mnist
 from app.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
+from app.settings import CommandParser
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
 """Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""
@@ -38,6 +31,15 @@ FILE_BYTES = 256 << 20
 CLASS_NAMES = b"classes"
 """Key of the class names, a JSON list by label, in a file's metadata."""
 
+DESCRIPTION = """\
+Write a dataset as Parquet in the form that reads fastest.
+
+    --from mnist [--data-root DIR] OUT            OUT/train/*.parquet and OUT/test/*.parquet
+    --from imagefolder --root DIR [--size N] OUT  one folder of images per class; below DIR/train and DIR/test (or
+                                                  DIR/val) when there are both, else OUT/*.parquet
+
+OUT is a new local directory and appears when everything is written. Class names are in the files' metadata."""
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 Rows = tuple[np.ndarray, np.ndarray]
@@ -45,13 +47,13 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m app.data.convert", description="Write a dataset as Parquet.")
+    parser = CommandParser("app.data.convert", DESCRIPTION)
     parser.add_argument("--from", dest="form", choices=["mnist", "imagefolder"], required=True, help="what to read")
     parser.add_argument("--data-root", default="data", help="mnist: where torchvision keeps it (default: data)")
     parser.add_argument("--root", help="imagefolder: the folder of class folders, or of train and test (or val)")
     parser.add_argument("--size", type=int, default=64, help="imagefolder: height and width (default: 64)")
     parser.add_argument("out", metavar="OUT", help="a local directory that does not exist yet")
-    given = parser.parse_args(arguments)
+    given = parser.parse(arguments)
     if given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)
     elif not given.root:

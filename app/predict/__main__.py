@@ -1,8 +1,4 @@
-"""`python -m app.predict`: what a run's model makes of images, or of a whole dataset.
-
-python -m app.predict mnist digit.png more.npy                     a line for each image
-python -m app.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; killed, it goes on
-"""
+"""`python -m app.predict`: images, or a whole dataset, predicted by a run's model."""
 
 from __future__ import annotations
 
@@ -11,20 +7,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from app.data.images import read_images
 from app.errors import run_and_exit
-from app.plan import with_absolute_paths
-from app.predict.actor import answer, model_worker
-from app.settings import Settings, load_settings
+from app.settings import CommandParser, Settings, load_settings
+
+DESCRIPTION = """\
+Predict images, or a whole dataset, with a run's model.
+
+python -m app.predict mnist digit.png more.npy                     a line for each image
+python -m app.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed"""
 
 
 def main() -> int:
     """Predict files, or a dataset; print a table or, with --json, one document."""
     arguments = _parse()
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset}
-    settings = with_absolute_paths(load_settings({name: value for name, value in given.items() if value}))
+    settings = load_settings({name: value for name, value in given.items() if value})
+
+    from app.plan import with_absolute_paths
+
+    settings = with_absolute_paths(settings)
     if arguments.output:
         from app.predict.batch import predict_dataset
 
@@ -43,15 +44,20 @@ def main() -> int:
 
 
 def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Path]) -> dict[str, Any]:
-    """The checkpoint, and for each image its file, its index there, the class, and the probabilities."""
+    """The JSON document: the checkpoint, and for each image its file, index in it, class and probabilities."""
+    import numpy as np
+
+    from app.data.images import read_images
+    from app.predict.actor import get_result, model_worker
+
     with model_worker(run, checkpoint, settings.storage_path, settings.use_gpu) as worker:
-        about = answer(worker.about.remote(), None, "the model")
-        images = [read_images(file, about["shape"]) for file in files]  # here: the files are this machine's
-        predictions, probabilities = answer(worker.predict.remote(np.concatenate(images)), None, "the prediction")
-    places = [(file, index) for file, held in zip(files, images, strict=True) for index in range(len(held))]
+        model = get_result(worker.describe.remote(), None, "the model")
+        images = [read_images(file, model["shape"]) for file in files]  # here: the files are this machine's
+        predictions, probabilities = get_result(worker.predict.remote(np.concatenate(images)), None, "the prediction")
+    places = [(file, index) for file, batch in zip(files, images, strict=True) for index in range(len(batch))]
     return {
-        "checkpoint": about["name"],
-        "step": about["step"],
+        "checkpoint": model["name"],
+        "step": model["step"],
         "images": [
             {
                 "file": str(file),
@@ -66,7 +72,7 @@ def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Pat
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A line for each image; several of one file by their index in it."""
+    """Print a line for each image, with its index if its file has several."""
     counts: dict[str, int] = {}
     for image in result["images"]:
         counts[image["file"]] = counts.get(image["file"], 0) + 1
@@ -78,7 +84,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def print_summary(result: dict[str, Any]) -> None:
-    """What was predicted, how well, and where it lies."""
+    """Print what was predicted, the accuracy, and where the predictions are."""
     print(f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})")
     if result["accuracy"] is not None:
         print(f"  accuracy: {result['accuracy']:.4f}")
@@ -87,12 +93,7 @@ def print_summary(result: dict[str, Any]) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(
-        prog="python -m app.predict",
-        description="\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("app.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
     parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
     parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
     parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
@@ -102,7 +103,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", help="folder or s3:// URL for the predictions of --dataset")
     parser.add_argument("--workers", type=int, default=0, help="model workers for --dataset; default: what Ray has")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse()
     if bool(arguments.dataset) != bool(arguments.output):
         parser.error("--dataset and --output go together")
     if bool(arguments.dataset) == bool(arguments.file):

@@ -1,8 +1,4 @@
-"""`python -m app.tracking RUN`: deliver to MLflow or Weights & Biases what they have not got of a run yet.
-
-The driver has such a process beside it when SUNSPOT_TRACKING is set; run by hand, it delivers what was missed while the
-service was away. Done twice, it delivers nothing twice.
-"""
+"""`python -m app.tracking RUN`: deliver a run to MLflow or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,10 +13,16 @@ from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.history import Journal
 from app.run.status import STATUS_EVERY_S, read_status
-from app.settings import PREFIX, Settings, load_settings
+from app.settings import PREFIX, CommandParser, Settings, load_settings
 from app.storage.base import pause_after
 from app.tracking.delivery import Delivery
 from app.tracking.process import command, refuse_unusable
+
+DESCRIPTION = """\
+Deliver to MLflow or Weights & Biases whatever of a run has not been delivered yet, and nothing twice.
+
+With SUNSPOT_TRACKING the driver starts such a process; by hand, it delivers what was missed while the service was away.
+"""
 
 END_S = 30
 """How long the end of a run is tried to be delivered while the service is away."""
@@ -159,15 +161,13 @@ def _say(text: str) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m app.tracking",
-        description="\n".join((__doc__ or "").splitlines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        "app.tracking", DESCRIPTION, ("storage_path", "tracking", "tracking_project", "report_every_s")
     )
     parser.add_argument("run", metavar="RUN", help="a run's name")
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
     parser.add_argument("--follow", action="store_true", help="deliver what comes until standard input ends")
-    return parser.parse_args()
+    return parser.parse()
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
     monkeypatch.setenv("SUNSPOT_TRACKING", "mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with pytest.raises(SettingsError, match="MLFLOW_TRACKING_URI is not set"):
-        main()
+        main([])
     # Where the library is not installed, a folder of W&B's may lie about.
     (tmp_path / "wandb").mkdir()
     words = "import sys; from app.settings import Settings; from app.tracking.process import refuse_unusable as refuse;"
@@ -383,6 +383,7 @@ def each_entry(content: bytes) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
     program: Program, make_data: MakeData, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,10 @@
-"""`python -m app.baseline`: the same task in ordinary PyTorch, on one device, without Ray.
+"""Training in plain PyTorch: read this first, then app/train/loop.py, where workers share the rows and may be lost.
 
-Read this first: app/train/loop.py is what becomes of it when several workers share the rows and any of them may be
-lost. It takes the same SUNSPOT_ settings and writes metrics.csv and model.pt below <STORAGE_PATH>/<RUN_NAME>-baseline.
+It takes the same SUNSPOT_ settings and writes metrics.csv and model.pt to <STORAGE_PATH>/<RUN_NAME>-baseline.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import time
@@ -16,15 +14,14 @@ import torch
 
 from app.data.source import Batch
 from app.data.torch_loader import load_rows
-from app.errors import run_and_exit
-from app.plan import make_plan, with_absolute_paths
-from app.settings import Settings, load_settings
+from app.plan import make_plan
+from app.settings import Settings
 from app.storage import open_storage
 from app.tasks import Task, load_task
 
 
 def train(settings: Settings) -> str:
-    """Train for EPOCHS on this machine; returns where the results lie."""
+    """Train for EPOCHS on this machine; returns the folder of the results."""
     task = load_task(settings)
     plan = make_plan(settings, task)
     device = torch.device("cuda" if torch.cuda.is_available() and settings.use_gpu != "false" else "cpu")
@@ -84,7 +81,7 @@ def evaluate(
 
 
 def save(settings: Settings, model: torch.nn.Module, history: list[dict[str, float]]) -> str:
-    """Write metrics.csv and model.pt; returns where."""
+    """Write metrics.csv and model.pt; returns their folder."""
     storage, folder = open_storage(settings.storage_path), f"{settings.run_name}-baseline"
     table = io.StringIO()
     writer = csv.DictWriter(table, list(history[-1]))
@@ -94,26 +91,3 @@ def save(settings: Settings, model: torch.nn.Module, history: list[dict[str, flo
     with storage.writer(f"{folder}/model.pt") as file:
         torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, file)  # type: ignore[arg-type]
     return storage.locate(folder)
-
-
-def main() -> int:
-    """Read the settings, train here or as one Ray task, and say where the results are."""
-    parser = argparse.ArgumentParser(
-        prog="python -m app.baseline", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
-    parser.add_argument(
-        "--on-ray", action="store_true", help="run as one Ray task on a worker, with its GPU if it has one"
-    )
-    on_ray = parser.parse_args().on_ray
-    settings = with_absolute_paths(load_settings())
-    if on_ray:
-        from app.ray_session import run_as_task
-
-        print(f"results in {run_as_task(train, settings)}")
-    else:
-        print(f"results in {train(settings)}")
-    return 0
-
-
-if __name__ == "__main__":
-    run_and_exit(main)
