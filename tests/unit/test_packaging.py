@@ -1,4 +1,4 @@
-"""What is written down in several places and must agree: the version, Ray's version, the digests of workflow actions."""
+"""What stands in several places and must agree: the version, the version of Ray, the digests of workflow actions."""
 
 from __future__ import annotations
 
