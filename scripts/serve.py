@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 
 from app.data.images import decode_images
 from app.errors import SunspotError, run_and_exit
-from app.predict.actor import absolute, use_a_gpu
+from app.predict.actor import absolute_path, wants_gpu
 from app.predict.classifier import Classifier, open_checkpoint
 from app.ray_session import ray_session
 from app.settings import load_settings
@@ -29,40 +29,40 @@ from app.settings import load_settings
 
 @serve.deployment
 class Model:
-    """One replica: a verified checkpoint, asked by HTTP."""
+    """One replica: a verified checkpoint behind HTTP."""
 
     def __init__(self, run: str, checkpoint: str, storage: str) -> None:
         self._classifier = Classifier(run, checkpoint, storage)
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """The class and the probabilities of the image in the body; 400 and one sentence for what is none."""
+        """Class and probabilities of the image in the body; 400 and one sentence if it is none."""
         content = await request.body()
         try:
-            answer = await asyncio.to_thread(self._answer, content)
+            result = await asyncio.to_thread(self._predict, content)
         except SunspotError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        return JSONResponse(answer)
+        return JSONResponse(result)
 
-    def _answer(self, content: bytes) -> Any:
+    def _predict(self, content: bytes) -> Any:
         images = decode_images(content, self._classifier.shape, "the body")
         predictions, probabilities = self._classifier.predict(images)
-        answers = [
+        results = [
             {"prediction": int(prediction), "probabilities": row.tolist()}
             for prediction, row in zip(predictions, probabilities, strict=True)
         ]
-        return answers if len(answers) > 1 else answers[0]
+        return results if len(results) > 1 else results[0]
 
 
 @contextmanager
 def serving(run: str, checkpoint: str = "newest", storage: str = "runs", port: int = 8000) -> Iterator[None]:
-    """The model answers on this machine's own address while the context lasts.
+    """Serve the model on this machine's loopback address while the context lasts.
 
-    Raises what `open_checkpoint` raises: of a replica that cannot start, Serve itself says no reason.
+    Raises what `open_checkpoint` raises: Serve itself gives no reason why a replica cannot start.
     """
-    run, checkpoint, storage = absolute(run), absolute(checkpoint), absolute(storage, always=True)
+    run, checkpoint, storage = absolute_path(run), absolute_path(checkpoint), absolute_path(storage, name=False)
     open_checkpoint(run, checkpoint, storage)
     with ray_session():
-        gpus = float(use_a_gpu(load_settings().use_gpu))
+        gpus = float(wants_gpu(load_settings().use_gpu))
         model = Model.options(ray_actor_options={"num_gpus": gpus})  # type: ignore[attr-defined]
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:

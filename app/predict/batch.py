@@ -1,13 +1,13 @@
 """Predictions for every row of a dataset, as Parquet: Ray Data reads, a pool of model workers predicts.
 
     <output>/
-        _predictions.json           which checkpoint, and of which data: nothing else goes into this folder
+        _predictions.json           of which checkpoint and data: this folder takes no others
         rows-00000000-00002048.parquet
                                     columns `row` (int64), `label` (int64, where the data has any), `prediction` (int64)
                                     and `probabilities` (list of float); rows from the first id up to, not including,
                                     the second
 
-A file is there with all of its rows or not at all, so that a killed command goes on with the files that are missing.
+A file has all of its rows or does not exist, so a killed command resumes with the missing files.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from app.errors import (
     find_in,
     shorten,
 )
-from app.predict.actor import absolute, use_a_gpu, warn
-from app.predict.classifier import Classifier, Recorded, open_checkpoint
+from app.predict.actor import absolute_path, print_warnings, wants_gpu
+from app.predict.classifier import Classifier, ModelCheckpoint, open_checkpoint
 from app.ray_session import ray_session
 from app.run import to_json
 from app.settings import Settings, differences
@@ -51,15 +51,15 @@ from app.tasks import load_predict
 IDENTITY = "_predictions.json"
 
 PART_ROWS = 2048
-"""Rows of one file, at most: what a kill loses is a few of these."""
+"""Most rows in a file; a kill loses a few files."""
 
 PART_BYTES = 32 << 20
-"""Bytes of the images and probabilities of one file's rows, at most: Ray Data cuts blocks from 128 MiB on."""
+"""Most bytes of images and probabilities for a file: Ray Data splits blocks of more than 128 MiB."""
 
 STALLED_S = 600
-"""Without any progress for so long, the cluster has no core for a worker or a reader, or the storage hangs."""
+"""Time without progress after which the cluster seems to lack a core for a worker or reader, or storage to hang."""
 
-SAY_EVERY_S = 10
+PROGRESS_EVERY_S = 10
 
 
 class Part(NamedTuple):
@@ -75,7 +75,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PartReader:
-    """Reads the rows of one part; runs in Ray Data's tasks."""
+    """Reads the rows of one part, in Ray Data's tasks."""
 
     source: Source
 
@@ -84,7 +84,7 @@ class PartReader:
 
 
 class PartPredictor(Classifier):
-    """One model worker of the pool: predicts the rows of one part at a time."""
+    """A model worker of the pool; predicts one part at a time."""
 
     def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
         predictions, probabilities = self.predict(rows["image"])
@@ -97,71 +97,69 @@ class PartPredictor(Classifier):
 def predict_dataset(
     settings: Settings, run: str, checkpoint: str, split: str | None, output: str, workers: int = 0
 ) -> dict[str, Any]:
-    """Predict the rows of DATASET that `output` does not have yet, and sum up what it has then.
+    """Predict the rows of DATASET that `output` lacks, and return a summary of all that it has then.
 
-    `split` is train, test, or None for the held-out rows where there are any; `workers` 0 means as many as Ray has
-    GPUs, or else cores. The result has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy` (None where
-    the rows have no labels), `output`, `parts` and `kept`, the number of parts that were there before.
+    `split` is train, test, or None: test if there are held-out rows. `workers` 0 means one for each GPU of Ray's, or
+    else each core. The result has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy` (None for rows without
+    labels), `output`, `parts` and `kept`, the number of parts from before.
 
-    Raises `ConflictError` when `output` has predictions of something else, `SettingsError`, `DataError`,
-    `DamageError`, and `GaveUpError` when nothing goes on any more.
+    Raises `ConflictError` if `output` has other predictions, `SettingsError`, `DataError`, `DamageError`, and
+    `GaveUpError` when nothing progresses any more.
     """
-    found = open_checkpoint(absolute(run), absolute(checkpoint), settings.storage_path)
-    for text in found.warnings:
-        warn(text)
-    load_predict(found.settings)  # or it says at once that the task has none
-    source, split = choose_rows(settings, found, split)
-    storage = open_storage(absolute(output, always=True))
-    parts = cut(rows_in(source), math.prod(source.shape) + 4 * found.classes)
-    kept = begin(storage, found, source, parts)
+    model = open_checkpoint(absolute_path(run), absolute_path(checkpoint), settings.storage_path)
+    print_warnings(model.warnings)
+    load_predict(model.settings)  # fails here, early, if the task defines none
+    source, split = choose_rows(settings, model, split)
+    storage = open_storage(absolute_path(output, name=False))
+    parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.classes)
+    kept = open_output(storage, model, source, parts)
     missing = [part for part in parts if part not in kept]
     if missing:
         with ray_session():
-            pool = make_pool(source, found, settings, missing, workers)
-            write_parts(storage, pool, missing, rows_in(source))
-    labelled, right = count_right(storage, parts)
+            predictions = predict_parts(source, model, settings, missing, workers)
+            write_parts(storage, predictions, missing, rows_in(source))
+    labelled, correct = count_correct(storage, parts)
     return {
-        "checkpoint": found.checkpoint.name,
-        "step": found.checkpoint.step,
+        "checkpoint": model.checkpoint.name,
+        "step": model.checkpoint.step,
         "dataset": settings.dataset,
         "split": split,
         "rows": rows_in(source),
-        "accuracy": right / rows_in(source) if labelled else None,
+        "accuracy": correct / rows_in(source) if labelled else None,
         "output": storage.locate("").rstrip("/"),
         "parts": len(parts),
         "kept": len(kept),
     }
 
 
-def choose_rows(settings: Settings, found: Recorded, split: str | None) -> tuple[Source, str]:
-    """The rows to predict, and their split; raises `SettingsError` when there are none, or the model takes others."""
+def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
+    """The rows to predict, and their split; raises `SettingsError` if there are none, or they do not fit the model."""
     train, test = find_sources(settings, labelled=False)
     split = split or ("test" if test else "train")
     source = test if split == "test" else train
     if source is None:
         raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; predict --split train")
-    if source.shape != found.shape:
+    if source.shape != model.shape:
         raise SettingsError(
             f"{source.where(0, 0)}: images of shape {list(source.shape)} (channels, height, width), but the model of "
-            f"{found.checkpoint.name} takes {list(found.shape)}"
+            f"{model.checkpoint.name} takes {list(model.shape)}"
         )
     return source, split
 
 
-def cut(rows: int, row_bytes: int) -> list[Part]:
-    """The parts of so many rows."""
+def split_rows(rows: int, row_bytes: int) -> list[Part]:
     each = max(1, min(PART_ROWS, PART_BYTES // row_bytes))
     return [Part(first, min(first + each, rows)) for first in range(0, rows, each)]
 
 
-def begin(storage: Storage, found: Recorded, source: Source, parts: Sequence[Part]) -> set[Part]:
-    """Make the folder one of these predictions, or find that it is; returns the parts that are there."""
-    there = {entry.key for entry in storage.list("")}
-    if there and IDENTITY not in there:
+def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[Part]) -> set[Part]:
+    """Claim an empty folder for these predictions, or check that it is theirs; returns the parts that it has."""
+    present = {entry.key for entry in storage.list("")}
+    if present and IDENTITY not in present:
         raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
     identity = {
-        "checkpoint": found.checkpoint.name,
-        "weights": found.weights,
+        "checkpoint": model.checkpoint.name,
+        "weights": model.weights,
         "data": source.fingerprint,
         "rows": str(rows_in(source)),
         "rows of a file": str(parts[0].last),
@@ -174,18 +172,18 @@ def begin(storage: Storage, found: Recorded, source: Source, parts: Sequence[Par
                 f"{storage.locate('')} holds other predictions, and going on would mix the two:\n{changed}\n"
                 "choose another --output, or name the --checkpoint of those"
             )
-    return {part for part in parts if part.key in there}
+    return {part for part in parts if part.key in present}
 
 
-def make_pool(
-    source: Source, found: Recorded, settings: Settings, parts: Sequence[Part], workers: int
+def predict_parts(
+    source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[Part], workers: int
 ) -> ray.data.Dataset:
-    """The predictions of the parts, a block for each, in no order; nothing runs yet."""
+    """The predictions of the parts, a block for each, in any order; lazy."""
     cluster = ray.cluster_resources()
-    gpu = use_a_gpu(settings.use_gpu)
+    gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
     workers = min(len(parts), workers or max(1, int(cluster["GPU"] if gpu else cores)))
-    # With all cores given to workers none might be left for readers, and both would wait for ever.
+    # If the workers took all cores, none would be left for readers, and both would wait for ever.
     each = min(1.0, math.floor(100 * cores / (workers + 1)) / 100)
     index = ray.data.from_items([part._asdict() for part in parts], override_num_blocks=len(parts))
     index.context.execution_no_progress_timeout_s = STALLED_S
@@ -195,7 +193,7 @@ def make_pool(
     rows = index.map_batches(PartReader(source), batch_size=None, num_cpus=each)
     return rows.map_batches(
         PartPredictor,
-        fn_constructor_kwargs={**found.arguments, "use_gpu": "true" if gpu else "false"},
+        fn_constructor_kwargs={**model.arguments, "use_gpu": "true" if gpu else "false"},
         batch_size=None,
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=each,
@@ -203,40 +201,40 @@ def make_pool(
     )
 
 
-def write_parts(storage: Storage, pool: ray.data.Dataset, parts: Sequence[Part], rows: int) -> None:
-    """Write each part as it comes."""
-    wanted = set(parts)
-    said = time.monotonic()
-    for table in _tables(pool):
+def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[Part], rows: int) -> None:
+    """Write each part as it comes, and print the progress."""
+    missing = set(parts)
+    printed = time.monotonic()
+    for table in _tables(predictions):
         part = Part(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
-        if part not in wanted or len(table) != part.last - part.first:
-            raise SunspotError(f"{part.key}: {len(table)} rows came, which are no part of what was asked for")
+        if part not in missing or len(table) != part.last - part.first:
+            raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not asked for")
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd")
         storage.write(part.key, buffer.getvalue())
-        wanted.remove(part)
-        if time.monotonic() - said > SAY_EVERY_S:
-            said = time.monotonic()
-            left = sum(part.last - part.first for part in wanted)
+        missing.remove(part)
+        if time.monotonic() - printed > PROGRESS_EVERY_S:
+            printed = time.monotonic()
+            left = sum(part.last - part.first for part in missing)
             print(f"  {rows - left} of {rows} rows predicted", file=sys.stderr, flush=True)
 
 
-def _tables(pool: ray.data.Dataset) -> Iterator[pa.Table]:
-    """The pool's blocks; its errors as ours."""
+def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
+    """The dataset's blocks, with Ray's errors turned into ours."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:
-        yield from pool.iter_batches(batch_size=None, batch_format="pyarrow")
+        yield from predictions.iter_batches(batch_size=None, batch_format="pyarrow")
     except ExecutionTimeoutError as error:
         raise GaveUpError(
-            f"no row was read or predicted for {STALLED_S} s; are cores of Ray's free? The same command goes on"
+            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? The same command resumes"
         ) from error
     except ray.exceptions.RayError as error:
         raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error
 
 
-def count_right(storage: Storage, parts: Sequence[Part]) -> tuple[bool, int]:
-    """Whether the rows have labels, and how many predictions are right; raises `DamageError` for a file of others."""
+def count_correct(storage: Storage, parts: Sequence[Part]) -> tuple[bool, int]:
+    """Whether the rows have labels, and how many predictions are correct; raises `DamageError` for a bad file."""
 
     def count(part: Part) -> int | None:
         try:
@@ -248,7 +246,7 @@ def count_right(storage: Storage, parts: Sequence[Part]) -> tuple[bool, int]:
             return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
         except NotFoundError as error:
             raise SunspotError(
-                f"{storage.locate(part.key)}: gone meanwhile; the same command makes it again"
+                f"{storage.locate(part.key)}: deleted meanwhile; the same command makes it again"
             ) from error
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise DamageError(

@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to say what images show. Knows nothing of Ray."""
+"""A checkpoint's model, ready to classify images. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.
 """Images as an array or a tensor, uint8 [C, H, W] or [B, C, H, W], or as files: one or several (app/data/images.py)."""
 
 
-class Recorded(NamedTuple):
+class ModelCheckpoint(NamedTuple):
     """A verified checkpoint, and what it records of its model."""
 
     run: Run
     checkpoint: Checkpoint
     settings: Settings
-    "Of the run when it was written."
+    "The run's, when it was written."
     shape: tuple[int, int, int]
     "Channels, height and width of an image."
     classes: int
     warnings: tuple[str, ...]
-    "What was passed over to find it."
+    "About checkpoints that were skipped to find it."
 
     @property
     def weights(self) -> str:
-        """SHA-256 of the model's file, or of what tells its parts."""
+        """SHA-256 of the model's file, or of the digests of its parts."""
         return weights_digest(self.checkpoint)
 
     @property
     def arguments(self) -> dict[str, str]:
-        """What makes a `Classifier` of this very checkpoint, wherever it is made."""
+        """Arguments for a `Classifier` of this very checkpoint in any process."""
         if isinstance(self.run, CheckpointDirectory):
             return {"run": self.run.location}
         return {"run": self.run.name, "checkpoint": self.checkpoint.name, "storage": self.run.storage.locate("")}
@@ -54,22 +54,22 @@ class Classifier:
     """The model of one verified checkpoint, in evaluation mode, on the GPU of this process or on its CPU."""
 
     def __init__(self, run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto") -> None:
-        """Load a checkpoint as `open_checkpoint` finds it; `use_gpu` is USE_GPU. Raises `SettingsError` for a task that
-        defines no `predict`, and `ConflictError` when the weights do not fit the model that it builds.
+        """Load the checkpoint that `open_checkpoint` finds; `use_gpu` is USE_GPU. Raises `SettingsError` for a task
+        without `predict`, and `ConflictError` if the weights do not fit the model that the task builds.
         """
-        found = open_checkpoint(run, checkpoint, storage)
-        self.name, self.step, self.metrics = found.checkpoint.name, found.checkpoint.step, found.checkpoint.metrics
-        self.shape, self.classes, self._settings = found.shape, found.classes, found.settings
-        self.warnings = found.warnings
+        loaded = open_checkpoint(run, checkpoint, storage)
+        self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
+        self.shape, self.classes, self._settings = loaded.shape, loaded.classes, loaded.settings
+        self.warnings = loaded.warnings
         self._predict = load_predict(self._settings)
         self._device = choose_device(use_gpu)
         model = load_task(self._settings).build_model(self._settings, EmptySource(self.shape, self.classes))
-        load_weights(model, load_model(found.run, found.checkpoint), self.name)
+        load_weights(model, load_model(loaded.run, loaded.checkpoint), self.name)
         self._model = model.to(self._device).eval()
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of `classes`;
-        the `device` that the model is on; and `warnings`, of what was passed over to find the checkpoint.
+        the model's `device`; and `warnings` about checkpoints that were skipped.
         """
         names = ("name", "step", "metrics", "shape", "classes", "warnings")
         return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
@@ -78,8 +78,8 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """The most probable class of each image, int64 [B], and the probabilities of all classes, float32 [B, classes].
 
-        One image counts as a batch of one. As many images go through the model at once as in the run's evaluation, in
-        the run's precision. Raises `SettingsError` for what are no images that the model takes.
+        One image is a batch of one. Batch size and precision are those of the run's evaluation. Raises `SettingsError`
+        for images that the model does not take.
         """
         scores = [self._score(part) for part in self._as_batch(images).split(self._settings.global_batch_size)]
         predictions = torch.cat([part.argmax(dim=1) for part in scores])
@@ -97,30 +97,30 @@ class Classifier:
         return scores
 
     def _as_batch(self, images: Images) -> torch.Tensor:
-        """uint8 [B, C, H, W], or one clear message."""
+        """uint8 [B, C, H, W]; raises `SettingsError`."""
         if isinstance(images, (str, os.PathLike)):
             images = [images]
         if isinstance(images, Sequence) and images:
             images = np.concatenate([read_images(Path(file), self.shape) for file in images])
         if not isinstance(images, (np.ndarray, torch.Tensor)):
             raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or names of files")
-        seen, kind = list(images.shape), str(images.dtype).removeprefix("torch.")
-        if kind != "uint8" or len(seen) not in (3, 4) or tuple(seen[-3:]) != self.shape or not seen[0]:
-            shape = ", ".join(str(length) for length in self.shape)
+        shape, dtype = list(images.shape), str(images.dtype).removeprefix("torch.")
+        if dtype != "uint8" or len(shape) not in (3, 4) or tuple(shape[-3:]) != self.shape or not shape[0]:
+            taken = ", ".join(str(length) for length in self.shape)
             raise SettingsError(
-                f"images of {kind} {seen}, but the model takes uint8 [{shape}], one image (channels, height, width) of "
-                f"pixels from 0 to 255, or uint8 [B, {shape}], B from 1"
+                f"images of {dtype} {shape}, but the model takes uint8 [{taken}], one image (channels, height, width) "
+                f"of pixels from 0 to 255, or uint8 [B, {taken}], B from 1"
             )
-        # A copy: what comes from Ray's object store can only be read, and torch warns of that.
+        # A copy: arrays from Ray's object store are read-only, and torch warns of that.
         batch = torch.from_numpy(images.copy()) if isinstance(images, np.ndarray) else images
         return batch.reshape(-1, *self.shape)
 
 
-def open_checkpoint(run: str, checkpoint: str, storage: str) -> Recorded:
+def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
     """The `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
 
-    A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before every file of the
-    checkpoint has the size and the SHA-256 of its manifest, and then as tensors and plain values only.
+    A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
+    size and SHA-256 in the manifest, and then only tensors and plain values are.
 
     Raises `NotFoundError`, `StorageError`, or `DamageError`.
     """
@@ -137,18 +137,18 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> Recorded:
     faults += [f"its manifest lists no {file}" for file in needed if file not in chosen.files]
     if faults:
         raise DamageError(f"{where}: damaged, {'; '.join(faults)}")
-    about = load_state(place, chosen, "extra_state.pt")
-    if "data" not in about:
+    extra = load_state(place, chosen, "extra_state.pt")
+    if "data" not in extra:
         raise NotFoundError(
             f"{where}: written by a version that did not record what its model takes; train the run further with this "
             "version (more EPOCHS), and use a checkpoint that it writes"
         )
-    settings, data = recorded_settings(about["settings"]), about["data"]
-    return Recorded(place, chosen, settings, tuple(data["shape"]), data["classes"], tuple(warnings))
+    settings, data = recorded_settings(extra["settings"]), extra["data"]
+    return ModelCheckpoint(place, chosen, settings, tuple(data["shape"]), data["classes"], tuple(warnings))
 
 
 def choose_device(use_gpu: str) -> torch.device:
-    """The GPU that this process has; the CPU without one, or when USE_GPU is 'false'. Raises `SettingsError`."""
+    """This process's GPU, or the CPU if it has none or USE_GPU is 'false'. Raises `SettingsError`."""
     if use_gpu != "false" and torch.cuda.is_available():
         return torch.device("cuda")
     if use_gpu == "true":

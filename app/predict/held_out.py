@@ -1,4 +1,4 @@
-"""What the newest checkpoint makes of held-out rows, kept in the run for its report when training has ended."""
+"""Predictions of held-out rows by the newest checkpoint, stored in the run for its report when training has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 from app.data.source import Source, read_rows, rows_in
 from app.errors import DamageError, GaveUpError, SettingsError, SunspotError, shorten
 from app.plan import Plan, choose_resources
-from app.predict.actor import answer, model_worker
+from app.predict.actor import get_result, model_worker
 from app.ray_session import ray_session
 from app.run import Run
 from app.run.checkpoints import Checkpoint
@@ -34,22 +34,22 @@ from app.run.predictions import (
 from app.tasks import load_predict
 
 LIMIT_S = 120
-"""For all of it: when that has passed, the rows predicted so far are what is kept."""
+"""For all rows: after that, the predictions so far are stored."""
 
 READ_ROWS, READ_BYTES, PARTS_AT_ONCE = 1024, 16 << 20, 2
-"""Rows that are read and sent to the model at a time, the most bytes of them, and how many such parts wait for it."""
+"""Most rows and bytes sent to the model at a time, and how many such parts are in flight."""
 
 MOST_CLASSES = 1000
-"""With more, nothing is kept: the confusion matrix alone would be megabytes."""
+"""With more, nothing is stored: the confusion matrix alone would be megabytes."""
 
 SAMPLE_PLACES = 4
-"""Places spread over the training rows where samples are taken: data may lie sorted by label."""
+"""Samples come from so many places spread over the training rows, which may be sorted by label."""
 
 
 def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint) -> None:
-    """Have the end of a run predict the first PREDICT_ROWS held-out rows, unless it has; a failure is a warning."""
+    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once; a failure is only a warning."""
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
-    if not rows or not checkpoint.evaluated or checkpoint.step < plan.total_steps or _are_kept(run, checkpoint):
+    if not rows or not checkpoint.evaluated or checkpoint.step < plan.total_steps or _has_predictions(run, checkpoint):
         return
     try:
         load_predict(plan.settings)
@@ -64,7 +64,7 @@ def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint) -> None:
         print(f"warning: no predictions for the report: {shorten(error)}", flush=True)
 
 
-def _are_kept(run: Run, checkpoint: Checkpoint) -> bool:
+def _has_predictions(run: Run, checkpoint: Checkpoint) -> bool:
     try:
         kept = read_predictions(run)
     except DamageError:
@@ -73,7 +73,7 @@ def _are_kept(run: Run, checkpoint: Checkpoint) -> bool:
 
 
 def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) -> Predictions:
-    """Predict the first `rows` held-out rows, as many as LIMIT_S allows."""
+    """Predict the first `rows` held-out rows, or as many as LIMIT_S allows."""
     import ray
 
     assert plan.test
@@ -81,7 +81,7 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
     summary = Summary(plan.source.classes)
     with ray_session():
         nodes = sum(node["Alive"] for node in ray.nodes())
-        # What a training worker had: that fits on a node.
+        # A training worker's resources fit on a node.
         resources = choose_resources(plan.settings, ray.cluster_resources(), nodes).per_worker
         with model_worker(
             run.name, checkpoint.name, plan.settings.storage_path, resources=resources, limit_s=LIMIT_S
@@ -91,9 +91,9 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
                 for part in read_parts(plan.test, rows):
                     sent.append((part, worker.predict.remote(part["image"])))
                     if len(sent) == PARTS_AT_ONCE:
-                        summary.add(*_answered(*sent.popleft(), deadline))
+                        summary.add(*_await(*sent.popleft(), deadline))
                 while sent:
-                    summary.add(*_answered(*sent.popleft(), deadline))
+                    summary.add(*_await(*sent.popleft(), deadline))
             except GaveUpError:
                 if not summary.rows:
                     raise
@@ -102,32 +102,32 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
 
 
 def read_parts(source: Source, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """The first rows, some at a time."""
+    """The first rows, in parts."""
     each = max(1, min(READ_ROWS, READ_BYTES // math.prod(source.shape)))
     for first in range(0, rows, each):
         yield read_rows(source, first, min(first + each, rows))
 
 
-def _answered(
+def _await(
     part: dict[str, np.ndarray], reference: Any, deadline: float
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """A part with its predictions and probabilities."""
-    return part, *answer(reference, max(0.0, deadline - time.monotonic()), "predictions")
+    return part, *get_result(reference, max(0.0, deadline - time.monotonic()), "predictions")
 
 
 class Summary:
-    """Sums up predictions as they come; keeps the images of the few that are shown."""
+    """Accumulates predictions, with the images of the few examples that the report shows."""
 
     def __init__(self, classes: int) -> None:
         self.rows = 0
         self._classes = classes
         self._confusion = np.zeros((classes, classes), np.int64)
         self._mistakes: list[tuple[float, int, Example]] = []
-        "A heap with the least certain first: probability, -row."
+        "A heap of (probability, -row, example), the least certain first."
         self._right: dict[int, list[Example]] = {}
 
     def add(self, part: dict[str, np.ndarray], predictions: np.ndarray, probabilities: np.ndarray) -> None:
-        """Add some rows (`row`, `label`, `image`) with their classes, [B], and probabilities, [B, classes]."""
+        """Add rows (`row`, `label`, `image`) with their predicted classes, [B], and probabilities, [B, classes]."""
         labels, certainty = part["label"], probabilities.max(axis=1)
         self.rows += len(labels)
         np.add.at(self._confusion, (labels, predictions), 1)
@@ -154,9 +154,8 @@ class Summary:
                 kept.append(example(index))
 
     def result(self, checkpoint: Checkpoint, samples: list[Example]) -> Predictions:
-        """All of it."""
-        by_turns = itertools.zip_longest(*(self._right[label] for label in sorted(self._right)))
-        right = [example for turn in by_turns for example in turn if example]
+        by_class = itertools.zip_longest(*(self._right[label] for label in sorted(self._right)))
+        right = [example for examples in by_class for example in examples if example]
         return Predictions(
             checkpoint=checkpoint.name,
             step=checkpoint.step,
@@ -171,7 +170,7 @@ class Summary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Training rows from a few places spread over all of them."""
+    """Training rows from SAMPLE_PLACES places."""
     rows = rows_in(source)
     each = min(MOST_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_PLACES)}
@@ -184,7 +183,7 @@ def sample_rows(source: Source) -> list[Example]:
 
 
 def to_png(image: np.ndarray) -> bytes:
-    """A PNG of uint8 [C, H, W], larger ones shrunk to MOST_PIXELS."""
+    """A PNG of uint8 [C, H, W], shrunk to MOST_PIXELS if larger."""
     picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
     picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
     content = io.BytesIO()

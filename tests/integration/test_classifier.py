@@ -54,7 +54,7 @@ def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, fin
     assert (predictions.dtype, predictions.shape) == (np.int64, (TEST_ROWS,))
     assert (probabilities.dtype, probabilities.shape) == (np.float32, (TEST_ROWS, 3))
     assert 0.5 < (predictions == rows["label"]).mean() == finished_run.newest.metrics["test_accuracy"]
-    assert classifier.about()["name"] == finished_run.newest.name
+    assert classifier.describe()["name"] == finished_run.newest.name
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
 
 

@@ -22,7 +22,7 @@ from app.errors import ConflictError, DamageError, NotFoundError, SettingsError,
 from app.predict import ModelWorker, model_worker
 from app.predict import batch as predict_batch
 from app.predict.__main__ import main
-from app.predict.actor import answer
+from app.predict.actor import get_result
 from app.predict.classifier import Classifier
 from tests.harness import REPOSITORY
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
@@ -64,12 +64,12 @@ def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(finished_run:
             said, how_sure = ray.get(worker.predict.remote(images))
             assert said.tolist() == predictions.tolist()
             assert (how_sure == probabilities).all()
-            answer(worker.predict.remote(images[0, 0]), 60, "a prediction")
+            get_result(worker.predict.remote(images[0, 0]), 60, "a prediction")
 
     with pytest.raises(SettingsError, match=r"^images of uint8 \[8, 8\]"):
         ask()
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(workers[0].about.remote(), timeout=60)
+        ray.get(workers[0].describe.remote(), timeout=60)
     assert ray.is_initialized()  # the caller's, not ours to end
 
 
@@ -84,7 +84,7 @@ def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun,
         pytest.fail("it has a model")
     assert raised.value.exit_code == 7
     with pytest.raises(SunspotError, match="no checkpoint yet"):
-        answer(ModelWorker.remote("nothing", "newest", copied_run.storage).about.remote(), 60, "it")  # type: ignore[attr-defined]
+        get_result(ModelWorker.remote("nothing", "newest", copied_run.storage).describe.remote(), 60, "it")  # type: ignore[attr-defined]
 
 
 def test_a_table_of_files(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_run_a_dataset_and_predictions_in_s3(finished_run: FinishedRun, s3_buc
     # A Ray of its own, as its workers get their AWS environment from the process that starts it.
     words = ["run", "--storage", f"s3://{s3_bucket}/runs", "--dataset", f"s3://{s3_bucket}/data", "--json"]
     said = subprocess.run(
-        [sys.executable, "-m", "app.predict.__main__", *words, "--output", f"s3://{s3_bucket}/out"],
+        [sys.executable, "-m", "app.predict", *words, "--output", f"s3://{s3_bucket}/out"],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         check=True,

@@ -13,7 +13,7 @@ from PIL import Image
 from app.data.source import find_sources, read_rows
 from app.errors import DamageError, GaveUpError, StorageError
 from app.plan import Plan, make_plan
-from app.predict.actor import answer
+from app.predict.actor import get_result
 from app.predict.classifier import Classifier
 from app.predict.held_out import Summary, keep_predictions, predict_held_out
 from app.run import Run
@@ -142,9 +142,9 @@ def test_when_time_is_up_what_was_predicted_is_kept(
         asked.append(reference)
         if len(asked) > 1:
             raise GaveUpError("time is up")
-        return answer(reference, 60, what)
+        return get_result(reference, 60, what)
 
-    monkeypatch.setattr("app.predict.held_out.answer", answer_once)
+    monkeypatch.setattr("app.predict.held_out.get_result", answer_once)
     monkeypatch.setattr("app.predict.held_out.READ_ROWS", 30)
     plan = plan_of(copied_run, STORAGE_PATH=copied_run.storage)
     kept = predict_held_out(plan, copied_run.run, copied_run.newest, TEST_ROWS)
