@@ -1,1 +1,1 @@
-"""A search over settings: each trial is a run of its own, and the best becomes the search's result."""
+"""A search over settings: each trial is a run of its own, and the best one's checkpoint becomes the search's."""

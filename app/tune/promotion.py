@@ -1,4 +1,4 @@
-"""The best trial's checkpoint becomes the search's own: copied file by file, compared, the manifest last."""
+"""Makes the best trial's checkpoint the search's own: copied file by file, verified, the manifest last."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from app.storage.base import CHUNK, Writer
 
 
 def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
-    """Take the search over, with the checkpoint `origin` as the one that counts until there is a better one.
+    """Take the search over, starting from the checkpoint `origin`, if any, until there is a better one.
 
-    Raises `SupersededError` when another process has had it since.
+    Raises `SupersededError` if another process has taken it over since.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -54,25 +54,24 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
         )
         if claim(run, attempts, attempt):
             return attempt
-    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that search here")
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes of this search")
 
 
 def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
-    """Make the checkpoint `name` of `trial` the one of the search, unless it is already; `environment` are the
-    settings that it was trained with. Killed at any moment, this can be done again.
+    """Make the checkpoint `name` of `trial`, trained with `environment`, the only one of the search.
 
-    Raises `DamageError` when it is not as its manifest says, `NotFoundError` when it was deleted, `StorageError`, and
-    `SupersededError` when the search is another's by now.
+    Idempotent, and safe to repeat after a kill. Raises `DamageError` if it does not match its manifest, `NotFoundError`
+    if it was deleted, `StorageError`, and `SupersededError` if another process has taken the search over.
     """
     wanted = read_manifest(trial, name)
     if wanted is None:
         raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: deleted meanwhile")
     if wanted.damage:
         raise DamageError(f"{name}: {wanted.damage}")
-    there, _ = find_newest_good(run, read_attempts(run))
-    if there and _content(there) == _content(wanted):
-        return there
-    attempt = begin_attempt(run, owner, environment, None)  # the beginning: it may be earlier than the one before
+    current, _ = find_newest_good(run, read_attempts(run))
+    if current and _content(current) == _content(wanted):
+        return current
+    attempt = begin_attempt(run, owner, environment, None)  # from step 0: the better checkpoint may be an earlier one
     promoted = replace(wanted, name=checkpoint_name(wanted.step, attempt.number), attempt=attempt.number)
     files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}
     ensure_owner(run, attempt)
@@ -85,11 +84,11 @@ def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, na
 
 
 def _content(checkpoint: Checkpoint) -> Any:
-    return checkpoint.step, {file: about["sha256"] for file, about in checkpoint.files.items()}
+    return checkpoint.step, {file: entry["sha256"] for file, entry in checkpoint.files.items()}
 
 
 def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
-    """Copy one file; returns what the manifest says of it."""
+    """Copy one file; returns its entry for the manifest."""
     key, expected = trial.key("checkpoints", wanted.name, file), wanted.files[file]
 
     def write(writer: Writer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import app.tune.search
+import app.tune.concurrency
 from app.errors import ConflictError, DamageError, StorageError, SupersededError
 from app.report.search import render_search
 from app.run import Run, open_run
@@ -24,9 +24,9 @@ from app.run.checkpoints import find_newest_good, list_checkpoints, list_directo
 from app.run.search import Results, Trial, best_of, read_results, read_trial
 from app.run.status import RunState, Status, clear_stop, read_status, request_stop, restore_status, stop_requested
 from app.settings import Settings
+from app.tune.concurrency import allocate, await_nodes
 from app.tune.promotion import begin_attempt, promote
-from app.tune.search import find_room, share_out
-from app.tune.trials import PART, SCORE, WHOLE, Reported, StoppingAsha, WhenNoneRuns, has_ended
+from app.tune.trials import PART, SCORE, WHOLE, HistoryReplay, StoppingAsha, StopWhenIdle, has_ended
 from submitter.cli import main as sunspot
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
@@ -259,11 +259,11 @@ def test_storage_that_refuses_a_stop_is_asked_again() -> None:
 
 
 def test_tune_ends_when_the_search_is_to_stop_and_no_trial_runs() -> None:
-    asha, wish = Asha(2), [False]
-    stopper = WhenNoneRuns(asha.scheduler, lambda: wish[0])
+    asha, stop = Asha(2), [False]
+    stopper = StopWhenIdle(asha.scheduler, lambda: stop[0])
     asha.report(1, 0.5, 1.0)
     assert not stopper.stop_all()
-    wish[0] = True
+    stop[0] = True
     assert not stopper.stop_all(), "Tune would kill the trial"
     asha.end(1)
     assert stopper.stop_all()
@@ -271,16 +271,16 @@ def test_tune_ends_when_the_search_is_to_stop_and_no_trial_runs() -> None:
 
 def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
     attempt = start(begin(run), "job")
-    told = Reported(run, "loss")
-    assert told.new() == [], "nothing has begun"
+    history = HistoryReplay(run, "loss")
+    assert history.new() == [], "nothing has begun"
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (1, 50)), {"step": 60, "time": 0.0})
     restore_status(run, Status(RunState.RUNNING, "job", step=60, total_steps=1000, time=1.0))
-    assert told.new() == [{PART: WHOLE * 0.05, SCORE: 0.02}], "one step is too little to tell, and one has no loss"
-    assert told.new() == []
+    assert history.new() == [{PART: WHOLE * 0.05, SCORE: 0.02}], "one step is too little to tell, and one has no loss"
+    assert history.new() == []
     report(run, attempt, *({"step": n, "loss": 1 / n, "time": 0.0} for n in (50, 995, 1000)))
-    assert told.new() == [], "the status has not changed, so the history was not read"
+    assert history.new() == [], "the status has not changed, so the history was not read"
     restore_status(run, Status(RunState.RUNNING, "job", step=1000, total_steps=1000, time=2.0))
-    assert [result[PART] / WHOLE for result in told.new()] == [0.995, 1.0], "the end always counts"
+    assert [result[PART] / WHOLE for result in history.new()] == [0.995, 1.0], "the end always counts"
 
 
 # ------------------------------------------------------------------------------------------------------------ promotion
@@ -405,15 +405,15 @@ def trials(**settings: Any) -> tuple[Settings, ...]:
 def test_trials_share_what_is_there(
     settings: dict[str, Any], there: dict[str, float], nodes: int, at_once: int, each: dict[str, float]
 ) -> None:
-    found, given, reason = share_out(trials(**settings), there, nodes)
+    found, given, reason = allocate(trials(**settings), there, nodes)
     assert (found, given[0].resources_per_worker) == (at_once, each)
     assert given[0].use_gpu == ("true" if "GPU" in each else "false")
     assert ("no room" in reason) == (0 < at_once < settings.get("concurrent_trials", 0))
 
 
 def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.tune.search, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(app.tune.search, "ROOM_WITHIN_S", 0.5)
+    monkeypatch.setattr(app.tune.concurrency, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(app.tune.concurrency, "NODES_TIMEOUT_S", 0.5)
     wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
 
     def at_once(nodes: Iterator[int], **settings: Any) -> int:
@@ -421,7 +421,7 @@ def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch
             there = next(nodes)
             return {"CPU": there, "slot": there}, there + 1
 
-        return find_room(trials(**wanted, **settings), look)[0]
+        return await_nodes(trials(**wanted, **settings), look)[0]
 
     assert at_once(iter([0, 1, 1, 2]), job_id="job") == 2
     assert at_once(itertools.repeat(1), job_id="job") == 1, "not for ever"
