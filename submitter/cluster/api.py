@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ClusterError, shorten
-from submitter.cluster.portforward import PROTOCOL, PodConnection
+from submitter.cluster.forward import PROTOCOL, PodConnection
 from submitter.cluster.views import JobView, PodView, WarningEvent, pod_view, warning_event
 from submitter.manifest.pods import RUN_LABEL
 

@@ -1,7 +1,12 @@
-"""An HTTP port of this machine that leads to one elsewhere, with headers added to every request on its way.
+"""An HTTP port on this machine that leads to a port of a pod, adding headers to every request.
 
-Each connection carries one request: its head is read and rewritten so that the server closes afterwards, and from
-there on bytes pass as they are. So bodies, streams and WebSockets of any kind go through, and none is understood here.
+Each connection carries one request: its head is rewritten so that the server closes afterwards, then bytes pass
+unchanged, so bodies, streams and WebSockets of any kind go through.
+
+To the pod, each is a WebSocket through the API server. Every message begins with the number of a channel: 0 carries the
+bytes, 1 an error; the first message of each only repeats the port. The end of the bytes cannot be signalled: closing
+closes both directions. The Kubernetes client's own `PortForward` will not do: a reset connection kills its thread and
+leaves the local socket open, so the request hangs, and its `portforward` replaces a method of the client shared by all.
 """
 
 from __future__ import annotations
@@ -11,44 +16,92 @@ import select
 import socket
 from collections.abc import Callable, Mapping
 from socketserver import BaseRequestHandler, ThreadingTCPServer
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from app.errors import SettingsError, SunspotError
 
+if TYPE_CHECKING:
+    from websocket import WebSocket
+
+PROTOCOL = "v4.channel.k8s.io"
+
+DATA, ERROR = 0, 1
+
+STALL_S = 20.0
+"""Longest silence in the middle of a message, and longest time for which the other side may accept nothing."""
+
 HERE = "127.0.0.1"
 
 NAMES = (HERE, "localhost")
-"""What a browser on this machine calls it, or on another one with a tunnel to it."""
+"""What browsers call it, on this machine or through a tunnel to it."""
 
 CHUNK = 64 << 10
 
 LONGEST_HEAD = 64 << 10
 
 HEAD_WITHIN_S = 60.0
-"""A connection that a browser opened in advance is closed when it is not used within this."""
+"""Browsers open connections in advance; one not used within this time is closed."""
 
 
-class Connection(Protocol):
-    """The far side of one connection."""
+class PodConnection:
+    """Bytes to and from a port of a pod, for one thread. `select` takes it; check `pending` first."""
 
-    error: str
+    def __init__(self, websocket: WebSocket) -> None:
+        websocket.settimeout(STALL_S)
+        self._websocket = websocket
+        self._begun: set[int] = set()
+        self.error = ""
+        "What went wrong, by the cluster."
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        return int(self._websocket.fileno())
 
-    def pending(self) -> bool: ...
+    def pending(self) -> bool:
+        """Whether TLS has already read bytes from the socket, which `select` would not see."""
+        waiting = getattr(self._websocket.sock, "pending", None)
+        return bool(waiting and waiting())
 
-    def receive(self) -> bytes | None: ...
+    def receive(self) -> bytes | None:
+        """The bytes of the next message, maybe none; None at the end."""
+        from websocket import ABNF, WebSocketException
 
-    def send(self, data: bytes) -> None: ...
+        try:
+            operation, frame = self._websocket.recv_data_frame(control_frame=True)
+        except (WebSocketException, OSError):
+            return None
+        if operation == ABNF.OPCODE_CLOSE:
+            return None
+        if operation != ABNF.OPCODE_BINARY or not frame.data:
+            return b""
+        channel, data = frame.data[0], frame.data[1:]
+        if channel not in self._begun:
+            self._begun.add(channel)
+            return b""
+        if channel == ERROR:
+            self.error += data.decode(errors="replace")
+            return None
+        return bytes(data) if channel == DATA else b""
 
-    def close(self) -> None: ...
+    def send(self, data: bytes) -> None:
+        """Send all of it; raises `OSError` when the connection is gone."""
+        from websocket import WebSocketException
+
+        try:
+            self._websocket.send_binary(bytes((DATA,)) + data)
+        except WebSocketException as error:
+            raise ConnectionError(str(error)) from error
+
+    def close(self) -> None:
+        """Close it, whatever state it is in."""
+        with contextlib.suppress(Exception):
+            self._websocket.shutdown()
 
 
 class LocalPort(ThreadingTCPServer):
-    """Listens on this machine alone, and only for its own pages: a page of another site cannot use the headers.
+    """Listens on this machine only, and serves only its own pages: no other site can use the added headers.
 
-    `dial` makes a connection to the other side, or raises `SunspotError`. Raises `SettingsError` for a taken port.
+    `dial` connects to the other side, or raises `SunspotError`. Raises `SettingsError` if the port is taken.
     """
 
     daemon_threads = True
@@ -56,7 +109,7 @@ class LocalPort(ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
-    def __init__(self, port: int, dial: Callable[[], Connection], headers: Mapping[str, str]) -> None:
+    def __init__(self, port: int, dial: Callable[[], PodConnection], headers: Mapping[str, str]) -> None:
         self.dial, self.headers = dial, headers
         try:
             super().__init__((HERE, port), _Exchange)
@@ -65,11 +118,11 @@ class LocalPort(ThreadingTCPServer):
         self.url = f"http://{HERE}:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Browsers close connections as they please."""
+        """Ignored: browsers close connections at will."""
 
 
 class _Exchange(BaseRequestHandler):
-    """One request and all that follows it."""
+    """One request and everything after it."""
 
     server: LocalPort
     request: socket.socket
@@ -97,15 +150,15 @@ class _Exchange(BaseRequestHandler):
 
     def _answer(self, status: str, text: str) -> None:
         body = f"{text}\n".encode()
-        about = f"Content-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\nConnection: close"
-        self.request.sendall(f"HTTP/1.1 {status}\r\n{about}\r\n\r\n".encode() + body)
+        fields = f"Content-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\nConnection: close"
+        self.request.sendall(f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + body)
 
 
 def find_problem(head: bytes) -> str:
-    """Why a request is not passed on; empty when it may be.
+    """Why a request is refused; empty if it is not.
 
-    What is added to it is worth stealing: so not for a name that another site made to mean this machine, nor from
-    another site's page.
+    The added headers are worth stealing, so neither another site's name for this machine (DNS rebinding) nor another
+    site's page may use them.
     """
     headers = dict(_headers(head))
     host, origin = headers.get("host", ""), headers.get("origin")
@@ -117,8 +170,7 @@ def find_problem(head: bytes) -> str:
 
 
 def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
-    """The head of a request with `headers` in the place of its own, and the connection closed afterwards, if it is not
-    to become one of another protocol."""
+    """The head of a request with `headers` in place of its own; closes afterwards unless it upgrades the protocol."""
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     replaced = {name.lower() for name in headers}
     upgraded = "upgrade" in dict(_headers(head))
@@ -137,7 +189,7 @@ def _headers(head: bytes) -> list[tuple[str, str]]:
 
 
 def _read_head(near: socket.socket) -> tuple[bytes, bytes]:
-    """The head of a request, and what came behind it; both empty when there is none."""
+    """The head of a request and the bytes after it; both empty if there is none."""
     data = b""
     with contextlib.suppress(OSError):
         while b"\r\n\r\n" not in data and len(data) < LONGEST_HEAD:
@@ -149,8 +201,8 @@ def _read_head(near: socket.socket) -> tuple[bytes, bytes]:
     return (head + end, rest) if end else (b"", b"")
 
 
-def _relay(near: socket.socket, far: Connection) -> bool:
-    """Pass bytes both ways until either side ends; whether the far side has sent any."""
+def _relay(near: socket.socket, far: PodConnection) -> bool:
+    """Pass bytes both ways until either side ends; returns whether the far side sent any."""
     both: list[Any] = [near, far]
     answered = False
     while True:

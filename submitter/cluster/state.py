@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from app.formatting import in_words
+from app.run.overview import SILENCE_S
 from app.run.status import RunState, Status
 from submitter.cluster.views import NOISE, JobView, PodView, Trouble, WarningEvent
 from submitter.findings import Diagnosis
-from submitter.runs import SILENCE_S
 
 OPERATOR_OVERDUE_S = 30
 """An operator looks at a new RayJob within seconds; after this long without, one says so."""

@@ -16,6 +16,7 @@ from app.errors import ClusterError, StorageError
 from app.formatting import in_words
 from app.run import Run
 from app.run.attempts import owner_of
+from app.run.overview import HALF_DELETED, is_there, read_state, read_statuses
 from app.run.status import RunState, Status, deletion_begun, stop_requested
 from app.settings import PREFIX
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError, newest_first, try_connect
@@ -23,7 +24,7 @@ from submitter.cluster.state import is_of, judge
 from submitter.cluster.views import JobView, PodView, WarningEvent
 from submitter.manifest.render import settings_of
 from submitter.output import warn
-from submitter.runs import HALF_DELETED, is_there, named_run, read_state, read_statuses
+from submitter.runs import named_run
 
 STORAGE_PATH, NUM_WORKERS = PREFIX + "STORAGE_PATH", PREFIX + "NUM_WORKERS"
 
