@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from app.errors import NotFoundError, SupersededError
 from app.run import Run, to_json
 
+STOP, DELETION = "stop.json", "delete.json"
+"""There while the run must stand still, or is being deleted."""
+
 STATUS_EVERY_S = 10.0
 """A run that trains writes its status at least so often, whatever a step takes; silence tells that nobody is there."""
 
@@ -111,30 +114,27 @@ def read_status(run: Run) -> Status | None:
 
 def request_stop(run: Run, by: str) -> None:
     """Ask the run, in whatever job it trains now or later, to save and stand still."""
-    run.storage.write(run.key("stop.json"), to_json({"by": by, "time": time.time()}))
+    run.storage.write(run.key(STOP), to_json({"by": by, "time": time.time()}))
 
 
 def stop_requested(run: Run) -> bool:
     """Whether the run is to stand still."""
-    return run.storage.exists(run.key("stop.json"))
+    return run.storage.exists(run.key(STOP))
 
 
 def clear_stop(run: Run) -> None:
     """Let the run train again."""
-    run.storage.delete(run.key("stop.json"))
-
-
-MARK = "delete.json"
+    run.storage.delete(run.key(STOP))
 
 
 def mark_deletion(run: Run, by: str) -> None:
     """Say that the run is being deleted; raises `StorageError`."""
-    run.storage.write(run.key(MARK), to_json({"by": by, "time": time.time()}))
+    run.storage.write(run.key(DELETION), to_json({"by": by, "time": time.time()}))
 
 
 def deletion_begun(run: Run) -> bool:
     """Whether the run is being deleted, or was and not all of it is gone."""
-    return run.storage.exists(run.key(MARK))
+    return run.storage.exists(run.key(DELETION))
 
 
 def refuse_if_deleted(run: Run) -> None:
@@ -147,4 +147,4 @@ def refuse_if_deleted(run: Run) -> None:
 
 def clear_deletion(run: Run) -> None:
     """Take the mark away: nothing else of the run is left."""
-    run.storage.delete(run.key(MARK))
+    run.storage.delete(run.key(DELETION))

@@ -23,7 +23,7 @@ from app.formatting import as_bytes, in_words, plural
 from app.run import Run, copies_of
 from app.run.checkpoints import MANIFEST, NAME
 from app.run.search import read_results
-from app.run.status import MARK, clear_deletion, mark_deletion
+from app.run.status import DELETION, clear_deletion, mark_deletion
 from app.settings import PREFIX
 from app.storage.base import Entry, Unfinished
 from submitter.cluster.api import Cluster
@@ -254,7 +254,7 @@ def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _list(run: Run) -> list[Entry]:
-    return [entry for entry in run.storage.list(run.name) if entry.key != run.key(MARK)]
+    return [entry for entry in run.storage.list(run.name) if entry.key != run.key(DELETION)]
 
 
 def _list_unfinished(run: Run) -> Sequence[Unfinished]:

@@ -10,6 +10,7 @@ from app.errors import ClusterError
 from app.formatting import in_words
 from app.run import Run
 from app.run.attempts import owner_of, step_of
+from app.run.overview import RunSummary, list_runs, read_statuses
 from app.run.status import Status
 from app.storage.base import Storage
 from submitter.cluster.api import Cluster, try_connect
@@ -20,7 +21,7 @@ from submitter.commands.arguments import add_limit
 from submitter.manifest.pods import RUN_LABEL
 from submitter.manifest.render import settings_of
 from submitter.output import print_json, print_table, warn
-from submitter.runs import RunSummary, find_storage, list_runs, only_submitted, read_statuses, state_from_storage
+from submitter.runs import find_storage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
     """Print the `limit` (None: all) runs that were written last, as storage and the cluster know them."""
     runs, jobs = list_runs(storage), _newest_jobs(storage, cluster)
     stored = {run.name for run in runs}
-    runs += [only_submitted(name, job.created) for name, job in jobs.items() if name not in stored]
+    runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
     runs.sort(key=lambda run: run.modified, reverse=True)
     shown = runs[:limit]
     statuses = read_statuses(storage, [run.name for run in shown])
@@ -72,9 +73,9 @@ def _describe(
 ) -> dict[str, Any]:
     if job and not run.deleting:
         owner = owner_of(Run(storage, run.name), job.name)
-        state, reason = judge(job, status=status, owner=owner, stop_wanted=run.stop_wanted, now=now)
+        state, reason = judge(job, status=status, owner=owner, stop_wanted=run.stop_requested, now=now)
     else:
-        state, reason = state_from_storage(status, run.stop_wanted, now, run.heard, run.submitted, run.deleting)
+        state, reason = run.state(status, now)
     return {
         "run": run.name,
         "state": state,

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from app.errors import GaveUpError, NotFoundError, SettingsError
 from app.run import Run
 from app.run.logs import list_streams, read_pieces
+from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run
 from submitter.output import warn
-from submitter.runs import find_run, read_state
+from submitter.runs import find_run
 
 POLL_S = 2.0
 """Seconds between two looks at a stream that is followed. Processes ship what they print every 5 s."""

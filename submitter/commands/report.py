@@ -10,9 +10,10 @@ from app.formatting import as_bytes
 from app.report import gather, render
 from app.report.search import gather_search, render_search
 from app.run import Run
+from app.run.overview import read_state
 from submitter.commands.arguments import add_run
 from submitter.output import print_json, write_file
-from submitter.runs import find_run, read_state
+from submitter.runs import find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

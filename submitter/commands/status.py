@@ -11,13 +11,13 @@ from typing import Any
 from app.errors import ClusterError, NotFoundError, StorageError
 from app.formatting import as_time, in_words, plural
 from app.run import Run
+from app.run.overview import RunView, read_view
 from submitter.cluster.api import Cluster
 from submitter.cluster.state import count_workers
 from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, not_found_message, observe_run, reach_run
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import print_json, warn
-from submitter.runs import RunView, read_view
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

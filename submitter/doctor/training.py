@@ -12,12 +12,12 @@ from app.formatting import in_words, plural
 from app.run.attempts import Attempt
 from app.run.failures import Failure
 from app.run.incidents import HUNG, suspects
+from app.run.overview import SILENCE_S, RunView
 from app.run.status import RunState
 from app.settings import PREFIX, Settings
 from submitter.cluster.views import PodView
 from submitter.doctor.throughput import LEAST_WINDOWS, RankThroughput, climb, measure_pace, rank_windows
 from submitter.findings import Diagnosis, Finding, Severity
-from submitter.runs import SILENCE_S, RunView
 
 DATA_SHARE = 0.3
 """Part of the step time that all ranks wait for rows: below this, faster reading would not be felt."""

@@ -16,7 +16,7 @@ from app.errors import SupersededError
 from app.run import Run, copies_of, open_run
 from app.run.attempts import Attempt, claim, ensure_owner, read_attempts, record_submission
 from app.run.search import Results, Trial, write_results
-from app.run.status import MARK, RunState, Status, deletion_begun, mark_deletion, write_status
+from app.run.status import DELETION, RunState, Status, deletion_begun, mark_deletion, write_status
 from app.storage.local import LocalStorage
 from submitter.commands.delete import in_order
 from tests.harness import s3
@@ -374,7 +374,7 @@ def test_pods_that_do_not_go_keep_the_storage(
     before = files_of(run)
     assert sunspot("delete", "run", "--yes") == 5
     assert "nothing was removed from storage" in sunspot.err
-    assert files_of(run) == before | {run.key(MARK)}
+    assert files_of(run) == before | {run.key(DELETION)}
 
 
 def test_a_cluster_that_refuses_keeps_the_storage(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
@@ -385,7 +385,7 @@ def test_a_cluster_that_refuses_keeps_the_storage(sunspot: Command, run: Run, cl
     assert sunspot("delete", "run", "--yes") == 4
     assert 'User "me" cannot delete rayjobs' in sunspot.err
     assert "half-deleted; left: 1 RayJob with 2 pods" in sunspot.err
-    assert files_of(run) == before | {run.key(MARK)}
+    assert files_of(run) == before | {run.key(DELETION)}
 
 
 def test_what_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:

@@ -22,10 +22,11 @@ from app.run.checkpoints import (
     list_directories,
     retention,
 )
+from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run, count
 from submitter.output import print_json, print_table, warn
-from submitter.runs import find_run, read_state
+from submitter.runs import find_run
 
 ABANDONED_S = 24 * 3600
 """What a process that may still live has begun is left alone until it has not been touched for this long. In S3 a file

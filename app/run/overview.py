@@ -1,0 +1,328 @@
+"""Where runs stand by storage alone: the list of runs, the state of one, and all that is known of it.
+
+A listing has name, size and time of every object, which is most of what the list of runs shows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import NotFoundError
+from app.formatting import as_time, in_words
+from app.run import Run
+from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
+from app.run.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good, retention
+from app.run.history import read_journal
+from app.run.incidents import Receipt, goodput, read_receipts
+from app.run.status import DELETION, STATUS_EVERY_S, STOP, RunState, Status, deletion_begun, read_status
+from app.storage.base import Entry, Storage, map_parallel
+from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
+
+HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
+
+SILENCE_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
+"""Without news for this long a run is lost: two status writes may fail, and slow storage takes this long to give up."""
+
+
+# -------------------------------------------------------------------------------------------------------------- listing
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a listing, without reading any object. Times are in seconds since the epoch, 0: never."""
+
+    name: str
+    modified: float
+    "When anything of it was last written."
+    last_active: float = 0.0
+    "When its own processes last wrote anything: what the submitter writes is no sign of life."
+    submitted: float = 0.0
+    "When it was last submitted to a cluster."
+    checkpoint: str | None = None
+    "Name of the newest committed checkpoint."
+    checkpoint_time: float = 0.0
+    stop_requested: bool = False
+    bytes: int = 0
+    deleting: bool = False
+
+    def state(self, status: Status | None, now: float) -> tuple[RunState, str]:
+        """`state_from_storage` of this run."""
+        return state_from_storage(
+            status, self.stop_requested, now, self.last_active, self.submitted, deleting=self.deleting
+        )
+
+
+def is_there(run: Run) -> bool:
+    """Whether the run was begun or submitted, or something is left of its deletion."""
+    return (
+        run.storage.exists(run.key("run.json"))
+        or run.storage.exists(run.key("status.json"))
+        or bool(run.storage.list(run.key("submissions")))
+        or deletion_begun(run)
+    )
+
+
+def list_runs(storage: Storage) -> list[RunSummary]:
+    """Every run, the last modified first: the pages of one listing, and no reads."""
+    folders: dict[str, list[Entry]] = {}
+    for entry in storage.list(""):
+        name, slash, _ = entry.key.partition("/")
+        if slash:
+            folders.setdefault(name, []).append(entry)
+    found = [summary for name, entries in folders.items() if (summary := summarize(name, entries))]
+    return sorted(found, key=lambda summary: summary.modified, reverse=True)
+
+
+def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
+    """The summary of the folder with these objects; None when it is not a run."""
+    times: dict[str, float] = {}
+    commits: dict[str, float] = {}
+    size, last_active, submitted = 0, 0.0, 0.0
+    for entry in sorted(entries):
+        path = entry.key.removeprefix(f"{name}/")
+        folder, _, file = path.partition("/")
+        times[path] = entry.modified
+        size += entry.size
+        if folder == "submissions":
+            submitted = entry.modified
+        elif path not in (STOP, DELETION):
+            last_active = max(last_active, entry.modified)
+        if folder == "checkpoints" and file.endswith(f"/{MANIFEST}"):
+            checkpoint = file.partition("/")[0]
+            if NAME.fullmatch(checkpoint):
+                commits[checkpoint] = entry.modified
+    if not ("run.json" in times or "status.json" in times or submitted or DELETION in times):
+        return None
+    # The newest attempt owns the run: a higher step of an older one may have been lost.
+    newest = max(commits, key=lambda checkpoint: (attempt_of(checkpoint), step_of(checkpoint)), default=None)
+    return RunSummary(
+        name=name,
+        modified=max(times.values()),
+        last_active=last_active,
+        submitted=submitted,
+        checkpoint=newest,
+        checkpoint_time=commits[newest] if newest else 0.0,
+        stop_requested=STOP in times,
+        bytes=size,
+        deleting=DELETION in times,
+    )
+
+
+def read_statuses(storage: Storage, names: Iterable[str]) -> dict[str, Status | None]:
+    """The status of each of these runs, in parallel: one small request each."""
+    asked = list(names)
+    return dict(zip(asked, map_parallel(lambda name: _usable_status(Run(storage, name)), asked), strict=True))
+
+
+def _usable_status(run: Run) -> Status | None:
+    """The status, or None when it is missing or malformed: one bad run must not hide the others of a list."""
+    try:
+        return read_status(run)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+def state_from_storage(
+    status: Status | None,
+    stop_requested: bool,
+    now: float,
+    last_active: float = 0.0,
+    submitted: float = 0.0,
+    deleting: bool = False,
+) -> tuple[RunState, str]:
+    """The state of a run that has no RayJob to ask, and a sentence that says why.
+
+    `last_active` and `submitted` are those of its `RunSummary`, if there is one; `now` is in seconds since the epoch.
+    """
+    if deleting:
+        return RunState.DELETING, HALF_DELETED
+    if submitted > last_active or (status is None and not last_active):
+        since = f" at {as_time(submitted)}" if submitted else ""
+        if stop_requested:
+            return RunState.STOPPED, f"submitted{since}, and told to stop before its driver began"
+        return RunState.PENDING, f"submitted{since}; its driver has not begun"
+    if status and status.state.terminal:
+        return status.state, status.reason or f"{status.state} at step {status.step}"
+
+    news = max(status.time if status else 0.0, last_active)
+    if now - news <= SILENCE_S:
+        if stop_requested:
+            return RunState.STOPPING, "told to stop; it saves and ends"
+        if status is None:
+            return RunState.STARTING, "its driver has begun"
+        return status.state, status.reason or f"step {status.step} of {status.total_steps}"
+    silence = f"no news since {as_time(news)}, {in_words(now - news)} ago"
+    if stop_requested:
+        return RunState.STOPPED, f"told to stop; {silence}"
+    return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
+
+
+def read_state(run: Run) -> tuple[RunState, str]:
+    """`state_from_storage` with as few requests as it takes: one small read while the status is fresh."""
+    status, now = _usable_status(run), time.time()
+    if status and not status.state.terminal and now - status.time <= SILENCE_S:
+        return state_from_storage(status, False, now)
+    summary = summarize(run.name, run.storage.list(run.name))
+    return summary.state(status, now) if summary else state_from_storage(status, False, now)
+
+
+# ----------------------------------------------------------------------------------------------------------------- view
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """One run as storage shows it: what status, doctor and the report have in common."""
+
+    run: Run
+    state: RunState
+    reason: str
+    time: float
+    "When it was read, in seconds since the epoch."
+    status: Status | None
+    identity: dict[str, Any]
+    "Content of `run.json`: the settings the run may never change, and its data; empty before its driver has begun."
+    attempts: list[Attempt]
+    events: list[dict[str, Any]]
+    "Those of all attempts."
+    receipts: list[Receipt]
+    "What each start of its workers cost, oldest first."
+    checkpoint: Checkpoint | None
+    "The newest verified one."
+    passed_over: tuple[str, ...] = ()
+    "Newer checkpoints that are not whole, each with the reason."
+    records: tuple[dict[str, Any], ...] = ()
+    "The metric history that counts, oldest first; a report, which shows long ones, reads it into columns instead."
+    last_active: float = 0.0
+    "When its own processes last wrote anything, in seconds since the epoch; 0: unknown."
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest record of the metric history; empty before there is one."""
+        return self.records[-1] if self.records else {}
+
+    @property
+    def step(self) -> int:
+        """The highest optimizer step known to be taken."""
+        return max(
+            self.status.step if self.status else 0,
+            self.last.get("step", 0),
+            self.checkpoint.step if self.checkpoint else 0,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """0: not known yet."""
+        known = (self.status and self.status.total_steps) or (self.checkpoint and self.checkpoint.total_steps)
+        return known or 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 1, of the newest step; 0: none yet."""
+        per_epoch = self.identity.get("steps_per_epoch", 0)
+        return (self.step - 1) // per_epoch + 1 if self.step and per_epoch else 0
+
+    @property
+    def loss(self) -> float | None:
+        return self.status.loss if self.status and self.status.loss is not None else self.last.get("loss")
+
+    @property
+    def rows_per_s(self) -> float | None:
+        return self.status.rows_per_s if self.status and self.status.rows_per_s else self.last.get("rows_per_s")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step at the current step time; None: unknown, finished, or not training."""
+        if not self.status or not self.status.step_time_s or self.state.terminal or self.step >= self.total_steps:
+            return None
+        return (self.total_steps - self.step) * self.status.step_time_s
+
+    @property
+    def checkpoint_age_s(self) -> float | None:
+        return self.time - self.checkpoint.time if self.checkpoint else None
+
+    @property
+    def retention(self) -> tuple[int, str, str]:
+        """How many checkpoints are kept, by which metric, and whether `min` or `max` of it is best."""
+        return retention(self.attempts)
+
+    @property
+    def begun(self) -> float | None:
+        """When the first workers started, in seconds since the epoch."""
+        return self.attempts[0].time if self.attempts else None
+
+    @property
+    def ended(self) -> float:
+        """When the run's own processes were last active, in seconds since the epoch; while it goes on, now."""
+        if not self.state.terminal:
+            return self.time
+        times = [self.status.time] if self.status else [self.last_active, self.last.get("time") or 0.0]
+        return max(*times, *(attempt.time for attempt in self.attempts[-1:]), 0.0) or self.time
+
+    @property
+    def goodput(self) -> float | None:
+        """Useful worker-seconds over all worker-seconds; None without any receipt."""
+        return goodput(self.attempts, self.receipts, self.ended)
+
+    @property
+    def incidents(self) -> list[Receipt]:
+        """The receipts of what interrupted the run."""
+        return [receipt for receipt in self.receipts if receipt.cause.incident]
+
+    @property
+    def restarts(self) -> int:
+        """Attempts beyond the first."""
+        return max(0, len(self.attempts) - 1)
+
+
+def read_view(run: Run) -> RunView:
+    """Everything storage knows of a run, its parts read in parallel. Raises `NotFoundError`, `StorageError`."""
+
+    def attempts() -> tuple[list[Attempt], tuple[Checkpoint | None, tuple[str, ...]]]:
+        found = read_attempts(run)
+        return found, find_newest_good(run, found, trust_listing=True)  # nothing is read that the listing vouches for
+
+    parts: list[Callable[[], Any]] = [
+        lambda: summarize(run.name, run.storage.list(run.name)),
+        lambda: _usable_status(run),
+        attempts,
+        lambda: _identity(run),
+        lambda: read_journal(run, "metrics"),
+        lambda: read_journal(run, "events"),
+    ]
+    summary, status, (found, (checkpoint, passed_over)), identity, records, events = map_parallel(
+        lambda part: part(), parts
+    )
+    if not summary:
+        raise NotFoundError(f"{run.location}: no run is there")
+    spans = lineage(found)
+    now = time.time()
+    state, reason = summary.state(status, now)
+    return RunView(
+        run=run,
+        state=state,
+        reason=reason,
+        time=now,
+        status=status,
+        identity=identity,
+        attempts=found,
+        events=events,
+        receipts=read_receipts(events),
+        checkpoint=checkpoint,
+        passed_over=passed_over,
+        records=tuple(r for r in records if any(span.holds(r["attempt"], r["step"]) for span in spans)),
+        last_active=summary.last_active,
+    )
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    try:
+        return dict(run.read_json("run.json"))
+    except (NotFoundError, json.JSONDecodeError):
+        return {}
