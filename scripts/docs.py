@@ -1,7 +1,7 @@
 """`python -m scripts.docs`: write the pages of docs/ that come from definitions; a test compares them.
 
-docs/settings.md comes from app/settings.py, docs/cli.md from the parser of `sunspot`, and the keys in docs/profiles.md
-from submitter/manifest/profile.py.
+docs/settings.md comes from app/settings.py, docs/cli.md from the parser of `sunspot`, the keys in docs/profiles.md from
+submitter/manifest/profile.py, and the layers in docs/architecture.md from pyproject.toml and the packages' docstrings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import ast
 import inspect
 import textwrap
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from app.settings import IDENTITY, PREFIX, describe_settings
 from submitter.cli import make_parser
 from submitter.manifest.profile import DataWorkers, Machine, Profile, SecretKey, Spot, Worker
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+DOCS = REPOSITORY / "docs"
 
 MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
 
@@ -47,13 +50,18 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Each page with its text."""
-    profiles = DOCS / "profiles.md"
-    by_hand = profiles.read_text().partition(MARK)[0]
+    profiles, architecture = DOCS / "profiles.md", DOCS / "architecture.md"
     return {
         DOCS / "settings.md": settings_page(),
         DOCS / "cli.md": commands_page(),
-        profiles: by_hand + MARK + "\n".join(_profile_sections()),
+        profiles: _by_hand(profiles) + "\n".join(_profile_sections()),
+        architecture: _by_hand(architecture) + "\n".join(_layers()),
     }
+
+
+def _by_hand(page: Path) -> str:
+    """A page up to the mark, and the mark."""
+    return page.read_text().partition(MARK)[0] + MARK
 
 
 def settings_page() -> str:
@@ -119,6 +127,29 @@ def _profile_sections() -> Iterator[str]:
         rows = [[f"`{name}`", model.model_fields[name].description or "", documentation.get(name, "")] for name in own]
         yield _table(["key", "takes", "meaning"], rows).rstrip()
     yield ""
+
+
+def _layers() -> Iterator[str]:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in contracts:
+        if contract["type"] != "layers":
+            continue
+        layers = [line.split(" | ") for line in contract["layers"]]
+        rows = [
+            [len(layers) - place, f"`{module}`", _purpose(module)]
+            for place, modules in enumerate(layers)
+            for module in modules
+        ]
+        yield f"\n### {layers[0][0].partition('.')[0]}\n"
+        yield _table(["layer", "module", "purpose"], rows).rstrip()
+    yield ""
+
+
+def _purpose(module: str) -> str:
+    """The first line of a module's docstring."""
+    path = REPOSITORY / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
 def _verbs(parser: argparse.ArgumentParser, above: str = "") -> Iterator[tuple[str, str, argparse.ArgumentParser]]:

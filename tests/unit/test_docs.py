@@ -11,7 +11,7 @@ from app.settings import PREFIX, Settings
 from scripts.docs import pages
 from tests.harness import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 TREES = ("app", "submitter", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
@@ -63,6 +63,18 @@ def test_files_modules_and_functions_are_there(page: Path) -> None:
 def test_settings_are_settings(page: Path) -> None:
     for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", read(page)):
         assert name.lower() in Settings.model_fields, name
+
+
+def test_messages_are_those_of_the_program() -> None:
+    sources = "".join(
+        path.read_text() for package in ("app", "submitter") for path in (REPOSITORY / package).rglob("*.py")
+    )
+    table = (REPOSITORY / "docs/troubleshooting.md").read_text().partition("## Common messages")[2]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    assert len(messages) >= 10
+    for message in messages:
+        for part in filter(None, message.removeprefix(PREFIX).split("...")):
+            assert part.rstrip("?") in sources, message
 
 
 def test_every_page_is_in_the_index() -> None:
