@@ -30,11 +30,12 @@ train: .venv/train  ## train ResNet-18 on real digits with two workers; any sett
 tune: .venv/train  ## train a run for each of several settings: make tune SUNSPOT_LEARNING_RATE='loguniform(1e-4,1e-2)'
 	@$(SETTINGS) $(BIN)/python -m app.tune
 
-test: .venv/dev  ## the test suite that needs no cluster, but for what is slow
-	$(BIN)/python -m pytest -q -m 'not slow'
+test: .venv/dev  ## the tests that need no cluster, without the slow ones
+	$(PYTEST) --durations=15 -m 'not slow'
 
-test-all: .venv/dev  ## the whole test suite that needs no cluster
-	$(BIN)/python -m pytest -q
+test-all: .venv/dev  ## all tests that need no cluster, with more Hypothesis examples
+	$(PYTEST) --durations=20 --hypothesis-profile=thorough
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: .venv/dev  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .
