@@ -65,14 +65,14 @@ def _by_hand(page: Path) -> str:
 
 
 def settings_page() -> str:
-    """Every setting as a row: variable, default, what it takes, what it means."""
+    """Every setting as a row: variable, default, what it means, what it takes."""
     kept = {PREFIX + name.upper() for name in IDENTITY}
     rows = [
         [
             f"`{setting.variable}`",
             f"`{setting.default}`" if setting.default else "empty",
-            setting.takes,
             setting.meaning + (f" {KEPT}" if setting.variable in kept else ""),
+            setting.takes,
         ]
         for setting in describe_settings()
     ]
@@ -91,7 +91,7 @@ resumed.
 Secrets are never settings. In S3, the endpoint and the credentials come from the usual AWS environment; the server must
 honour conditional writes (`If-None-Match`), which is proven before training starts.
 
-{_table(["variable", "default", "takes", "meaning"], rows)}"""
+{_table(["variable", "default", "meaning", "takes"], rows)}"""
 
 
 def commands_page() -> str:
@@ -124,8 +124,8 @@ def _profile_sections() -> Iterator[str]:
         yield f"\n### {title}\n"
         if about:
             yield f"{about}\n"
-        rows = [[f"`{name}`", model.model_fields[name].description or "", documentation.get(name, "")] for name in own]
-        yield _table(["key", "takes", "meaning"], rows).rstrip()
+        rows = [[f"`{name}`", documentation.get(name, ""), model.model_fields[name].description or ""] for name in own]
+        yield _table(["key", "meaning", "takes"], rows).rstrip()
     yield ""
 
 
