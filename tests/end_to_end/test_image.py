@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-IMAGE = os.environ.get("IMAGE", "sunspot:0.1.0")
+from app import __version__
+
+IMAGE = os.environ.get("IMAGE", f"sunspot:{__version__}")
 
 
 def docker(*words: str) -> str:
