@@ -19,6 +19,9 @@ from app.storage.base import READS_IN_FLIGHT, Entry, map_parallel
 if TYPE_CHECKING:
     import pyarrow
 
+HELD_OUT = "test_"
+"""Metrics of held-out rows have this prefix."""
+
 FILE_RECORDS = 1000
 """Lines of one journal file: a rewrite stays below about half a megabyte."""
 

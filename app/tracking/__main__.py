@@ -24,8 +24,8 @@ Deliver to MLflow or Weights & Biases whatever of a run has not been delivered y
 With SUNSPOT_TRACKING the driver starts such a process; by hand, it delivers what was missed while the service was away.
 """
 
-END_S = 30
-"""How long the end of a run is tried to be delivered while the service is away."""
+END_TIMEOUT_S = 30
+"""How long to retry delivering the end of a run while the service is away."""
 
 
 def main() -> int:
@@ -37,91 +37,91 @@ def main() -> int:
     if not settings.tracking:
         settings = _recorded_service(run, settings)
     refuse_unusable(settings)
-    delivery = Delivery(run, settings.tracking, settings.tracking_project, _say)
+    delivery = Delivery(run, settings.tracking, settings.tracking_project, _print)
     if arguments.follow:
         follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
         return 0
     if not read_attempts(run):
         raise NotFoundError(f"{run.location}: no such run, or no worker of it has begun")
     delivery.finish()
-    had = delivery.delivered
-    print(f"tracking: {had.records} records delivered, {had.refused} refused{_at(delivery)}")
+    sent = delivery.delivered
+    print(f"tracking: {sent.records} records delivered, {sent.refused} refused{_at(delivery)}")
     return 0
 
 
 def follow(delivery: Delivery, every_s: float, later: str) -> None:
-    """Look for news every so many seconds until standard input ends, and deliver them, and then the end.
+    """Deliver what is new every `every_s` seconds until standard input ends, then the end of the run.
 
-    `later` is what delivers the rest by hand.
+    `later` is the command that delivers the rest by hand.
     """
     outage = Outage(delivery)
-    seen: object = None
+    delivered: object = None
     pause = 0.0
     while not select.select([sys.stdin], [], [], pause)[0]:
         pause = every_s
         try:
             status = read_status(delivery.run)
-            now = status and (status.attempt, status.checkpoint, outage.tries)
-            if now != seen:  # else there is nothing new
+            newest = status and (status.attempt, status.checkpoint, outage.tries)
+            if newest != delivered:
                 delivery.deliver()
-                seen = status and (status.attempt, status.checkpoint, 0)
-                outage.over()
+                delivered = status and (status.attempt, status.checkpoint, 0)
+                outage.end()
         except TrackingError as error:
             pause = pause_after(outage.tries)
-            outage.meet(error)
+            outage.add_failure(error)
         except StorageError:
-            continue  # the run itself tells of that
+            continue  # the run itself reports that
     _finish(delivery, outage, later)
 
 
 def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + END_TIMEOUT_S
     tries = 0
     while True:
         try:
             delivery.finish()
-            outage.over()
+            outage.end()
             if delivery.place:
                 lost = f", {delivery.delivered.refused} refused" if delivery.delivered.refused else ""
-                _say(f"{delivery.delivered.records} records delivered{lost}{_at(delivery)}")
+                _print(f"{delivery.delivered.records} records delivered{lost}{_at(delivery)}")
             return
         except (TrackingError, StorageError) as error:
             if isinstance(error, TrackingError):
-                outage.meet(error)
+                outage.add_failure(error)
             if time.monotonic() >= deadline:
-                _say(f"warning: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
+                _print(f"warning: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
                 return
         time.sleep(min(pause_after(tries), max(0.0, deadline - time.monotonic())))
         tries += 1
 
 
 class Outage:
-    """Tells once that the service is away, and once that it is back: on the terminal, and in the run's events."""
+    """Reports once that the service is away, and once that it is back: on the terminal and in the run's events."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
         self.tries = 0
-        "Failed ones in a row."
+        "Failed tries in a row."
         self._since = 0.0
         self._number = 0
         self._journal: Journal | None = None
-        "Of the attempt with that number."
+        "For the attempt of that number."
 
-    def meet(self, error: TrackingError) -> None:
-        """A try has failed."""
+    def add_failure(self, error: TrackingError) -> None:
+        """Count a failed try; the first one begins the outage."""
         self.tries += 1
         if self.tries == 1:
             self._since = time.time()
-            self._note("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
+            self._record("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
 
-    def over(self) -> None:
-        """A try has succeeded."""
+    def end(self) -> None:
+        """End the outage, if there is one: a try has succeeded."""
         if self.tries:
-            self._note("tracking goes on", f"after {time.time() - self._since:.0f} s, {self.tries} tries")
+            self._record("tracking goes on", f"after {time.time() - self._since:.0f} s, {self.tries} tries")
             self.tries = 0
 
-    def _note(self, what: str, detail: str) -> None:
-        _say(f"{what}: {detail}")
+    def _record(self, what: str, detail: str) -> None:
+        _print(f"{what}: {detail}")
         step, number = max(0, self._delivery.delivered.step), self._delivery.attempt
         try:
             if self._journal is None or number != self._number:
@@ -135,7 +135,7 @@ class Outage:
 
 
 def _recorded_service(run: Run, settings: Settings) -> Settings:
-    """The settings with the service that the run was last trained with."""
+    """The settings with the tracking service of the run's last attempt."""
     attempts = read_attempts(run)
     recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
     service = recorded.get(f"{PREFIX}TRACKING", "")
@@ -149,14 +149,14 @@ def _missing(delivery: Delivery) -> str:
     try:
         return delivery.missing() or "how the run ended"
     except StorageError:
-        return "what storage does not tell now"
+        return "an unknown part, as storage fails"
 
 
 def _at(delivery: Delivery) -> str:
     return f": {delivery.place}" if delivery.place else ""
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"tracking: {text}", flush=True)
 
 

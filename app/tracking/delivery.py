@@ -1,4 +1,4 @@
-"""What of a run a tracking service is to have, and has not yet."""
+"""Delivers to a tracking service whatever it does not have of a run yet."""
 
 from __future__ import annotations
 
@@ -16,73 +16,69 @@ from app.report import FILE
 from app.run import Run, to_json
 from app.run.attempts import Attempt, Span, lineage, read_attempts, step_of
 from app.run.checkpoints import Checkpoint, choose, classify, list_directories
-from app.run.history import each_record, list_journal, read_journal
+from app.run.history import HELD_OUT, each_record, list_journal, read_journal
 from app.run.incidents import goodput, read_receipts
 from app.run.status import Status, read_status
 from app.settings import PREFIX
 from app.storage.base import CHUNK
-from app.tracking.service import About, Point, RefusedError, Service, open_service
+from app.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
 
 RECORDS_AT_ONCE = 50
-"""Records sent together: a request of MLflow takes 1,000 numbers, and a record has some 15."""
+"""Records in a request: MLflow takes 1,000 metrics, and a record has some 15."""
 
 NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
-"""Settings that are about a start of the run, or about its delivery."""
+"""Settings of a single start of the run, or of its delivery."""
 
 NO_METRICS = ("step", "time", "steps")
-
-HELD_OUT = "test_"
-"""What the name of a metric of held-out rows begins with."""
 
 MODEL = "model.pt"
 
 
 class Delivery:
-    """Delivers one run to one service, from wherever an earlier delivery got to.
+    """Delivers one run to one service, resuming where an earlier delivery ended.
 
-    A record of the metric history is delivered once a checkpoint has its step: a loss takes the run back to there at
-    most, and would have it take the steps after again. So the service shows each step once, and of an attempt only
-    what counts. Should even a checkpoint be lost, the steps that are taken again are not sent again.
+    A record of the metric history is delivered once a checkpoint covers its step: a loss takes the run back no further,
+    so each step is shown once. Should even a checkpoint be lost, the steps that are repeated are not sent again.
     """
 
-    def __init__(self, run: Run, name: str, project: str, say: Callable[[str], Any]) -> None:
-        self.run, self.name, self._project, self._say = run, name, project, say
+    def __init__(self, run: Run, name: str, project: str, log: Callable[[str], Any]) -> None:
+        self.run, self.name, self._project, self._log = run, name, project, log
         self.delivered = read_delivered(run, name)
         self.place = ""
-        "Where people find the tracking run; empty before `deliver` has opened it."
+        "The tracking run's address; empty until `deliver` has opened it."
         self.attempt = 0
-        "The newest one that is known."
+        "The run's newest attempt."
         self._service: Service | None = None
         self._files: dict[str, str] = {}
-        "Journal files of which everything has been delivered, each in its version."
+        "The version of each journal file that has been delivered completely."
         self._described = 0
         "The attempt whose parameters the service has."
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
 
     def deliver(self) -> None:
-        """Send what is not delivered yet. Raises `TrackingError` or `StorageError`: then the rest is still to send."""
+        """Send what is not delivered yet. After `TrackingError` or `StorageError`, the next call sends the rest."""
         attempts = read_attempts(self.run)
         if not attempts:
-            return  # there is nothing to show of it
+            return  # nothing to deliver yet
         self.attempt = attempts[-1].number
         service = self._open(attempts)
         self._describe(service, attempts)
         spans = lineage(attempts)
-        upto = self._reached(spans)
+        final = self._final_step(spans)
         for entry in list_journal(self.run, "metrics"):
             if self._files.get(entry.key) == entry.version:
                 continue
             records = list(each_record(self.run, "metrics", spans, [entry]))
-            new = iter([record for record in records if self._is_new(record, upto)])
+            new = iter([record for record in records if self._is_new(record, final)])
             while batch := list(islice(new, RECORDS_AT_ONCE)):
                 self._send(service, batch)
-            if all(record["step"] <= upto for record in records):
+            if all(record["step"] <= final for record in records):
                 self._files[entry.key] = entry.version
 
     def finish(self) -> None:
-        """Send the rest, and, when the run has ended, its report, its best model, and how it ended. Raises the same."""
+        """Send the rest and, if the run has ended, its report, best model and state. Raises like `deliver`."""
         if self._service is None and not self.missing():
-            return  # opened again, a tracking run would seem to go on
+            return  # opening it would show the tracking run as running again
         self.deliver()
         status, service = read_status(self.run), self._service
         if status is None or service is None:
@@ -91,16 +87,16 @@ class Delivery:
         if ended:
             self._attach_report(service)
             tags = {"sunspot.state": str(status.state), "sunspot.checkpoint": self._attach_model(service)}
-            service.describe({}, {**tags, **self._sums(service, status)})
+            service.describe({}, {**tags, **self._summarize(service, status)})
         service.close(status.state if ended else None)
         self._service = None
-        self._note(replace(self.delivered, ended=ended), arrived=True)
+        self._record(replace(self.delivered, ended=ended), arrived=True)
 
     def missing(self) -> str:
-        """What has not been delivered, for people; empty when everything has. Raises `StorageError`."""
+        """What has not been delivered, in words; empty if everything has. Raises `StorageError`."""
         spans = lineage(read_attempts(self.run))
-        upto = self._reached(spans)
-        steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, upto)]
+        final = self._final_step(spans)
+        steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, final)]
         status = read_status(self.run)
         parts = [f"{plural(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
         if spans and status and _end_of(status) not in ("", self.delivered.ended):
@@ -111,8 +107,8 @@ class Delivery:
         if self._service is None:
             first = attempts[0]
             text = f"{self.run.location} {first.owner} {first.time}"
-            about = About(hashlib.sha256(text.encode()).hexdigest()[:16], self.run.name, self.run.location)
-            service = open_service(self.name, self._project, about)
+            identity = RunIdentity(hashlib.sha256(text.encode()).hexdigest()[:16], self.run.name, self.run.location)
+            service = open_service(self.name, self._project, identity)
             known = read_tracking_run(self.run, self.name)
             if known is None:
                 mine = service.find_or_create()
@@ -137,33 +133,31 @@ class Delivery:
         try:
             service.describe(parameters, tags)
         except RefusedError as error:
-            self._say(f"warning: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
+            self._log(f"warning: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
         self._described = newest.number
 
-    def _reached(self, spans: list[Span]) -> int:
-        """The step of the newest checkpoint, behind which nothing of the history changes any more; -1: none."""
+    def _final_step(self, spans: list[Span]) -> int:
+        """The step of the newest checkpoint, up to which the history is final; -1: none."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
-    def _is_new(self, record: dict[str, Any], upto: int) -> bool:
+    def _is_new(self, record: dict[str, Any], final: int) -> bool:
         step, attempt = record["step"], record["attempt"]
-        made_up = record.get("steps") == 0  # an evaluation of the epoch that the attempt before had ended
-        after = (
-            (step, attempt) > (self.delivered.step, self.delivered.attempt) if made_up else step > self.delivered.step
-        )
-        return after and step <= upto
+        if _is_evaluation(record):
+            return (self.delivered.step, self.delivered.attempt) < (step, attempt) and step <= final
+        return self.delivered.step < step <= final
 
     def _send(self, service: Service, records: list[dict[str, Any]]) -> None:
         refused = 0
         try:
             service.send([to_point(record) for record in records])
         except RefusedError as error:
-            if len(records) > 1:  # which one is it?
+            if len(records) > 1:  # find the one that is refused
                 for record in records:
                     self._send(service, [record])
                 return
             refused = 1
-            self._say(f"warning: lost, as it is refused: the record of step {records[0]['step']}: {error}")
+            self._log(f"warning: lost, as it is refused: the record of step {records[0]['step']}: {error}")
         sent, last = self.delivered, records[-1]
         now = replace(
             sent,
@@ -172,7 +166,7 @@ class Delivery:
             records=sent.records + len(records) - refused,
             refused=sent.refused + refused,
         )
-        self._note(now, service.acknowledges)
+        self._record(now, service.acknowledges)
 
     def _attach_report(self, service: Service) -> None:
         try:
@@ -184,24 +178,24 @@ class Delivery:
             file = Path(self._scratch.name, FILE)
             file.write_bytes(content)
             service.attach(file, "")
-            self._note(replace(self.delivered, report=digest), service.acknowledges)
+            self._record(replace(self.delivered, report=digest), service.acknowledges)
 
     def _attach_model(self, service: Service) -> str:
-        """The name of the checkpoint whose model the service has; empty when there is none to deliver."""
+        """Deliver the best model; returns its checkpoint's name, or '' if there is none."""
         try:
-            best = choose(self.run, "best", self._say)
-            if MODEL not in best.files:  # a sharded one; the last has the model too
-                best = choose(self.run, "newest", self._say)
+            best = choose(self.run, "best", self._log)
+            if MODEL not in best.files:  # sharded; only the last one has a whole model as well
+                best = choose(self.run, "newest", self._log)
             if best.name != self.delivered.model:
                 service.attach(self._fetch(best), "model")
-                self._note(replace(self.delivered, model=best.name), service.acknowledges)
+                self._record(replace(self.delivered, model=best.name), service.acknowledges)
         except (NotFoundError, DamageError, KeyError) as error:
-            self._say(f"warning: no model to deliver: {shorten(error)}")
+            self._log(f"warning: no model to deliver: {shorten(error)}")
             return ""
         return best.name
 
     def _fetch(self, checkpoint: Checkpoint) -> Path:
-        """A verified copy of a checkpoint's model here."""
+        """A verified local copy of a checkpoint's model."""
         key, file = self.run.key("checkpoints", checkpoint.name, MODEL), Path(self._scratch.name, MODEL)
         expected, sha = checkpoint.files[MODEL]["sha256"], hashlib.sha256()
         with self.run.storage.open(key) as source, file.open("wb") as copy:
@@ -212,77 +206,80 @@ class Delivery:
             raise DamageError(f"{self.run.storage.locate(key)}: does not match its manifest")
         return file
 
-    def _sums(self, service: Service, status: Status) -> dict[str, str]:
-        """What the interruptions come to: the goodput as a number, too, so that runs can be compared by it."""
+    def _summarize(self, service: Service, status: Status) -> dict[str, str]:
+        """Incidents as a tag; also sends the goodput as a metric, so that runs can be compared by it."""
         attempts, receipts = read_attempts(self.run), read_receipts(read_journal(self.run, "events"))
         share = goodput(attempts, receipts, status.time)
         if share is not None:
             service.send([Point(max(0, self.delivered.step), status.time, {"goodput": share})])
         return {"sunspot.incidents": str(sum(receipt.cause.incident for receipt in receipts))}
 
-    def _note(self, delivered: Delivered, arrived: bool) -> None:
+    def _record(self, delivered: Delivered, arrived: bool) -> None:
         self.delivered = delivered
         if arrived:
             write_delivered(self.run, self.name, delivered)
 
 
 def _end_of(status: Status) -> str:
-    """The end of a run, as another one after every start; empty while it goes on."""
+    """Identifies the end of this start of the run; empty while it runs."""
     return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
 
 
 def to_point(record: dict[str, Any]) -> Point:
-    """The numbers of a record, but for those that are made of others; of an evaluation that was made up for, only its
-    own: the others are those of the record before.
-    """
-    made_up = record.get("steps") == 0
+    """The metrics of a record; of an evaluation only those of held-out rows, as an earlier record has the others."""
     values = {
         name: float(value)
         for name, value in record.items()
-        if isinstance(value, (int, float)) and name not in NO_METRICS and (not made_up or name.startswith(HELD_OUT))
+        if isinstance(value, (int, float)) and name not in NO_METRICS
+        if name.startswith(HELD_OUT) or not _is_evaluation(record)
     }
     return Point(record["step"], record["time"], values)
 
 
+def _is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a record is only the evaluation of an epoch that an earlier attempt had completed."""
+    return record.get("steps") == 0
+
+
 @dataclass(frozen=True)
 class Delivered:
-    """How much of a run a tracking service has."""
+    """How much of a run a tracking service has; `<service>-delivered.json` in the run."""
 
     step: int = -1
-    "Every record of the metric history that counts, up to this step, has been delivered or refused."
+    "All records up to this step have been delivered or refused."
     attempt: int = 0
-    "The attempt of the last of them: a later one may add its evaluation to the same step."
+    "The attempt of the last of them: a later attempt may add an evaluation of the same step."
     records: int = 0
-    "How many the service has."
+    "Records that the service has."
     refused: int = 0
-    "How many it will never have, as it refused them."
+    "Records that it refused."
     report: str = ""
-    "SHA-256 of the report that it has."
+    "SHA-256 of its copy of the report."
     model: str = ""
-    "The checkpoint whose model it has."
+    "The checkpoint of its model."
     ended: str = ""
-    "The end that it was told of: its state, and when."
+    "The end that it has recorded (`_end_of`)."
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:
-    """The id of the tracking run; None when there is none yet. Raises `StorageError`."""
+    """The id of the tracking run; None if there is none yet. Raises `StorageError`."""
     return _read_record(run, f"{service}.json").get("id")
 
 
 def claim_tracking_run(run: Run, service: str, identity: str) -> str:
-    """Make `identity` the id of the tracking run, unless there is one; returns the one that stands."""
+    """Make `identity` the id of the tracking run unless it has one; returns the id that it has."""
     run.storage.create(run.key("tracking", f"{service}.json"), to_json({"id": identity}))
     return str(_read_record(run, f"{service}.json")["id"])
 
 
 def read_delivered(run: Run, service: str) -> Delivered:
-    """How far the delivery is; raises `StorageError`."""
+    """The delivery's progress; raises `StorageError`."""
     record = _read_record(run, f"{service}-delivered.json")
     return Delivered(**{name: value for name, value in record.items() if name in Delivered.__dataclass_fields__})
 
 
 def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
-    """Note how far the delivery is; raises `StorageError`, after which what came since is delivered once more."""
+    """Record the delivery's progress; raises `StorageError`, after which later data is delivered again."""
     run.storage.write(run.key("tracking", f"{service}-delivered.json"), to_json(asdict(delivered)))
 
 

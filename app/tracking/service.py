@@ -1,4 +1,4 @@
-"""What a delivery needs of a tracking service."""
+"""What a delivery needs of a tracking service, and the choice of one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from app.run.status import RunState
 
 
 class RefusedError(TrackingError):
-    """The service has looked at what was sent, and does not take it: it would not the next time either."""
+    """The service rejects what was sent, and would again: no retry helps."""
 
 
-class About(NamedTuple):
-    """The run that is shown."""
+class RunIdentity(NamedTuple):
+    """The run that is delivered."""
 
-    identity: str
-    "Another one for every run, also for one that takes the place of a deleted one."
+    id: str
+    "Unique: a run that replaces a deleted one has another."
     name: str
     location: str
 
@@ -34,38 +34,38 @@ class Point(NamedTuple):
 
 
 class Service(Protocol):
-    """One run in a tracking service. What fails raises `TrackingError` and may be done again, or `RefusedError`.
+    """One run in a tracking service. Methods raise `TrackingError`, after which they may be retried, or `RefusedError`.
 
-    Calls end within seconds, whatever the server does; but `attach` and `close` take as long as bytes travel.
+    They return within seconds, whatever the server does, except `attach` and `close`, which wait for uploads.
     """
 
     acknowledges: bool
-    "Whether what was sent has arrived when `send` returns; or else, when `close` does."
+    "Whether data has arrived when `send` returns, or only when `close` does."
 
     def find_or_create(self) -> str:
-        """The id of this run's tracking run, which is made if there is none."""
+        """The id of this run's tracking run, created if there is none."""
 
     def discard(self, tracking_run: str) -> None:
         """Remove a tracking run that was just created: another process was first."""
 
     def open(self, tracking_run: str) -> str:
-        """Go on with a tracking run; returns where people find it."""
+        """Continue a tracking run; returns where people find it."""
 
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Say what the run is trained with, and what else is to know of it; what was said before is replaced."""
+        """Set the run's parameters and tags; later values replace earlier ones."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Deliver numbers; sent twice, they count once wherever the service can tell."""
+        """Deliver metrics; sent twice, they count once wherever the service can tell."""
 
     def attach(self, file: Path, folder: str) -> None:
-        """Deliver a file into a folder ('': none), in place of the one that is there. It stays until `close`."""
+        """Deliver a file into a folder ('': none), replacing one of that name. The file must stay until `close`."""
 
     def close(self, state: RunState | None) -> None:
-        """Say how the run ended; None: this delivery ends, and the run has not."""
+        """Record how the run ended; None: only this delivery ends."""
 
 
-def open_service(name: str, project: str, about: About) -> Service:
-    """The service `name`, a module beside this one; only now is its library imported."""
+def open_service(name: str, project: str, identity: RunIdentity) -> Service:
+    """The service `name`, a module beside this one; imports its library only now."""
     service: Any = importlib.import_module(f"app.tracking.{name}")
-    opened: Service = service.open_service(project, about)
+    opened: Service = service.open_service(project, identity)
     return opened

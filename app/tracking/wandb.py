@@ -9,37 +9,37 @@ from typing import Any
 
 from app.errors import TrackingError, shorten
 from app.run.status import RunState
-from app.tracking.service import About, Point
+from app.tracking.service import Point, RunIdentity
 
 INIT_TIMEOUT_S = 15
-"""How long one try to reach the server takes; the delivery tries again."""
+"""Time for one attempt to reach the server; the delivery retries."""
 
 STEP = "step"
-"""The axis of all curves. W&B's own step only ever grows, and would drop what is sent again."""
+"""The x axis of all curves. W&B's own step only grows, and would drop data that is sent again."""
 
 
-def open_service(project: str, about: About) -> WandbService:
+def open_service(project: str, identity: RunIdentity) -> WandbService:
     """The server of WANDB_BASE_URL, or with WANDB_MODE=offline a directory below WANDB_DIR."""
-    return WandbService(project, about)
+    return WandbService(project, identity)
 
 
 class WandbService:
-    """A run of Weights & Biases. Its library writes to a file, and sends from there in a process of its own."""
+    """A run of Weights & Biases, whose library writes to a file and sends it from a process of its own."""
 
     acknowledges = False
 
-    def __init__(self, project: str, about: About) -> None:
+    def __init__(self, project: str, identity: RunIdentity) -> None:
         import wandb  # takes a second
 
-        self._wandb, self._project, self._about = wandb, project, about
+        self._wandb, self._project, self._identity = wandb, project, identity
         self._run: Any = None
         self._arrived = -1
 
     def find_or_create(self) -> str:
-        return self._about.identity  # W&B takes ids that others chose
+        return self._identity.id  # W&B accepts ids from outside
 
     def discard(self, tracking_run: str) -> None:
-        """There is only one of each id."""
+        """Nothing to do: ids are unique."""
 
     def open(self, tracking_run: str) -> str:
         settings = self._wandb.Settings(
@@ -51,44 +51,44 @@ class WandbService:
             x_disable_meta=True,
             init_timeout=INIT_TIMEOUT_S,
         )
-        with self._told():
+        with self._wandb_errors():
             try:
                 self._run = self._wandb.init(
-                    id=tracking_run, resume="allow", project=self._project, name=self._about.name, settings=settings
+                    id=tracking_run, resume="allow", project=self._project, name=self._identity.name, settings=settings
                 )
             except Exception:
-                self._wandb.teardown()  # or its process would keep the id for the run that was never opened
+                self._wandb.teardown()  # or its process would keep the id of a run that was never opened
                 raise
             self._run.define_metric("*", step_metric=STEP)
-            if self._run.resumed:  # by a process that ended before it could note what has arrived
+            if self._run.resumed:  # a process may have ended before it recorded what has arrived
                 self._arrived = int(self._run.summary.get(STEP, -1))
             return str(self._run.url or f"`wandb sync {self._run.settings.sync_dir}` sends them")
 
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        with self._told():
+        with self._wandb_errors():
             self._run.config.update(dict(parameters), allow_val_change=True)
-            self._run.config.update({"sunspot.run": self._about.location, **tags}, allow_val_change=True)
+            self._run.config.update({"sunspot.run": self._identity.location, **tags}, allow_val_change=True)
 
     def send(self, points: Sequence[Point]) -> None:
-        with self._told():
+        with self._wandb_errors():
             for point in points:
                 if point.step >= self._arrived:
                     self._run.log({**point.values, STEP: point.step, "time": point.time})
 
     def attach(self, file: Path, folder: str) -> None:
-        with self._told():
+        with self._wandb_errors():
             if folder:
                 self._run.log_artifact(str(file), name=f"{self._run.id}-{folder}", type=folder)
             else:
                 self._run.save(str(file), base_path=str(file.parent), policy="now")
 
     def close(self, state: RunState | None) -> None:
-        """Return when everything has arrived: W&B tries for as long as its server is away."""
-        with self._told():
+        """Return when everything has arrived: W&B retries for as long as its server is away."""
+        with self._wandb_errors():
             self._run.finish(exit_code=0 if state in (RunState.SUCCEEDED, RunState.STOPPED) else 1)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _wandb_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:

@@ -151,7 +151,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint="a"))
     delivery = Delivery(run, "mlflow", "away", command._say)
     inside, outside = os.pipe()
-    monkeypatch.setattr(command, "END_S", 1)
+    monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
     monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
     follower = threading.Thread(target=command.follow, args=(delivery, 1, "`the command`"))
     follower.start()
@@ -177,7 +177,7 @@ def test_a_server_that_never_answers_holds_nobody_up(
     trained(run)
     restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint="a"))
     settings = Settings(tracking="mlflow", storage_path=run.storage.locate(""), run_name=run.name)
-    monkeypatch.setattr(process, "FINISH_S", 0.5)
+    monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         silent.settimeout(120)
