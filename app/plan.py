@@ -11,10 +11,7 @@ from typing import Any
 from app.data.order import MIN_ROWS, Steps
 from app.data.source import Source, find_sources, rows_in
 from app.errors import DataError, SettingsError
-from app.settings import Settings
-
-READING_SHARE = 0.25
-"""Part of one machine's cores that LOADER=ray leaves to reading, at least one: without any it never reads a row."""
+from app.settings import READING_SHARE, Settings
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ PREFIX = "SUNSPOT_"
 RUN_NAME_LENGTH = 38
 """A run's name becomes part of names in Kubernetes, of at most 47 characters."""
 
+READING_SHARE = 0.25
+"""Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
+
 
 class Workers(NamedTuple):
     """How many training workers: `least == most` when fixed, a range when elastic."""

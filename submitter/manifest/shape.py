@@ -6,11 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from app.settings import Settings, Workers
+from app.settings import READING_SHARE, Settings, Workers
 from submitter.manifest.profile import DataWorkers, Profile, Worker
-
-READING_SHARE = 0.25
-"""Part of a pod's CPUs that LOADER=ray leaves to reading, at least one: without any it never reads a row."""
 
 SLOT = "training-worker"
 """A resource of our own: each training pod offers as many as it is meant to have workers, and each worker takes one. By
