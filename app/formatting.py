@@ -1,8 +1,9 @@
-"""Numbers, durations, moments and sizes as people read them."""
+"""Numbers, durations, dates and sizes as people read them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 
 def plural(number: int, what: str) -> str:
@@ -21,14 +22,15 @@ def in_words(seconds: float) -> str:
 
 
 def as_time(moment: float) -> str:
-    """A moment, in seconds since the epoch, for people."""
+    """Seconds since the epoch as a date for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment)) + " UTC"
 
 
-def as_bytes(size: int) -> str:
-    """An amount of data for people."""
-    number, units = float(size), iter(("bytes", "KB", "MB", "GB"))
-    unit = next(units)
-    while number >= 1000 and (larger := next(units, "")):
-        number, unit = number / 1000, larger
-    return f"{size} bytes" if unit == "bytes" else f"{number:.3g} {unit}"
+def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
+    """An amount of data for people: bytes, or the largest of the decimal `units` that fits."""
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    number, power = size / 1000, 0
+    while number >= 1000 and power + 1 < len(units):
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {units[power]}"

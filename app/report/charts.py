@@ -1,4 +1,7 @@
-"""Charts as inline SVG: lines, the spread around them, and marks. Colours and fonts come from the page's style."""
+"""Charts as inline SVG, with their legends and text alternatives: over steps or over the wall clock, with the restarts.
+
+Colours and fonts come from the page's style.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,36 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple, TypeVar
 
+from app.formatting import plural
+from app.report.html import Html, element, join
+from app.report.model import Report
+
 WIDTH, HEIGHT = 360, 214
-"""Of the drawing, in its own units: on a phone about one of them is a pixel, so that 11 can be read."""
+"""Of the drawing, in its own units: about a pixel each on a phone, where a font size of 11 is readable."""
 
 LEFT, RIGHT, TOP, BOTTOM = 42, 8, 18, 32
-"""Room for the numbers beside the plot."""
+"""Margins for the numbers beside the plot."""
 
 BUCKETS = 240
-"""Stretches of the x axis, each a pixel or two wide. Of the points in one, the lowest and the highest are drawn."""
+"""Sections of the x axis, each a pixel or two wide; of the points in one, the lowest and the highest are drawn."""
 
 NUMBER_ROOM = 14
-"""Marks closer than this to the one before have no number: it would lie over the other."""
+"""Marks closer than this to the one before have no number, which would overlap."""
 
 MOST_DOTS = 60
-"""Points of a line that are drawn as dots, too."""
+"""A line with more points has no dots."""
 
 ALIKE = 1e-6
-"""Values that differ by less than this part of them are drawn as one: an axis between them would have no numbers."""
+"""Relative difference below which values are drawn as one: an axis between them would have no numbers."""
 
 LEAST, MOST = 1e-100, 1e100
-"""Nothing beyond can be drawn: differences and logarithms would leave the range of floats."""
+"""Range of what can be drawn: beyond, differences and logarithms overflow floats."""
 
 Item = TypeVar("Item", "Point", "Range")
 
 
 class Point(NamedTuple):
-    """One place of a line. No line is drawn from one `group` to another."""
+    """A point of a line. Points of different groups are not joined."""
 
     x: float
     y: float
@@ -42,7 +49,7 @@ class Point(NamedTuple):
 
 
 class Range(NamedTuple):
-    """What lies between two values at one place."""
+    """The band between two values at one x."""
 
     x: float
     low: float
@@ -52,7 +59,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A named row of points."""
+    """A named sequence of points."""
 
     name: str
     points: Sequence[Point]
@@ -62,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to places."""
+    """Maps values to positions."""
 
     low: float
     high: float
@@ -70,10 +77,93 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value lies, 0 to 1."""
+        """The position of a value, 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+class Across(NamedTuple):
+    """The x axis: the position of each record of the history, and of the restarts."""
+
+    label: str
+    places: Sequence[float | None]
+    marks: Sequence[tuple[float, str]]
+    groups: Sequence[int]
+    "Records of different groups are not joined: no work in between counts."
+
+
+def over_steps(report: Report) -> Across:
+    """By optimizer step."""
+    marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
+    return Across("steps", [float(step) for step in report.history.step], marks, [0] * len(report.history))
+
+
+def over_time(report: Report) -> Across:
+    """By time since the first start of the workers, pauses included."""
+    known = [time for time in report.history.time if time is not None]
+    begun = min([*known[:1], *([report.begun] if report.begun is not None else [])], default=0.0)
+    reached = max([*known, *(attempt.time for attempt in report.attempts)], default=begun) - begun
+    unit, seconds = next(
+        (unit for unit in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)) if reached >= 2 * unit[1]),
+        ("seconds", 1.0),
+    )
+    places = [(time - begun) / seconds if time is not None else None for time in report.history.time]
+    marks = [((attempt.time - begun) / seconds, str(attempt.number)) for attempt in report.attempts[1:]]
+    return Across(f"wall clock, {unit} since the first start", places, marks, report.history.attempt)
+
+
+def points_of(across: Across, values: Sequence[float | None], gaps: bool = True) -> list[Point]:
+    """The values of a column that can be drawn, with `gaps` where the groups change."""
+    return [
+        Point(x, y, group if gaps else 0)
+        for x, y, group in zip(across.places, values, across.groups, strict=True)
+        if x is not None and y is not None and can_draw(x) and can_draw(y)
+    ]
+
+
+def chart(
+    title: str, across: Across, y: Axis, lines: Sequence[Line], band: Sequence[Range] = (), band_name: str = ""
+) -> Html:
+    """A figure: title and legend, then the drawing."""
+    name = f"{title} over {across.label.partition(',')[0]}"
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return element("figure", element("figcaption", f"{name}: nothing is recorded"))
+    known = [(line.style, line.name) for line in lines]
+    known += [("band", band_name)] if band else []
+    known += [("mark", "restart, and its attempt")] if across.marks else []
+    said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
+    if band:
+        low, high = min(item.low for item in band), max(item.high for item in band)
+        said.append(f"{band_name.capitalize()}: {low:.4g} to {high:.4g}.")
+    said += [f"{plural(len(across.marks), 'restart')}."] if across.marks else []
+    places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
+    x = linear_axis(places, from_zero=True, tight=True)
+    drawing = line_chart(" ".join(said), x, across.label, y, lines, band, across.marks)
+    return figure(name, known, drawing)
+
+
+def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
+    """A drawing below its title and its legend: the style (`key`) and the name of each item."""
+    samples = join(element("span", join([Html(key(style)), label])) for style, label in legend)
+    caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
+    return element("figure", join([caption, Html(drawing)]))
+
+
+def _describe(line: Line) -> str:
+    first, last = line.points[0], line.points[-1]
+    least, most = min(line.points, key=lambda p: p.y), max(line.points, key=lambda p: p.y)
+    return (
+        f"{line.name.capitalize()}: {first.y:.4g} at {first.x:.4g}, {last.y:.4g} at {last.x:.4g}; "
+        f"lowest {least.y:.4g} at {least.x:.4g}, highest {most.y:.4g} at {most.x:.4g}."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- drawing
 
 
 def line_chart(
@@ -85,7 +175,7 @@ def line_chart(
     band: Sequence[Range] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A chart. `description` is its text alternative; `marks` are places on the x axis with a short label."""
+    """The SVG. `description` is its text alternative; `marks` are x positions with a short label."""
     across, down = _scale(x, LEFT, WIDTH - RIGHT), _scale(y, HEIGHT - BOTTOM, TOP)
     parts = [*_grid(x, x_label, y, across, down)]
     parts += _marks([(across(place), label) for place, label in marks])
@@ -103,12 +193,12 @@ def line_chart(
 
 
 def can_draw(value: float | None) -> bool:
-    """Whether a value has a place on an axis: NaN, infinities and what comes close to them have none."""
+    """Whether a value has a position on an axis: NaN, infinities and huge values have none."""
     return value is not None and abs(value) < MOST
 
 
 def key(style: str) -> str:
-    """A sample of a line, a band or a mark for the legend beside a chart."""
+    """A sample of a line, a band or a mark for a legend."""
     shapes = {
         "a": '<path class="line a" d="M1 6H23"/>',
         "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
@@ -125,7 +215,7 @@ def key(style: str) -> str:
 
 
 def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = False) -> Axis:
-    """An axis that has room for all values, with a few round numbers on it; `tight`: it ends where they end."""
+    """An axis over all values with a few round ticks; `tight`: it ends where the values end."""
     low, high = _bounds(values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
@@ -141,7 +231,7 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
 
 
 def log_axis(values: Iterable[float]) -> Axis:
-    """A logarithmic axis, its ticks at powers of ten or, for a few of them, at 1, 2 and 5 times those."""
+    """A logarithmic axis with ticks at powers of ten, and at 2 and 5 times those when there are few."""
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):
         low, high = low / 2, high * 2
@@ -155,7 +245,7 @@ def log_axis(values: Iterable[float]) -> Axis:
 
 
 def short(value: float, step: float) -> str:
-    """A number on an axis whose numbers are `step` apart: 0.25, 1.5k, 20M."""
+    """A tick label where ticks are `step` apart: 0.25, 1.5k, 20M."""
     if step < 1e-4:
         return f"{value:.4g}"
     unit, size = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(value) >= s), ("", 1.0))
@@ -179,11 +269,11 @@ def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
     return lambda value: begin + (end - begin) * axis.place(value)
 
 
-# -------------------------------------------------------------------------------------------------------------- drawing
+# --------------------------------------------------------------------------------------------------- points and paths
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """At most two points for each of BUCKETS stretches of the x axis: the lowest and the highest, in their order."""
+    """At most two points for each of BUCKETS sections of the x axis: the lowest and the highest, in order."""
     if len(points) <= 2 * BUCKETS:
         return list(points)
     chosen: list[Point] = []
@@ -194,7 +284,7 @@ def thin(points: Sequence[Point]) -> list[Point]:
 
 
 def thin_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """At most one range for each stretch of the x axis, from the lowest to the highest in it."""
+    """At most one range for each section of the x axis, from its lowest to its highest."""
     if len(ranges) <= BUCKETS:
         return list(ranges)
     return [
@@ -219,7 +309,7 @@ def _path(points: Sequence[Point], across: Callable[[float], float], down: Calla
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Those that no line leads to or from."""
+    """Points that are alone in their group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

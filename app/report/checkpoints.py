@@ -1,21 +1,21 @@
-"""Which checkpoints there are, and whether every byte is as it was written."""
+"""The checkpoints, and whether every byte is as it was written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from app.report.gather import KeptCheckpoint, Report
 from app.report.html import Html, element, join, moment, paragraph, result, size, table
 from app.report.learning import results_first
+from app.report.model import KeptCheckpoint, Report
 from app.run.attempts import step_of
 
 MOST_RESULTS = 6
-"""Columns of results."""
+"""Columns of metrics."""
 
 
 def show(report: Report) -> Html:
-    """Each checkpoint with its state, what is not among them, and which are kept."""
+    """Each checkpoint with its state, how many are left out, and which are kept."""
     keep, metric, order = report.retention
     parts = []
     if not report.checkpoints:
@@ -45,16 +45,16 @@ def _is_shown(name: str, metric: str) -> bool:
 
 
 def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any]:
-    chosen = (("newest", report.newest), ("best", report.best))
+    chosen = (("newest", report.checkpoint), ("best", report.best))
     which = " and ".join(role for role, checkpoint in chosen if checkpoint and checkpoint.name == kept.name)
     state = element("span", "✓ verified", class_="good")
     if kept.checkpoint is None:
         state = element("span", "… incomplete: it has no manifest", class_="bad wide")
     elif kept.faults:
         state = element("span", f"✗ damaged: {'; '.join(kept.faults)}", class_="bad wide")
-    about: list[Any] = [None] * (len(names) + 3)
+    details: list[Any] = [None] * (len(names) + 3)
     if kept.checkpoint and not kept.checkpoint.damage:
         found = kept.checkpoint
         results = [result(name, found.metrics.get(name)) for name in names]
-        about = [found.epoch, *results, size(found.bytes), moment(found.time)]
-    return [str(step_of(kept.name)), state, which, *about, element("code", kept.name)]
+        details = [found.epoch, *results, size(found.bytes), moment(found.time)]
+    return [str(step_of(kept.name)), state, which, *details, element("code", kept.name)]

@@ -1,4 +1,4 @@
-"""HTML in small pieces: escaped text, numbers for people and programs, tables that fit on a phone."""
+"""HTML elements: escaped text, numbers for people and programs, tables that fit on a phone."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from app.formatting import as_bytes
+
 MOST_TEXT = 600
-"""Characters of one foreign text; the run's events and logs have the rest."""
+"""Characters shown of one text; the run's events and logs have the rest."""
 
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-"""What HTML does not allow, and what would turn the direction of the text around it."""
+"""Characters that HTML does not allow, or that change the direction of the text around them."""
 
 
 class Html(str):
-    """Text that is HTML already; every other text is escaped."""
+    """Text that is HTML already; all other text is escaped."""
 
     __slots__ = ()
 
 
 class Number(NamedTuple):
-    """A number as people read it, and as it is."""
+    """A number as people read it, and its exact value."""
 
     text: str
     value: float
 
 
 def text(value: Any) -> str:
-    """Anything as HTML: escaped, and cut when it is long."""
+    """Anything as HTML: escaped, and cut when long."""
     if isinstance(value, Html):
         return value
     if isinstance(value, Number):
@@ -54,20 +56,17 @@ def element(name: str, content: Any, **attributes: Any) -> Html:
 
 
 def join(parts: Iterable[Any], between: str = "") -> Html:
-    """Parts one after the other, each escaped unless it is `Html`."""
+    """Parts in sequence, each escaped unless it is `Html`."""
     return Html(text(Html(between)).join(text(part) for part in parts))
 
 
 def paragraph(*parts: Any, kind: str | None = None) -> Html:
-    """A paragraph of some parts."""
+    """A paragraph of these parts."""
     return element("p", join(parts), class_=kind)
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """A table in a box of its own that scrolls sideways; the first cell of each row is its heading.
-
-    None is what is not there, or not known.
-    """
+    """A table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown."""
     numeric = [any(isinstance(row[place], (int, float, Number)) for row in rows) for place in range(len(columns))]
 
     def cell(place: int, value: Any) -> str:
@@ -89,12 +88,12 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -
 
 
 def titled(caption: str) -> Html:
-    """A table's caption, which stays in sight while the table scrolls sideways."""
+    """A table's caption, which stays in view while the table scrolls sideways."""
     return element("caption", element("span", caption))
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """A box that scrolls sideways by itself, with the keyboard too."""
+    """A box that scrolls sideways by itself, also with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 
@@ -124,7 +123,7 @@ def rate(number: float, unit: str = "") -> Number:
 
 
 def duration(seconds: float) -> Number:
-    """The two largest units of a time: 0.35 s, 48 s, 2 min 14 s, 3 h 5 min, 2 days 4 h."""
+    """The two largest units of a duration: 0.35 s, 48 s, 2 min 14 s, 3 h 5 min, 2 days 4 h."""
     if seconds < 10:
         return Number(f"{seconds:.3g} s", seconds)
     units = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -138,15 +137,11 @@ def duration(seconds: float) -> Number:
 
 def size(number: float) -> Number:
     """Bytes as 134 MB."""
-    rest, units = float(number), iter(("bytes", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while rest >= 1000 and (larger := next(units, "")):
-        rest, unit = rest / 1000, larger
-    return Number(f"{rest:.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes", number)
+    return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
 
 
 def moment(seconds: float | None) -> Any:
-    """A time since the epoch as a date in UTC."""
+    """Seconds since the epoch as a date in UTC."""
     if seconds is None or not math.isfinite(seconds):
         return None
     try:

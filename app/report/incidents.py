@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from app.formatting import plural
-from app.report.gather import Report
 from app.report.html import Html, duration, element, join, moment, paragraph, percent, table, whole
+from app.report.model import Report
 from app.run.attempts import Attempt
 from app.run.incidents import TIER, Cause, Receipt
 
@@ -15,11 +15,11 @@ MOST_ROWS = 100
 """Rows of a table; `sunspot events` has all."""
 
 MOST_FAILURES = 20
-"""Of many ranks, most have failed because another one was gone."""
+"""Of many ranks, most fail because another one is gone."""
 
 
 def show(report: Report) -> Html:
-    """What interrupted the run, each start of its workers with its receipt, and other events."""
+    """The incidents, each start of the workers with its receipt, and other events."""
     if not report.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
     causes = Counter(receipt.cause for receipt in report.incidents)
@@ -84,7 +84,7 @@ def _wide(words: str) -> Html:
 
 
 def _failures(report: Report) -> Html:
-    """The errors that ended processes: causes before consequences."""
+    """The errors that ended processes, causes before consequences."""
     if not report.failures:
         return Html("")
     found = sorted(report.failures, key=lambda failure: failure.consequence)
@@ -104,10 +104,11 @@ def _failures(report: Report) -> Html:
 
 
 def _events(report: Report) -> Html:
-    if not report.events:
+    events = report.other_events
+    if not events:
         return paragraph("No other event is recorded.", kind="note")
-    shown = report.events[-MOST_ROWS:]
-    of = f", the newest {len(shown)} of {len(report.events):,}" if len(shown) < len(report.events) else ""
+    shown = events[-MOST_ROWS:]
+    of = f", the newest {len(shown)} of {len(events):,}" if len(shown) < len(events) else ""
     rows = [
         [
             moment(_as_float(event.get("time"))) or "",

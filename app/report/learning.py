@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.formatting import plural
-from app.report.charts import BUCKETS, LEAST, Line, can_draw, linear_axis, log_axis
-from app.report.curves import chart, over_steps, over_time, points_of
-from app.report.gather import HELD_OUT, Report
+from app.report.charts import (
+    BUCKETS,
+    LEAST,
+    Line,
+    can_draw,
+    chart,
+    linear_axis,
+    log_axis,
+    over_steps,
+    over_time,
+    points_of,
+)
 from app.report.html import Html, Number, duration, element, join, paragraph, result, table
+from app.report.model import Report
+from app.run.history import HELD_OUT
 
 MOST_CURVES = 8
-"""Results with curves of their own: a loss, an accuracy, and what a task adds to them."""
+"""Metrics with curves of their own: a loss, an accuracy, and those a task adds."""
 
 MOST_NUMBERS = 40
 """Rows of the table of numbers; `sunspot metrics` has all."""
 
 LOG_FROM = 100.0
-"""A loss that spans this ratio is drawn on a logarithmic axis: on a linear one, its end would lie on the floor."""
+"""A loss that spans this ratio is drawn on a logarithmic axis: on a linear one, its end would be flat."""
 
 
 def show(report: Report) -> Html:
-    """The learning curves over steps and over wall clock, with the restarts, and the numbers."""
+    """The learning curves over steps and over the wall clock, with the restarts, and the numbers."""
     history = report.history
     if not history:
         return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
@@ -33,7 +44,7 @@ def show(report: Report) -> Html:
         parts.append(
             paragraph(
                 f"Without curves here: {', '.join(bases[MOST_CURVES:])}. ",
-                element("code", f"sunspot metrics {report.name}"),
+                element("code", f"sunspot metrics {report.run.name}"),
                 " has them.",
             )
         )
@@ -46,7 +57,7 @@ def show(report: Report) -> Html:
 
 
 def results_first(name: str) -> tuple[int, str]:
-    """A key to sort the names of results by: losses, accuracies, then whatever a task adds."""
+    """A sort key for the names of metrics: losses, accuracies, then those a task adds."""
     base = name.removeprefix(HELD_OUT)
     return {"loss": 0, "accuracy": 1}.get(base, 2), base
 
@@ -94,7 +105,7 @@ def _not_finite(report: Report, name: str) -> Iterator[Html]:
 
 
 def _numbers(report: Report) -> Html:
-    """The curves as numbers: where held-out rows were evaluated, or else anywhere."""
+    """The curves as numbers: at evaluations of held-out rows, or else anywhere."""
     history = report.history
     names = sorted(history.results, key=results_first)
     held_out = [name for name in names if name.startswith(HELD_OUT)]

@@ -1,4 +1,4 @@
-"""The report as one HTML file: nothing is fetched, nothing is run, and it reads the same offline in ten years."""
+"""The page of a report: self-contained HTML without scripts, the same offline and in ten years."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from app.formatting import plural
 from app.report import checkpoints, incidents, learning, predictions, settings, speed
-from app.report.gather import Report
 from app.report.html import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
+from app.report.model import Report
 from app.run.status import RunState
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-"""What a browser may do with the page: show its style and its images. Nothing that a run contains can change that."""
+"""A browser may only show the page's style and images, whatever text a run contains."""
 
 SECTIONS: dict[str, tuple[str, Callable[[Report], Html]]] = {
     "learning": ("Learning", learning.show),
@@ -23,14 +23,14 @@ SECTIONS: dict[str, tuple[str, Callable[[Report], Html]]] = {
     "checkpoints": ("Checkpoints", checkpoints.show),
     "settings": ("Settings and versions", settings.show),
 }
-"""By their anchor: heading and content, in the order of the page."""
+"""By anchor: heading and content, in the order of the page."""
 
 STATES = {
     RunState.SUCCEEDED: ("✓", "good"),
     RunState.FAILED: ("✗", "bad"),
     RunState.LOST: ("✗", "bad"),
 }
-"""A sign and a colour beside the word."""
+"""A sign and a colour beside the state."""
 
 
 def render(report: Report) -> bytes:
@@ -47,14 +47,14 @@ def render(report: Report) -> bytes:
             _header(report),
             element("nav", contents, aria_label="Contents"),
             element("main", join(sections)),
-            footer(report.location, report.time),
+            footer(report.run.location, report.time),
         ]
     )
-    return whole_page(f"{report.name}: {report.state}", body)
+    return whole_page(f"{report.run.name}: {report.state}", body)
 
 
 def whole_page(title: str, body: Html) -> bytes:
-    """A page with our style, in UTF-8."""
+    """A page with the style sheet, in UTF-8."""
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -67,7 +67,7 @@ def whole_page(title: str, body: Html) -> bytes:
 
 
 def _header(report: Report) -> Html:
-    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.name), _summary(report)]
+    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), _summary(report)]
     if report.reason and report.state is not RunState.SUCCEEDED:
         parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
     parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
@@ -120,8 +120,7 @@ def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
     found.append(("Throughput", "throughput", newest_rate, "in the newest record" if rates else None))
     goodput = percent(report.goodput, 0) if report.goodput is not None else "not known"
     found.append(("Goodput", "goodput", goodput, None if report.goodput is not None else "no receipt yet"))
-    restarts = max(0, len(report.attempts) - 1)
-    found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(restarts, "restart")))
+    found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart")))
     return found
 
 
@@ -138,5 +137,5 @@ def _in_words(name: str) -> str:
 
 
 def footer(location: str, time: float) -> Html:
-    """Where what is shown was read from, and when (seconds since the epoch)."""
+    """Where the data was read from, and when (seconds since the epoch)."""
     return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))

@@ -1,4 +1,4 @@
-"""What the model makes of held-out rows: the mistakes first."""
+"""The model's predictions of held-out rows, mistakes first."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import base64
 from collections.abc import Iterator, Sequence
 
 from app.formatting import plural
-from app.report.gather import Report
 from app.report.html import Html, element, join, paragraph, percent, scrolled, table, text, titled, whole
+from app.report.model import Report
 from app.run.predictions import Example, Predictions
 from app.settings import PREFIX
 
 MOST_CLASSES = 20
-"""Of more classes a matrix cannot be read; the pairs that are most often confused can."""
+"""With more classes, a matrix is unreadable, and the most confused pairs are shown instead."""
 
 MOST_PAIRS = 30
 
 MOST_IMAGE_BYTES = 1_000_000
-"""Of all images together, as they stand in the page: with the rest it stays below 2 MB."""
+"""Of all images together, as encoded in the page, which stays below 2 MB."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """The mistakes first, the confusion matrix, and what the rows look like."""
+    """Mistakes, the confusion matrix, right predictions and sample rows."""
     found = report.predictions
     if found is None:
         return paragraph(
@@ -38,8 +38,8 @@ def show(report: Report) -> Html:
             *(whole(right), " right and ", whole(wrong), " wrong: accuracy ", percent(found.accuracy), "."),
         )
     ]
-    if report.newest and found.checkpoint != report.newest.name:
-        parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.newest.name}."))
+    if report.checkpoint and found.checkpoint != report.checkpoint.name:
+        parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
     mistakes, room = _fit(found.mistakes, MOST_IMAGE_BYTES)
     rights, room = _fit(found.right, room)
@@ -58,7 +58,7 @@ def show(report: Report) -> Html:
 
 
 def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
-    """The first examples whose images are PNGs and have room in the page, and the room that is left, in bytes."""
+    """The first examples that are PNGs and fit into the page, and the room left, in bytes."""
     fitting = []
     for example in examples:
         size = len(example.image) * 4 // 3 + 4

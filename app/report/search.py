@@ -1,4 +1,4 @@
-"""The report of a search as one HTML file: its trials, the metric over each setting that is varied, learning curves."""
+"""The report of a search: its trials, learning curves, and the metric over each setting that is varied."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.errors import NotFoundError
-from app.report.charts import Axis, Line, Point, can_draw, line_chart, linear_axis, log_axis
-from app.report.curves import figure
+from app.report.charts import Axis, Line, Point, can_draw, figure, line_chart, linear_axis, log_axis
 from app.report.html import Html, Number, element, join, paragraph, result, table, whole
 from app.report.page import STATES, footer, whole_page
 from app.run import Run
@@ -18,14 +17,14 @@ from app.run.search import Results, Trial, read_results
 from app.run.status import RunState
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
-"""The metric at each step that it was recorded at, by the run of the trial."""
+"""Step and metric of each record, by the run of the trial."""
 
 MOST_NAMED = 24
 """Characters of a value on an axis."""
 
 
 def gather_search(run: Run) -> tuple[Run, Results, Curves]:
-    """What a report shows of a search; raises `NotFoundError` when the run is none, and `StorageError`."""
+    """What a report shows of a search. Raises `NotFoundError` when the run is not one, and `StorageError`."""
     results = read_results(run)
     if results is None:
         raise NotFoundError(f"{run.location}: no search")
@@ -94,7 +93,7 @@ def _trials(results: Results) -> Html:
 
 
 def _charts(results: Results, curves: Curves) -> Html:
-    """The metric of each trial over its steps, and its best over what it has drawn."""
+    """The metric of each trial over its steps, and its best over each setting."""
     measured = [trial for trial in results.trials if can_draw(trial.best)]
     figures = [_learning(results, curves)]
     if measured:
@@ -120,7 +119,7 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
 
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
-    """The axis of a dimension, and the place of each value on it: numbers by their size, others side by side."""
+    """The axis of a dimension, and the position of each value: numbers by size, others side by side."""
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) == len(values) and not expression.startswith("choice"):
         return (log_axis(numbers) if expression.startswith("loguniform") else linear_axis(numbers)), numbers
@@ -131,7 +130,7 @@ def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]
 
 
 def _learning(results: Results, curves: Curves) -> Html:
-    """The metric of every trial over its steps, the best one's in front."""
+    """The metric of every trial over its steps, the best trial in front."""
     drawn = {run: [Point(step, value) for step, value in curve] for run, curve in curves.items() if curve}
     if not drawn:
         return paragraph("No trial has recorded the metric.")

@@ -1,4 +1,4 @@
-"""What the run was trained with: settings, data, versions, and what of it changed on the way."""
+"""Settings, data and versions of the run, and what changed between attempts."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from app.report.gather import Report
 from app.report.html import Html, element, join, paragraph, table
+from app.report.model import Report
 from app.run.attempts import Attempt
 from app.settings import PREFIX, Settings, differences
 
 MOST_CHANGES = 100
-"""Lines about what changed from one attempt to the next."""
+"""Lines of changes from one attempt to the next."""
 
 
 def show(report: Report) -> Html:
-    """The newest attempt's settings and versions, what of them changed on the way, and the data."""
+    """The newest attempt's settings and versions, their changes, and the data."""
     return join([_settings(report), _data(report), _versions(report)])
 
 
 def _settings(report: Report) -> Html:
-    recorded = _about(report.attempts, "settings")
+    recorded = _recorded(report.attempts, "settings")
     if not recorded:
         return paragraph("No settings are recorded yet.")
     number, values = recorded[-1]
@@ -46,7 +46,7 @@ def _data(report: Report) -> Html:
 
 
 def _versions(report: Report) -> Html:
-    recorded = _about(report.attempts, "versions")
+    recorded = _recorded(report.attempts, "versions")
     if not recorded:
         return paragraph("No versions are recorded yet.")
     number, values = recorded[-1]
@@ -59,7 +59,7 @@ def _code(value: Any) -> Html:
     return element("code", value, class_="wide") if value != "" else Html("(empty)")
 
 
-def _about(attempts: Sequence[Attempt], what: str) -> list[tuple[int, dict[str, str]]]:
+def _recorded(attempts: Sequence[Attempt], what: str) -> list[tuple[int, dict[str, str]]]:
     """What each attempt has recorded under `what`, as text."""
     return [
         (attempt.number, {str(name): str(value) for name, value in found.items()})

@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from app.report.charts import Line, Point, Range, linear_axis
-from app.report.curves import Across, chart, over_time, points_of
-from app.report.gather import RankTotal, Report, Spread
+from app.report.charts import Across, Line, Point, Range, chart, linear_axis, over_time, points_of
 from app.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
+from app.report.model import RankTotal, Report, Spread
 
 MOST_RANKS = 64
-"""Rows of the table; of more ranks, it has the slowest."""
+"""Rows of the table; with more ranks, it shows the slowest."""
 
 
 def show(report: Report) -> Html:
@@ -38,7 +37,7 @@ def show(report: Report) -> Html:
             _ranks(report),
             paragraph(
                 "In every step all ranks wait for the slowest, so one that lags slows all of them down. ",
-                *(element("code", f"sunspot doctor {report.name}"), " looks for it."),
+                *(element("code", f"sunspot doctor {report.run.name}"), " looks for it."),
                 kind="note",
             ),
         ]
@@ -85,7 +84,7 @@ def _rank(total: RankTotal, low: float, high: float) -> list[Any]:
 
 
 def _range(total: RankTotal, low: float, high: float) -> Html | None:
-    """Where a rank's step times lie between the lowest and the highest of all ranks."""
+    """A rank's step times on the scale from the lowest to the highest of all ranks."""
     if total.step_time is None:
         return None
     width = (high - low) or 1.0

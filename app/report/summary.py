@@ -1,4 +1,4 @@
-"""What came of a run, as lines for the terminal."""
+"""The outcome of a run as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from app.run import Run
 from app.run.checkpoints import Checkpoint
 
 RESULTS = ("loss", "accuracy")
-"""What the names of metrics end in that say how good the model is."""
+"""Suffixes of the metrics that measure the model."""
 
 
 def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
-    """The newest and the best checkpoint beside each other, the error that ended the run, and where the weights are."""
-    newest, best = report.newest, report.best
+    """The newest and the best checkpoint side by side, the error that ended the run, and where the weights are."""
+    newest, best = report.checkpoint, report.best
     _, metric, order = report.retention
     of = f" of {report.total_steps}" if report.total_steps else ""
     yield f"{report.state} at step {report.step}{of}"
@@ -48,7 +48,7 @@ def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of cells as lines, the cells of a column below each other."""
+    """Rows of cells as lines, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

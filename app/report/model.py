@@ -1,4 +1,4 @@
-"""All that a report shows of a run, read from storage; what cannot be read is a trouble to tell, and hides no other."""
+"""What a report shows of a run, read from storage; a part that cannot be read is reported, and hides no other."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from app.run import Run
 from app.run.attempts import Attempt, Span, lineage, read_attempts
 from app.run.checkpoints import Checkpoint, best_first, check_listed, classify, list_directories, retention
 from app.run.failures import Failure, read_failures
-from app.run.history import each_record, read_journal
-from app.run.incidents import Receipt, find_gaps, goodput, read_receipts
+from app.run.history import HELD_OUT, each_record, read_journal
+from app.run.incidents import find_gaps, read_receipts
+from app.run.overview import RunView
 from app.run.predictions import Predictions, read_predictions
-from app.run.status import RunState, Status, read_status
+from app.run.status import RunState, read_status
 
 MOST_CHECKPOINTS = 50
-"""The newest so many are verified and shown: each costs a request."""
-
-HELD_OUT = "test_"
-"""What the name of a metric of held-out rows begins with."""
+"""Only the newest are verified and shown: each costs a request."""
 
 Part = TypeVar("Part")
 
 
 class Spread(NamedTuple):
-    """What several ranks differ in: the lowest, the mean, and the highest."""
+    """The lowest, the mean and the highest value of several ranks."""
 
     low: float
     mean: float
@@ -52,7 +50,7 @@ class RankTotal:
     "The highest 95th percentile of a window."
     data_wait: float = 0.0
     forward: float = 0.0
-    "Seconds in forward passes: in all else that a step does, ranks wait for each other."
+    "Seconds in forward passes; in the rest of a step, ranks wait for each other."
     memory_mib: float = 0.0
 
     @property
@@ -61,18 +59,18 @@ class RankTotal:
 
     @property
     def step_time(self) -> float | None:
-        """Median step time, the mean over all windows by their steps."""
+        """Mean over all windows, by their steps, of the median step time."""
         return self.step_seconds / self.steps if self.steps else None
 
     @property
     def forward_time(self) -> float | None:
-        """Seconds of a step in the forward pass; None when that was not measured."""
+        """Seconds of a step in the forward pass; None when not measured."""
         return self.forward / self.steps if self.steps and self.forward else None
 
 
 @dataclass
 class History:
-    """The metric history along the steps that count, a list for each column; None is what a record does not have."""
+    """The metric history of the steps that count, by column; None where a record lacks the value."""
 
     attempt: list[int] = field(default_factory=list)
     step: list[int] = field(default_factory=list)
@@ -80,9 +78,9 @@ class History:
     time: list[float | None] = field(default_factory=list)
     "Seconds since the epoch."
     results: dict[str, list[float | None]] = field(default_factory=dict)
-    "What says how good the model is, by name: losses, accuracies, and whatever there is of held-out rows."
+    "Model quality by name: losses, accuracies, and everything measured on held-out rows."
     rows_per_s: list[float | None] = field(default_factory=list)
-    "Of all ranks together."
+    "All ranks together."
     rank_rows_per_s: list[Spread | None] = field(default_factory=list)
     rank_step_time: list[Spread | None] = field(default_factory=list)
     "Of the ranks' median steps in seconds."
@@ -99,7 +97,7 @@ class History:
         )
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
-        """Add a record; one that is no record leaves all columns as long as they were. Raises `ValueError` and such."""
+        """Add a record; a malformed one raises `ValueError`, `KeyError` or `TypeError` and leaves the columns alone."""
         attempt, step = int(record["attempt"]), int(record["step"])
         ranks = [rank for rank in record.get("ranks") or () if isinstance(rank, dict)]
         for name in record:
@@ -111,7 +109,7 @@ class History:
         self.step.append(step)
         self.epoch.append(record.get("epoch"))
         self.time.append(_number(record, "time"))
-        # An evaluation that was made up for took no step.
+        # An evaluation by itself, after a restart, took no step.
         self.rows_per_s.append(_number(record, "rows_per_s") if record.get("steps") != 0 else None)
         self.rank_rows_per_s.append(_spread([_ratio(_number(r, "rows"), _number(r, "seconds")) for r in ranks]))
         self.rank_step_time.append(_spread([_number(rank, "step_time_median_s") for rank in ranks]))
@@ -121,11 +119,11 @@ class History:
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """A checkpoint and its state."""
+    """A checkpoint directory and its state."""
 
     name: str
     checkpoint: Checkpoint | None
-    "None: it has no manifest, and is incomplete."
+    "None: incomplete, without a manifest."
     faults: tuple[str, ...] = ()
 
     @property
@@ -134,64 +132,34 @@ class KeptCheckpoint:
         return "incomplete" if self.checkpoint is None else "damaged" if self.faults else "verified"
 
 
-@dataclass(frozen=True)
-class Report:
-    """What there is to show. Times are in seconds since the epoch."""
+@dataclass(frozen=True, kw_only=True)
+class Report(RunView):
+    """A `RunView` and what only a report shows besides."""
 
-    name: str
-    location: str
-    state: RunState
-    reason: str
-    time: float
-    "When it was read."
-    status: Status | None
-    identity: dict[str, Any]
-    "Content of `run.json`; empty before there is one."
-    attempts: list[Attempt]
     failures: list[Failure]
     "The errors that ended processes, oldest first."
     history: History
-    events: list[dict[str, Any]]
-    "All but the receipts, by time."
-    receipts: list[Receipt]
     gaps: list[str]
     "Receipts that are missing."
     checkpoints: list[KeptCheckpoint]
     "By step: those that lead to the newest attempt, and incomplete ones."
     checkpoints_left_out: dict[str, int]
-    "How many are not among them, by the reason."
+    "Number of checkpoints not among them, by reason."
     predictions: Predictions | None
     troubles: list[str]
-    "What of the run could not be read."
+    "Parts of the run that could not be read."
 
     @property
-    def step(self) -> int:
-        """Optimizer steps taken, as far as anything tells."""
-        newest = self.newest
-        return max(
-            self.status.step if self.status else 0,
-            self.history.step[-1] if self.history.step else 0,
-            newest.step if newest else 0,
-        )
+    def last(self) -> dict[str, Any]:
+        """Step and time of the newest record of the metric history."""
+        return {"step": self.history.step[-1], "time": self.history.time[-1]} if self.history else {}
 
     @property
-    def total_steps(self) -> int:
-        """0: not known yet."""
-        newest = self.newest
-        return (self.status.total_steps if self.status else 0) or (newest.total_steps if newest else 0)
-
-    @property
-    def begun(self) -> float | None:
-        """When the first workers began."""
-        return self.attempts[0].time if self.attempts else None
-
-    @property
-    def ended(self) -> float:
-        """When the run's own processes were last heard of; while it goes on, now."""
-        if not self.state.terminal:
-            return self.time
-        times = [self.status.time] if self.status else [t for t in self.history.time if t is not None]
-        return max([*times, *(attempt.time for attempt in self.attempts[-1:])], default=self.time)
+    def other_events(self) -> list[dict[str, Any]]:
+        """All events but the receipts, by time."""
+        told = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
+        others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in told]
+        return sorted(others, key=lambda event: float(event.get("time") or 0))
 
     @property
     def seconds(self) -> float | None:
@@ -204,29 +172,9 @@ class Report:
         return sum(receipt.paused_s for receipt in self.receipts)
 
     @property
-    def goodput(self) -> float | None:
-        """Useful worker-seconds over all worker-seconds; None while no receipt tells of any."""
-        return goodput(self.attempts, self.receipts, self.ended)
-
-    @property
-    def incidents(self) -> list[Receipt]:
-        """The receipts of what happened to the run."""
-        return [receipt for receipt in self.receipts if receipt.cause.incident]
-
-    @property
-    def retention(self) -> tuple[int, str, str]:
-        """How many checkpoints are kept, by which metric, and whether `min` or `max` of it is best."""
-        return retention(self.attempts)
-
-    @property
     def whole(self) -> list[Checkpoint]:
         """The verified checkpoints, by step."""
         return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.state == "verified"]
-
-    @property
-    def newest(self) -> Checkpoint | None:
-        """The newest verified checkpoint."""
-        return self.whole[-1] if self.whole else None
 
     @property
     def best(self) -> Checkpoint | None:
@@ -236,19 +184,20 @@ class Report:
         return best_first(having, metric, order)[0] if having else None
 
     def result(self, name: str) -> tuple[float, int] | None:
-        """The newest value of a result and its step, by the history or else by the newest checkpoint."""
+        """The newest value of a result and its step, from the history or else from the newest checkpoint."""
         if (found := self.history.latest(name)) is not None:
             return found
-        value = self.newest.metrics.get(name) if self.newest else None
-        return (float(value), self.newest.step) if self.newest and isinstance(value, (int, float)) else None
+        if not self.checkpoint or not isinstance(value := self.checkpoint.metrics.get(name), int | float):
+            return None
+        return float(value), self.checkpoint.step
 
 
 def gather(run: Run, state: RunState, reason: str) -> Report:
-    """Read all that there is of a run that stands in `state`. Raises `StorageError` when storage cannot be reached."""
+    """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached."""
     troubles: list[str] = []
 
     def tried(read: Callable[[], Part], otherwise: Part, what: str) -> Part:
-        """A part that cannot be used is told, and hides no other."""
+        """A part of the run, or `otherwise` when it is missing or cannot be read."""
         try:
             return read()
         except NotFoundError:
@@ -262,25 +211,23 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     spans = lineage(attempts)
     events = tried(lambda: read_journal(run, "events"), none, "the events")
     receipts = read_receipts(events)
-    told = {(receipt.attempt, receipt.first_step) for receipt in receipts}
-    others = [e for e in events if (e.get("attempt"), e.get("first_step")) not in told]
     history = History()
     tried(lambda: _read_history(run, spans, attempts, history), None, "the metric history, or a part of it,")
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
     checkpoints, left_out = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
     return Report(
-        name=run.name,
-        location=run.location,
+        run=run,
         state=state,
         reason=reason,
         time=time.time(),
         status=tried(lambda: read_status(run), None, "its status"),
         identity=tried(lambda: dict(run.read_json("run.json")), {}, "run.json"),
         attempts=attempts,
+        events=events,
+        receipts=receipts,
+        checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.state == "verified"), None),
         failures=tried(lambda: read_failures(run), [], "the errors that ended processes"),
         history=history,
-        events=sorted(others, key=lambda event: float(event.get("time") or 0)),
-        receipts=receipts,
         gaps=find_gaps(attempts, receipts, set(history.attempt)),
         checkpoints=checkpoints,
         checkpoints_left_out=left_out,
@@ -313,14 +260,14 @@ def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint]
 
 
 def _read_history(run: Run, spans: list[Span], attempts: list[Attempt], history: History) -> None:
-    """Fill `history` record by record: with many ranks, all of them as they were written would not fit into memory."""
+    """Fill `history` record by record: those of many ranks would not fit into memory all at once."""
     _, best_by, _ = retention(attempts)
     for record in each_record(run, "metrics", spans):
         history.add(record, best_by)
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
-    """Whether a value of a record says how good the model is, and not how fast it was trained."""
+    """Whether a value of a record measures the model, and not the speed of training."""
     return (
         name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
     )
@@ -341,7 +288,7 @@ def _add(total: RankTotal, rank: dict[str, Any], steps: int) -> None:
 
 
 def _number(record: dict[str, Any], name: str) -> float | None:
-    """NaN and infinities are numbers, too: a loss that became one is news."""
+    """A value that is a number, NaN and infinities included: a loss that became one has to be shown."""
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
