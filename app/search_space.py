@@ -1,13 +1,13 @@
-"""A search space, given as settings: what stands where a value would, and what each trial draws from it.
+"""A search space: settings that hold an expression instead of a value, and what each trial draws from them.
 
-    LEARNING_RATE=loguniform(1e-4,1e-2)     any number between, each order of magnitude as likely as the others
+    LEARNING_RATE=loguniform(1e-4,1e-2)     any number between, every order of magnitude equally likely
     LEARNING_RATE=uniform(0.01,0.1)         any number between
-    EPOCHS=randint(2,5)                     2, 3 or 4: the end is left out, as in Ray Tune and in Python
+    EPOCHS=randint(2,5)                     2, 3 or 4: the end is excluded, as in Ray Tune and Python
     PRECISION=choice(fp32,bf16)             one of these
     TASK_ARGS={"width": "choice(8,16)"}     the same in the task's own hyperparameters
 
-What trial n draws is a function of SEED, n and the expression alone: more trials, or a setting more that is varied,
-change nothing about the others, and a search that is started again has the same trials.
+What trial n draws is a function of SEED, n and the expression alone: more trials or another varied setting change
+nothing about the others, and a restarted search has the same trials.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ VARIED = (
     "seed",
     "precision",
 )
-"""Settings that a search may vary, besides what is in TASK_ARGS. The others say where and on what a run trains, or how
-it is looked after: trials that differ in them are not compared by their metric."""
+"""Settings that a search may vary, besides those in TASK_ARGS. The others are about where a run trains and how it is
+operated: comparing trials by their metric says nothing about them."""
 
 TEXTS = ("task", "init_from")
-"""Of them, those in which brackets are no sign of an expression that was misspelt."""
+"""Varied settings whose values may contain brackets: there an unknown function is not taken for a misspelling."""
 
-FUNCTIONS = {"uniform": "uniform(0.01,0.1)", "loguniform": "loguniform(1e-4,1e-2)", "randint": "randint(2,5)"}
-
-FUNCTIONS |= {"choice": "choice(8,16,32)"}
-
-"""Each with an example of its use."""
+FUNCTIONS = {
+    "uniform": ("uniform(0.01,0.1)", "two numbers, the first one below the second"),
+    "loguniform": ("loguniform(1e-4,1e-2)", "two numbers above 0, the first one below the second"),
+    "randint": ("randint(2,5)", "two whole numbers, the first one below the second"),
+    "choice": ("choice(8,16,32)", "values with commas between them"),
+}
+"""Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
 
 CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*?)(\)?)\s*", re.DOTALL)
 
 DIGITS = 4
-"""Of a drawn number: more would say nothing, and could not be read in a table."""
+"""Significant digits of a drawn number: more mean nothing and make tables unreadable."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,12 @@ class Dimension:
     """One expression of a search space."""
 
     name: str
-    "The setting without its prefix; within TASK_ARGS with the way to it, as in `TASK_ARGS.width`."
+    "The setting without its prefix, within TASK_ARGS with its path, as in `TASK_ARGS.width`."
     text: str
-    "The expression as it was given."
+    "The expression as given."
     function: str
     arguments: tuple[Any, ...]
-    "Of `choice` the values, of the others both ends."
+    "The values of `choice`, both bounds of the others."
 
     @property
     def logarithmic(self) -> bool:
@@ -70,14 +72,14 @@ class Dimension:
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """Values that are right only if all are."""
+        """If these values are valid, all are."""
         if self.function == "randint":
             return self.arguments[0], self.arguments[1] - 1
         return self.arguments
 
     def draw(self, seed: int, trial: int) -> Any:
-        """The value of a trial, from 1."""
-        share = random.Random(f"{seed} {trial} {self.name} {self.text}").random()  # a text's seed is its SHA-512
+        """The value for a trial, from 1."""
+        share = random.Random(f"{seed} {trial} {self.name} {self.text}").random()  # a string is hashed with SHA-512
         if self.function == "choice":
             return self.arguments[int(share * len(self.arguments))]
         low, high = self.arguments
@@ -89,30 +91,30 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Search:
-    """A search, worked out before anything is started."""
+    """A search with all its trials, planned before anything is started."""
 
     settings: Settings
-    "Of the search itself: those that are varied have their defaults."
+    "The search's own: varied ones have their defaults."
     dimensions: tuple[Dimension, ...]
-    "Empty: there is nothing to search."
+    "Empty if there is nothing to search."
     given: dict[str, str]
-    "The variables with an expression, each in its one form."
+    "The variables with an expression, in canonical form."
     samples: tuple[dict[str, Any], ...]
-    "What each trial draws, by dimension."
+    "The values that each trial draws, by dimension."
     trials: tuple[Settings, ...]
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Settings that a trial keeps to its last step."""
+        """Settings that may not change during a trial."""
         varied = [variable.removeprefix(PREFIX).lower() for variable in self.given]
         return tuple(dict.fromkeys((*IDENTITY, *varied)))
 
 
 def load_search(variables: Mapping[str, str]) -> Search:
-    """Read a search from variables: those of the environment, or of a job.
+    """Read a search from the variables of the environment or of a job.
 
-    Settings without an expression are a search without trials. Raises `SettingsError` with every problem of the
-    expressions, of any value that they can take, and of any trial.
+    Settings without an expression give a search without trials. Raises `SettingsError` with every problem of the
+    expressions, of their extreme values, and of the trials.
     """
     given = _ours(variables)
     settings, dimensions, expressions = load_common(given)
@@ -136,21 +138,21 @@ def load_search(variables: Mapping[str, str]) -> Search:
     trials = []
     for number, sample in enumerate([*extremes, *samples], start=1 - len(extremes)):
         if number > 0:
-            _raise(problems)  # of every end, or of the first trial between them
+            _raise(problems)  # of all extremes, or else of the trials
         name = trial_name(settings.run_name, max(1, number))
         try:
-            trials.append(load_settings({**given, **_filled_in(expressions, sample), PREFIX + "RUN_NAME": name}))
+            trials.append(load_settings({**given, **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}))
         except SettingsError as error:
-            problems += str(error).splitlines()[1:]  # below the line that counts them
+            problems += str(error).splitlines()[1:]  # without the line that counts them
     _raise(problems)
     return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
 
 
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
-    """The settings that all trials of a search have in common, those that are varied at their defaults; the dimensions;
-    and the variables with an expression, each in its one form.
+    """The settings that all trials have in common, with defaults for the varied ones; the dimensions; and the variables
+    with an expression, in canonical form.
 
-    Without an expression: the settings of a run. Raises `SettingsError`.
+    Without an expression, the settings of a run. Raises `SettingsError`.
     """
     given = _ours(variables)
     dimensions = find_dimensions(given)
@@ -162,12 +164,12 @@ def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension
 
 
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
-    """The expressions among settings, in the order of the settings; raises `SettingsError` with every wrong one."""
+    """The expressions in the variables, in the order of the settings; raises `SettingsError` with every wrong one."""
     dimensions, problems = [], []
     for field in Settings.model_fields:
         name = field.upper()
         text = variables.get(PREFIX + name, "")
-        for path, value in _task_args(text) if field == "task_args" else [(name, text)]:
+        for path, value in _walk_task_args(text) if field == "task_args" else [(name, text)]:
             try:
                 dimension = parse(path, value, strict=field in VARIED and field not in TEXTS)
             except ValueError as error:
@@ -185,43 +187,38 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
 
 
 def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
-    """The expression that `text` is; None when it is none. `strict`: nothing else with brackets is right either.
+    """Parse an expression; None if `text` is none. With `strict`, an unknown function is an error.
 
-    Raises `ValueError` with the fix for an expression that is wrong.
+    Raises `ValueError` with the fix for a wrong expression.
     """
     match = CALL.fullmatch(text)
     if not match or (match[1] not in FUNCTIONS and not strict):
         return None
     function, inside, closed = match[1], match[2], match[3]
     if function not in FUNCTIONS:
-        raise ValueError(f"there is no {function}; use {', '.join(FUNCTIONS.values())}")
+        raise ValueError(f"there is no {function}; use {', '.join(example for example, _ in FUNCTIONS.values())}")
     words = [word.strip() for word in inside.split(",")]
     try:
         if not closed or not all(words):
             raise ValueError
-        arguments = tuple(map(_value if name.startswith("TASK_ARGS") else str, words))
+        arguments = tuple(map(_parse_value if name.startswith("TASK_ARGS") else str, words))
         if function != "choice":
-            low, high = arguments = tuple(map(int if function == "randint" else _finite, words))
+            low, high = arguments = tuple(map(int if function == "randint" else _parse_finite, words))
             if low >= high or (function == "loguniform" and low <= 0):
                 raise ValueError
     except ValueError:
-        takes = {
-            "choice": "values with commas between them",
-            "randint": "two whole numbers, the first one below the second",
-            "loguniform": "two numbers above 0, the first one below the second",
-            "uniform": "two numbers, the first one below the second",
-        }[function]
-        raise ValueError(f"{function} takes {takes}, as in {FUNCTIONS[function]}") from None
+        example, arguments_taken = FUNCTIONS[function]
+        raise ValueError(f"{function} takes {arguments_taken}, as in {example}") from None
     return Dimension(name, text.strip(), function, arguments)
 
 
 def trial_name(run_name: str, trial: int) -> str:
-    """The run that is trial `trial`, from 1, of a search."""
+    """The run name of trial `trial`, from 1."""
     return f"{run_name}-{trial:02d}"
 
 
 def in_words(sample: Mapping[str, Any]) -> str:
-    """What a trial has drawn, for people."""
+    """A trial's values, for people."""
     return ", ".join(f"{name}={value}" for name, value in sample.items())
 
 
@@ -229,23 +226,23 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in variables.items() if name.startswith(PREFIX)}
 
 
-def _filled_in(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:
-    """The variables with an expression, each with its value in place of that."""
+def _substitute(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:
+    """The variables with an expression, with the drawn values filled in."""
     arguments = PREFIX + "TASK_ARGS"
     filled = {name: str(sample[name.removeprefix(PREFIX)]) for name in expressions if name != arguments}
     if arguments in expressions:
-        filled[arguments] = json.dumps(_replaced(json.loads(expressions[arguments]), "TASK_ARGS", sample))
+        filled[arguments] = json.dumps(_replace(json.loads(expressions[arguments]), "TASK_ARGS", sample))
     return filled
 
 
-def _replaced(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
+def _replace(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
-        return {name: _replaced(inner, f"{path}.{name}", sample) for name, inner in value.items()}
+        return {name: _replace(inner, f"{path}.{name}", sample) for name, inner in value.items()}
     return sample.get(path, value)
 
 
-def _task_args(text: str) -> Iterator[tuple[str, str]]:
-    """The texts in TASK_ARGS, each with the way to it; whatever is no JSON object is refused as a setting."""
+def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
+    """The strings in TASK_ARGS, each with its path; none if it is no JSON object, which `load_settings` refuses."""
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
@@ -262,15 +259,15 @@ def _task_args(text: str) -> Iterator[tuple[str, str]]:
         yield from walk("TASK_ARGS", parsed)
 
 
-def _value(word: str) -> Any:
-    """A value of the task's: a number, true or false as JSON has them, else a text."""
+def _parse_value(word: str) -> Any:
+    """A value in TASK_ARGS: JSON if it parses as such, else a string."""
     try:
         return json.loads(word)
     except ValueError:
         return word
 
 
-def _finite(word: str) -> float:
+def _parse_finite(word: str) -> float:
     number = float(word)
     if not math.isfinite(number):
         raise ValueError

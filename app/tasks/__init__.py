@@ -1,4 +1,4 @@
-"""A task: the module that supplies the model, the optimizer and the loss of a run, or all three for Lightning."""
+"""A task is the module with a run's model, optimizer and loss, or with a LightningModule that has all three."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from app.data.source import Batch, Source
 from app.errors import SettingsError, shorten
 from app.settings import Settings
 
-IN_PLAIN_PYTORCH = ("build_model", "build_optimizer", "schedule", "loss")
-"""What a task module defines, unless it defines `build_module` for Lightning (app/tasks/lightning_adapter.py)."""
+TASK_FUNCTIONS = ("build_model", "build_optimizer", "schedule", "loss")
+"""What a task defines, unless it defines `build_module` for Lightning (app/tasks/lightning_adapter.py)."""
 
 LIGHTNING = ("lightning", "pytorch_lightning", "torchmetrics")
-"""What the extra `lightning` installs."""
+"""Packages of the extra `lightning`."""
 
 
 class Task(Protocol):
-    """What a task module defines. `settings.task_args` holds its own hyperparameters."""
+    """The functions of a task module. `settings.task_args` holds its own hyperparameters."""
 
     def build_model(self, settings: Settings, source: Source) -> torch.nn.Module:
-        """The model, on the CPU, its weights drawn from torch's default generator."""
+        """The model, on the CPU, initialized with torch's default generator."""
         ...
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """The optimizer, its groups at their peak learning rates."""
+        """The optimizer, with each group at its peak learning rate."""
         ...
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """The factor on the learning rates for optimizer step 0 .. total_steps - 1."""
+        """The factor on the learning rates at optimizer step 0 .. total_steps - 1."""
         ...
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """The loss of each row, float [B], and any metrics of each row by name, [B].
+        """The loss of each row, float [B], and any further metrics of each row by name, [B].
 
-        Per row, so that the sums over all workers are exact whatever their shares.
+        Per row, so that means over all workers are exact even if their shares differ.
         """
         ...
 
     # Optional:
-    # find_sources(settings) -> (training rows, held-out rows or None), where the rows are not those of DATASET; see
-    # app.data.source.
-    # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], where the
-    # model is; without it nothing predicts (app.predict.__main__), and the report shows no predictions.
+    # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (app/data/source.py), for rows
+    # other than those of DATASET.
+    # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's
+    # device. Without it, `app.predict` cannot use the task's models, and the report shows no predictions.
 
 
 Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
-"""What a task may define as `predict`: the scores of images."""
+"""The optional `predict` of a task."""
 
 
 def load_predict(settings: Settings) -> Predict:
-    """The task's `predict`; raises `SettingsError` when it defines none."""
+    """The task's `predict`; raises `SettingsError` if it defines none."""
     task = load_task(settings)
     predict: Predict | None = getattr(task, "predict", None)
     if predict is None:
@@ -65,7 +65,7 @@ def load_predict(settings: Settings) -> Predict:
 
 
 def load_task(settings: Settings) -> Task:
-    """Import the task; raises `SettingsError` when it cannot be, or lacks one of the functions."""
+    """Import the task; raises `SettingsError` if that fails, or if it lacks a function."""
     try:
         module = importlib.import_module(settings.task)
         for_lightning = hasattr(module, "build_module")
@@ -77,10 +77,10 @@ def load_task(settings: Settings) -> Task:
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     if for_lightning:
         return cast(Task, LightningTask(module, settings))
-    missing = [name for name in IN_PLAIN_PYTORCH if not hasattr(module, name)]
+    missing = [name for name in TASK_FUNCTIONS if not hasattr(module, name)]
     if missing:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module, "
-            "which alone makes a task for Lightning"
+            "the one function of a task for Lightning"
         )
     return cast(Task, module)

@@ -1,8 +1,8 @@
-"""A small GPT on bytes of text: a model worth spreading over workers (PARALLEL=fsdp) once TASK_ARGS make it large.
+"""A small GPT on bytes of text: worth sharding over workers (PARALLEL=fsdp) once TASK_ARGS make it large.
 
 Pre-norm blocks as in GPT-2 (Radford et al., 2019). DATASET=sample is the reference that comes with Python; otherwise
-any file of text. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes), `tied` (true: the bytes'
-embedding is also what scores the next byte).
+any text file. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes), `tied` (true: the output
+layer shares the weights of the byte embedding).
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ __all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule"]
 DEFAULTS = {"layers": 4, "width": 128, "heads": 4, "context": 128, "tied": True}
 
 WEIGHT_DECAY = 0.1
-"""Of matrices only (as GPT-3 had it, Brown et al., 2020); norms and biases are left alone."""
+"""On matrices only, not on norms and biases; the value is GPT-3's (Brown et al., 2020)."""
 
-SPREAD = 0.02
-"""Standard deviation of the first weights (GPT-2)."""
+INIT_STD = 0.02
+"""Standard deviation of the initial weights (GPT-2)."""
 
 
 class GPT(nn.Module):
-    """Bytes to scores of the next byte, causal."""
+    """Bytes to scores of the next byte, with causal attention."""
 
-    def __init__(self, bytes_known: int, layers: int, width: int, heads: int, context: int, tied: bool) -> None:
+    def __init__(self, vocabulary: int, layers: int, width: int, heads: int, context: int, tied: bool) -> None:
         super().__init__()
-        self.byte = nn.Embedding(bytes_known, width)
+        self.byte = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, bytes_known, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # What is added to the stream, two times in each block, begins smaller the more blocks there are.
-                added = name.endswith("out.weight")
-                nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if added else SPREAD)
+                # Each block adds to the residual stream twice: scaled down, the sum does not grow with the layers.
+                adds_to_stream = name.endswith("out.weight")
+                nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers) if adds_to_stream else INIT_STD)
         if tied:
             self.head.weight = self.byte.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """int64 [B, T] to float [B, T, bytes known]."""
+        """int64 [B, T] to float [B, T, vocabulary]."""
         stream = self.byte(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
             stream = block(stream)
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then two layers for each position by itself; float [B, T, width] to the same."""
+    """Causal self-attention, then a two-layer MLP at each position; float [B, T, width] to the same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -86,25 +86,24 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Of each row the mean over its bytes, in nats; metrics: the part of them predicted right, and bits per byte."""
+    """Mean cross-entropy of each row's bytes, in nats; metrics: accuracy, and bits per byte."""
     text = batch["text"].long()
-    scores, following = model(text[:, :-1]), text[:, 1:]
-    losses = functional.cross_entropy(scores.transpose(1, 2), following, reduction="none").mean(dim=1)
-    right = (scores.argmax(dim=2) == following).float().mean(dim=1)
-    return losses, {"accuracy": right, "bits_per_byte": losses.detach() / math.log(2)}
+    scores, targets = model(text[:, :-1]), text[:, 1:]
+    losses = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none").mean(dim=1)
+    accuracy = (scores.argmax(dim=2) == targets).float().mean(dim=1)
+    return losses, {"accuracy": accuracy, "bits_per_byte": losses.detach() / math.log(2)}
 
 
 def read_sizes(settings: Settings) -> dict[str, Any]:
-    """TASK_ARGS, completed; raises `SettingsError` for those that make no model."""
+    """TASK_ARGS with the defaults filled in; raises `SettingsError` if they make no model."""
     sizes = {**DEFAULTS, **settings.task_args}
     wrong = [
         f"{name}={value!r}"

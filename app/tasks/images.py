@@ -1,4 +1,4 @@
-"""What tasks on images have in common: pixels to scores, the loss of a classifier, and a schedule."""
+"""Shared by tasks on images: normalization, a classifier's loss and prediction, and a learning rate schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import functional
 from app.data.source import Batch
 
 WARMUP = 0.1
-"""Part of the steps over which the rate rises: Adam's first steps, at full rate, cost batch norm its start."""
+"""Share of the steps during which the rate rises: at full rate, Adam's first steps upset batch norm."""
 
 
 def schedule(step: int, total_steps: int) -> float:
-    """Linear warm-up, then half a cosine down to nothing (Loshchilov and Hutter, 2017, without restarts)."""
+    """Linear warm-up, then cosine decay to zero (Loshchilov and Hutter, 2017, without restarts)."""
     done = (step + 0.5) / total_steps
     return done / WARMUP if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 
@@ -32,5 +32,5 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, C, H, W] to float32 with mean 0.5 and standard deviation 0.5: -1 to 1. Done where the model is."""
+    """uint8 [B, C, H, W] to float32 from -1 to 1: mean 0.5, standard deviation 0.5. Runs on the images' device."""
     return images.float().div_(127.5).sub_(1)

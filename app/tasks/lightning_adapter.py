@@ -1,7 +1,6 @@
-"""A LightningModule behind the functions of any other task (`app.tasks.Task`), so that all else need not know of it.
+"""Adapts a LightningModule to the functions of any other task (`app.tasks.Task`).
 
-The one file besides app/train/lightning.py that knows Lightning; both are imported only for a task that defines
-`build_module`.
+Only this file and app/train/lightning.py know Lightning; both are imported only for a task that defines `build_module`.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from app.errors import SettingsError, shorten
 from app.settings import Settings
 
 PREFIXES = ("train", "val", "test")
-"""Left out of a logged name, as in `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
+"""Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
 
-TAKEN = frozenset({"step", "epoch", "steps", "rows"})
+RESERVED = frozenset({"step", "epoch", "steps", "rows"})
 """Names that every record of the metric history has already."""
 
 
 class LightningTask:
-    """A task module that defines `build_module(settings, source) -> LightningModule`, and perhaps what any task may.
+    """A task module that defines `build_module(settings, source) -> LightningModule`.
 
-    `training_step` returns the mean loss of the rows that it is given, and `validation_step` returns or logs it;
-    without a `validation_step`, `training_step` evaluates. What these two log (`self.log`) goes to the metric history;
-    what other hooks log goes nowhere.
+    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it; without a
+    `validation_step`, `training_step` evaluates. What these two log (`self.log`) goes to the metric history; what other
+    hooks log is dropped.
     """
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
-        """Raises `SettingsError` for settings under which no LightningModule trains."""
+        """Raises `SettingsError` for settings that do not work with a LightningModule."""
         self._module, self._settings = module, settings
         if settings.parallel != "ddp":
             raise self._error(
@@ -50,7 +49,7 @@ class LightningTask:
         return getattr(self._module, name)
 
     def build_model(self, settings: Settings, source: Source) -> LightningModule:
-        """The LightningModule; raises `SettingsError` for one that cannot be trained here."""
+        """The LightningModule; raises `SettingsError` if it uses what is not supported here."""
         model = self._module.build_module(settings, source)
         if not isinstance(model, LightningModule):
             raise self._error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
@@ -58,18 +57,16 @@ class LightningTask:
         if missing:
             raise self._error(f"its {type(model).__name__} does not define {', '.join(missing)}")
         if not model.automatic_optimization:
-            raise self._error(
-                "manual optimization, under which nobody knows when a step is taken; leave automatic_optimization on"
-            )
+            raise self._error("manual optimization hides when a step is taken; leave automatic_optimization on")
         if defines(model, "configure_model"):
             raise self._error("configure_model would add weights that no checkpoint has; build them in build_module")
-        model.log = Logged()  # type: ignore[assignment, method-assign]
+        model.log = LogCapture()  # type: ignore[assignment, method-assign]
         self._steps = Steps(rows_in(source), settings.global_batch_size)
         return model
 
     def build_optimizer(self, model: LightningModule, settings: Settings) -> torch.optim.Optimizer:
         """What `configure_optimizers` returns: one optimizer, and the schedulers of its learning rates, if any."""
-        # It may ask its trainer how long the run is. The one that trains comes when the run has been joined.
+        # It may ask its trainer for the length of the run. The real trainer exists only once the run has been joined.
         trainer = make_trainer(settings, self._steps, accelerator="cpu", plugins=[LightningEnvironment()])
         model.trainer = trainer
         trainer.strategy.connect(model)
@@ -85,47 +82,48 @@ class LightningTask:
         if any(config.reduce_on_plateau for config in self._schedulers):
             raise self._error(
                 "a scheduler that follows a metric (ReduceLROnPlateau); learning rates must be a function of the step, "
-                "so that a run goes on from any of them: choose another"
+                "so that a run can resume from any step: choose another"
             )
         self._at_first = [_without_parameters(group) for group in optimizer.param_groups]
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """Not for this task: its schedulers are objects of their own (`begin_schedule`)."""
+        """Not for Lightning, whose schedulers are objects (`begin_schedule`)."""
         raise self._error("a LightningModule is trained by `python -m app` only; choose a task of plain PyTorch here")
 
     def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Bring the learning rates, and whatever else is scheduled, where `step` optimizer steps have brought them.
+        """Bring everything that is scheduled to its state after `step` optimizer steps.
 
-        The schedulers are run through from the beginning, by today's `configure_optimizers`: nothing is stored of them.
+        Replays the schedulers of the current `configure_optimizers` from the beginning; checkpoints do not store them.
         """
         for group, first in zip(optimizer.param_groups, self._at_first, strict=True):
             group.update(first)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step")  # before optimizer.step, as is meant here
+            warnings.filterwarnings(
+                "ignore", message=".*lr_scheduler.step"
+            )  # of stepping before the optimizer, intended here
             for taken in range(1, step + 1):
                 self.advance_schedule(model, taken)
 
     def advance_schedule(self, model: LightningModule, step: int) -> None:
-        """Let those schedulers step that do so after optimizer step `step`."""
+        """Step the schedulers that are due after optimizer step `step`."""
         for config in self._schedulers:
             every = config.frequency * (self._steps.per_epoch if config.interval == "epoch" else 1)
             if step % every == 0:
                 model.lr_scheduler_step(config.scheduler, None)
 
     def loss(self, model: LightningModule, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """The loss and the metrics of some held-out rows, as `per_row` has them."""
+        """Loss and metrics of held-out rows, as `per_row` returns them."""
         given = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
         step = model.validation_step if defines(model, "validation_step") else model.training_step
         return self.per_row(model, lambda: _call(step, given, 0), len(batch["row"]))[:2]
 
     def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
-        """Take a step over `rows` rows. Returns the loss and what was logged, as if each row had the mean: [rows].
+        """Run a step over `rows` rows; returns the loss and the logged metrics, each [rows], and the step's own result.
 
-        So the sums over all workers' rows are exact whatever their shares, as with any task. Also returns what the
-        step did.
+        Each row gets the batch's mean, so that means over all workers are exact even if their shares differ.
         """
-        log = cast(Logged, model.log)
+        log = cast(LogCapture, model.log)
         log.take()
         output, logged = step(), log.take()
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -145,16 +143,16 @@ class LightningTask:
         return SettingsError(f"SUNSPOT_TASK={self._settings.task}: {text}")
 
 
-class Logged:
-    """Takes the place of a module's `log`, in training and outside of it, and keeps the values for the history."""
+class LogCapture:
+    """Replaces a module's `log`, in training and evaluation, and keeps the values for the history."""
 
     def __init__(self) -> None:
         self._values: Batch = {}
 
     def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Take a batch's value; how it is reduced and shown is the history's business. Raises `SettingsError`."""
+        """Take a batch's value, ignoring Lightning's options for reducing and showing it. Raises `SettingsError`."""
         short = next((name[len(p) + 1 :] for p in PREFIXES if name.startswith((f"{p}_", f"{p}/"))), name)
-        if short in TAKEN:
+        if short in RESERVED:
             raise SettingsError(f"self.log({name!r}): a record of the history has its own {short}; log another name")
         number = torch.as_tensor(value) if isinstance(value, (torch.Tensor, int, float)) else None
         if number is None or number.numel() != 1:
@@ -163,13 +161,13 @@ class Logged:
         self._values[short] = number.detach()
 
     def take(self) -> Batch:
-        """What was logged since this was last called."""
+        """The values logged since the last call."""
         values, self._values = self._values, {}
         return values
 
 
 class PlannedTrainer(Trainer):
-    """Knows how long the run is before it has seen any rows."""
+    """Knows the length of the run before it has seen any rows."""
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -177,8 +175,8 @@ class PlannedTrainer(Trainer):
 
 
 def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTrainer:
-    """A Trainer of this run; history, checkpoints, evaluation and progress are not Lightning's business."""
-    # What it says of devices, and of dataloaders that it misses, would only fill the rank's log.
+    """A Trainer for this run, without Lightning's own history, checkpoints, evaluation and progress."""
+    # Its remarks on devices and missing dataloaders would only fill the rank's log.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     trainer = PlannedTrainer(
@@ -199,7 +197,7 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 
 
 def defines(model: LightningModule, name: str) -> bool:
-    """Whether a module has a method or hook of its own."""
+    """Whether a module overrides a method or hook."""
     return getattr(type(model), name) is not getattr(LightningModule, name)
 
 
@@ -208,5 +206,5 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(step: Callable[..., Any], batch: Any, index: int) -> Any:
-    """Call a step, whether it takes the batch's index or not, as Lightning does."""
+    """Call a step with or without the batch's index, as Lightning does."""
     return step(batch, index) if "batch_idx" in inspect.signature(step).parameters else step(batch)

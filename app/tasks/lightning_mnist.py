@@ -1,4 +1,4 @@
-"""Digits by Lightning: an ordinary LightningModule. What it logs is in the run's metric history."""
+"""Digits with Lightning: an ordinary LightningModule, whose logged values become the run's metric history."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Digits(lightning.LightningModule):
         self.log_dict({"val_loss": loss, "val_accuracy": accuracy})
 
     def measure(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss, and the share of rows that are recognized."""
+        """Mean loss and accuracy."""
         scores = predict(self, batch["image"])
         return functional.cross_entropy(scores, batch["label"]), (scores.argmax(1) == batch["label"]).float().mean()
 

@@ -1,4 +1,4 @@
-"""ResNet-18 on digits, or on any images of the dataset form: its first convolution and its head fit the data."""
+"""ResNet-18 on digits, or any other images: its first convolution and its head are made for the dataset."""
 
 from __future__ import annotations
 

@@ -193,19 +193,19 @@ def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: 
 
 def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
-    about = load_state(copied_run.run, newest, "extra_state.pt")
+    extra = load_state(copied_run.run, newest, "extra_state.pt")
     assert about.pop("data") == {"shape": list(SHAPE), "classes": 3}
-    copied_run.replace(newest, "extra_state.pt", as_bytes(about))
+    copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
     with pytest.raises(NotFoundError, match="did not record what its model takes; train the run further"):
         Classifier("run", newest.name, copied_run.storage)
 
 
 def test_a_task_without_predict_is_named(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
-    about = load_state(copied_run.run, newest, "extra_state.pt")
-    about["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
-    copied_run.replace(newest, "extra_state.pt", as_bytes(about))
-    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=tests\.batch_norm_task: defines no predict"):
+    extra = load_state(copied_run.run, newest, "extra_state.pt")
+    extra["settings"]["SUNSPOT_TASK"] = "tests.tasks.batch_norm"
+    copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
+    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=tests\.tasks\.batch_norm: defines no predict"):
         Classifier("run", newest.name, copied_run.storage)
 
 

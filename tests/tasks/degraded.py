@@ -20,10 +20,10 @@ from tests.tasks.tiny import build_optimizer, schedule
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
 faults: dict[str, Any] = {}
-"""`read_s`: seconds that each batch takes to be read. Of rank 1, `lag_s`: seconds that it sleeps in each forward pass,
-`busy_s`: seconds that it computes there; `group`: a control group that it joins. `leak_mib`: what each step leaves."""
+"""`read_s`: seconds to read each batch. `leak_mib`: memory that each step leaks. Of rank 1 only, `lag_s` and `busy_s`:
+seconds of sleeping and of computing in each forward pass, `group`: a control group to join."""
 
-kept: list[bytes] = []
+leaked: list[bytes] = []
 
 
 def build_model(settings: Settings, source: Source) -> torch.nn.Module:
@@ -39,7 +39,7 @@ def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
         time.sleep(faults.get("lag_s", 0.0))
         compute(faults.get("busy_s", 0.0))
     if "leak_mib" in faults:
-        kept.append(b"x" * (faults["leak_mib"] << 20))
+        leaked.append(b"x" * (faults["leak_mib"] << 20))
     return fast_loss(model, batch)
 
 
@@ -49,7 +49,7 @@ def read_slowly(rows: Selections, index: int, read: Any = Selections.__getitem__
 
 
 def compute(seconds: float) -> None:
-    """Use the processor for so long, by its own clock."""
+    """Use so many seconds of processor time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass

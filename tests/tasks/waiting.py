@@ -1,4 +1,4 @@
-"""The small task, which goes on after some steps only when a file is there."""
+"""The small task, which waits at chosen steps until a file exists."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from app.data.source import Batch, Source
 from app.settings import Settings
-from app.tasks.images import loss as loss_at_once
+from app.tasks.images import loss as fast_loss
 from tests.tasks import tiny
 from tests.tasks.tiny import build_optimizer, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
 files: dict[int, Path] = {}
-"What is waited for, by the number of steps that this process takes before."
+"The file to wait for, by the number of steps of this process before it."
 steps = 0
 
 
@@ -31,4 +31,4 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     while steps in files and model.training and not files[steps].exists():
         time.sleep(0.05)
     steps += model.training
-    return loss_at_once(model, batch)
+    return fast_loss(model, batch)

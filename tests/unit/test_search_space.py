@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from app.errors import SettingsError
 from app.search_space import Dimension, find_dimensions, load_search, parse, trial_name
 from submitter.manifest.render import render
-from tests.harness import REPOSITORY
-from tests.unit.test_render import GOLDEN
+from tests.harness import GOLDEN, REPOSITORY
 
 SPACE = {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)", "SUNSPOT_TASK_ARGS": '{"width": "choice(8,16)", "depth": 3}'}
 
@@ -169,7 +168,7 @@ def test_trials_have_a_fixed_number_of_workers() -> None:
         (
             "app.tune",
             {},
-            "nothing is to be searched: no setting holds an expression, such as SUNSPOT_LEARNING_RATE=",
+            "there is nothing to search: no setting is an expression, such as SUNSPOT_LEARNING_RATE=",
         ),
         (
             "app.tune",
