@@ -1,19 +1,19 @@
-"""A run as it lies in storage, and how it is read and written. Knows nothing of torch or Ray.
+"""A run as it lies in storage: everything it has written, and where it stands.
 
     <STORAGE_PATH>/<RUN_NAME>/
         run.json                          what the run may never change: its identity settings and its data
-        status.json                       the newest news, in one small object
-        stop.json                         there while the run is to stand still
+        status.json                       where the run stands, in one small object
+        stop.json                         there while the run must stand still
         delete.json                       there while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.yaml
-                                          each manifest as it was applied to a cluster
-        attempts/0001.json                one for each start of a worker group: who, when, from which checkpoint
+                                          each manifest as applied to a cluster
+        attempts/0001.json                one per start of a worker group: who, when, from which checkpoint
         attempts/0001-error.json          the error that ended this attempt for good
         checkpoints/step-00000460-attempt-0001/
             model.pt optimizer.pt extra_state.pt
                                           under PARALLEL=fsdp parts instead of the first two (app/checkpoint/sharded.py)
             manifest.json                 written last: without it there is no checkpoint
-        metrics/attempt-0001-00000.jsonl  the metric history, a line for each report
+        metrics/attempt-0001-00000.jsonl  the metric history, a line per report
         events/attempt-0001-00000.jsonl   what happened to the run besides training
         failures/attempt-0001-rank-0000.json
                                           the error that ended a process, with its traceback
@@ -21,15 +21,15 @@
         logs/attempt-0001-rank-0000/000000.log
                                           what each process printed, in segments
         audit/attempt-0001/00000001-00000460.parquet
-                                          the ids of the rows that these optimizer steps consumed
-        predictions.json                  what the last checkpoint makes of held-out rows, for the report
-        tracking/mlflow.json              which run of a tracking service shows this one
-        tracking/mlflow-delivered.json    and how much of it has been delivered there
-        report.html                       all of this to look at, as the last driver left it
+                                          the ids of the rows these optimizer steps consumed
+        predictions.json                  the last checkpoint's predictions of held-out rows, for the report
+        tracking/mlflow.json              the run of a tracking service that shows this one
+        tracking/mlflow-delivered.json    how much has been delivered there
+        report.html                       all of this as a page, made by the last driver
 
-A step is the number of optimizer steps the run has taken; with the data, the seed and the global batch size it is
-the whole position. Attempts form a chain: each names the checkpoint it starts from. What an attempt wrote counts up
-to the step from which a later attempt went on, and not beyond (`attempts.lineage`).
+A step is the number of optimizer steps taken; with the data, the seed and the global batch size it is the whole
+position. Attempts form a chain: each names the checkpoint it starts from. What an attempt wrote counts up to the step
+a later attempt continued from, and not beyond (`attempts.lineage`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def location(self) -> str:
-        """Where the run lies, for people: a path or a URL."""
+        """The run's path or URL, for people."""
         return self.storage.locate(self.name)
 
     def read_json(self, *parts: str) -> Any:
@@ -69,19 +69,20 @@ class Run:
 
 
 def open_run(storage_path: str, name: str) -> Run:
-    """The run `name` below `storage_path`, whether or not anything is there yet."""
+    """The run `name` below `storage_path`, whether or not it exists."""
     return Run(open_storage(storage_path), name)
 
 
 def to_json(value: Any) -> bytes:
-    """The one way a JSON object is written into a run."""
+    """How every JSON object of a run is written."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 SHARED_MEMORY = Path("/dev/shm")
+"""Where a node keeps copies of the training state between checkpoints."""
 
 
 def copies_of(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """The directory of the run at `location` (`Run.location`); there or not."""
+    """The directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
     return shared_memory / f"sunspot-{os.getuid()}" / name

@@ -1,7 +1,7 @@
-"""Who trains a run, and which of what was written counts.
+"""Who trains a run, and which steps count.
 
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
-run: there are no leases and no waiting, and an older attempt finds a newer number before its next commit or deletion.
+run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from app.errors import (
-    ConflictError,
-    NotFoundError,
-    SupersededError,
-    by_name,
-)
+from app.errors import ConflictError, NotFoundError, SupersededError, by_name
+from app.formatting import as_time
 from app.run import Run, to_json
 from app.run.status import refuse_if_deleted
 from app.storage.base import map_parallel
 
 CLAIM_TRIES = 20
-"""Claims lost in a row to other processes before this one gives up: each loss means that another one has won."""
+"""Claims lost in a row before a process gives up: each time, another one has won."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +31,11 @@ class Attempt:
     owner: str
     "The job (or process) that trains; the same for all attempts of one job."
     starts_from: str | None
-    "Name of the checkpoint that this attempt goes on from; None: from the beginning."
+    "Name of the checkpoint it continues from; None: from the beginning."
     step: int
     "Optimizer steps taken in that checkpoint."
     skipped: tuple[str, ...] = ()
-    "Newer checkpoints that were passed over, each with the reason."
+    "Newer checkpoints that could not be used, each with the reason."
     time: float = field(default_factory=time.time)
     "Seconds since the epoch."
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +54,7 @@ class Span(NamedTuple):
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Like `holds`, or it starts there: then it may write the evaluation that the attempt before could not make."""
+        """Like `holds`, or it starts at `step`: then it may write the evaluation that the attempt before did not."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
@@ -78,8 +74,8 @@ def _attempt(record: dict[str, Any]) -> Attempt:
 def lineage(attempts: list[Attempt]) -> list[Span]:
     """The spans of steps that lead to the newest attempt, newest first.
 
-    Attempt n starts from a checkpoint of attempt m: of m, the steps up to that checkpoint count, and what m wrote
-    later does not, even when it was committed after n had begun.
+    Attempt n starts from a checkpoint of attempt m: the steps of m up to that checkpoint count, and nothing m wrote
+    later, even if it was committed after n began.
     """
     by_number = {attempt.number: attempt for attempt in attempts}
     spans = []
@@ -107,7 +103,7 @@ def step_of(checkpoint: str) -> int:
 
 
 def refuse_if_superseded(attempts: list[Attempt], owner: str) -> None:
-    """Raise `SupersededError` when `owner` once had the run and another has it now: it never gets it back."""
+    """Raise `SupersededError` when `owner` has lost the run to another owner: it never gets it back."""
     if attempts and attempts[-1].owner != owner and any(attempt.owner == owner for attempt in attempts):
         raise _superseded(attempts[-1])
 
@@ -115,7 +111,7 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str) -> None:
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
     """Take the run over as `attempt`; False when another process took this number first.
 
-    Raises `SupersededError` when `refuse_if_superseded` does, or the run is being deleted.
+    Raises `SupersededError` when the owner was superseded, or the run is being deleted.
     """
     refuse_if_superseded(attempts, attempt.owner)
     refuse_if_deleted(run)
@@ -125,10 +121,7 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:
-    """Raise `SupersededError` when a newer attempt has begun, or the run was deleted.
-
-    Asked before each commit and each deletion.
-    """
+    """Called before commits and deletions: raise `SupersededError` if a newer attempt has begun or the run is gone."""
     listed = {entry.key for entry in run.storage.list(run.key("attempts"))}
     if _key(run, attempt.number + 1) in listed:
         raise _superseded(read_attempts(run)[-1])
@@ -139,13 +132,13 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
 
 
 def record_error(run: Run, attempt: int, error: Exception) -> None:
-    """Keep the error that ended an attempt for good: no later start of the same job trains on."""
+    """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
     record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
     run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), to_json(record))
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
-    """The error recorded for an attempt, as an exception of its own class."""
+    """The error recorded for an attempt, as an exception of its class."""
     try:
         record = run.read_json("attempts", f"{attempt:04d}-error.json")
     except NotFoundError:
@@ -154,10 +147,9 @@ def read_error(run: Run, attempt: int) -> Exception | None:
 
 
 def _superseded(newest: Attempt) -> SupersededError:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(newest.time))
     return SupersededError(
-        f"attempt {newest.number} of {newest.owner} owns the run since {since} UTC; this process has ended, and its "
-        "retries will not claim the run again. To take it over, start a new job"
+        f"attempt {newest.number} of {newest.owner} owns the run since {as_time(newest.time)}; this process has ended, "
+        "and its retries will not claim the run again. To take it over, start a new job"
     )
 
 
@@ -166,12 +158,12 @@ def _key(run: Run, number: int) -> str:
 
 
 def new_owner(run: Run, job_id: str) -> str:
-    """Who trains: the cluster's job, or else this very process."""
+    """The owner that a driver claims for: the cluster's job, or else this process."""
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def fatal_error(run: Run, owner: str) -> Exception | None:
-    """What ended this job's part in the run for good, if anything did."""
+    """What ended this owner's part in the run for good, if anything did."""
     attempts = read_attempts(run)
     try:
         refuse_if_superseded(attempts, owner)
@@ -182,7 +174,7 @@ def fatal_error(run: Run, owner: str) -> Exception | None:
 
 
 def record_submission(run: Run, job: str, manifest: str) -> str:
-    """Keep the manifest (YAML) that is about to be applied as `job`; returns the storage key. Raises `StorageError`."""
+    """Keep the manifest (YAML) to be applied as `job`; returns the storage key. Raises `StorageError`."""
     number = len(_submissions(run)) + 1
     while not run.storage.create(key := run.key("submissions", f"{number:04d}-{job}.yaml"), manifest.encode()):
         number += 1
@@ -190,13 +182,13 @@ def record_submission(run: Run, job: str, manifest: str) -> str:
 
 
 def newest_submission(run: Run) -> tuple[str, str] | None:
-    """Job name and manifest (YAML) of the last submission, or None when there was none."""
+    """Job name and manifest (YAML) of the last submission, if any."""
     keys = _submissions(run)
     return (_job(keys[-1]), run.storage.read(keys[-1]).decode()) if keys else None
 
 
 def owner_of(run: Run, job: str) -> str:
-    """Who a process of `job` that begins now trains for: the job, and how often it has been submitted."""
+    """The owner of a process of `job` that starts now: the job, and how often it has been submitted."""
     times = sum(_job(key) == job for key in _submissions(run))
     return f"{job}#{times}" if times else job
 

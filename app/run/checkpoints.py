@@ -1,8 +1,8 @@
-"""Which checkpoints a run has, and whether they are whole.
+"""The checkpoints of a run, and whether they are whole.
 
-A checkpoint directory counts when it holds `manifest.json`, which is written last and removed first, and is whole
-when every file has the size and the SHA-256 that the manifest lists. A file that storage still lists under the version
-it had when the commit read it back has not been written since: that much can be seen without reading it.
+A checkpoint directory counts when it holds `manifest.json`, which is written last and deleted first. It is whole when
+every file has the size and the SHA-256 the manifest lists. A file listed under the version it had when the commit read
+it back has not been written since, which saves reading it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"step-\d{8,}-attempt-\d{4,}")
 
 Directories = Mapping[str, Mapping[str, Entry]]
-"""The files of checkpoint directories, as `list_directories` has them."""
+"""The files of each checkpoint directory, by its name (`list_directories`)."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Checkpoint:
     "The epoch, from 1, that its last step belongs to."
     steps_per_epoch: int
     total_steps: int
-    "Steps of the whole run by the settings it was written under."
+    "Steps of the whole run by its settings at the time."
     attempt: int
     metrics: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    "For each file: `size` in bytes, `sha256`, and the `version` (`storage.Entry`) under which it was read back."
+    "For each file: `size` in bytes, `sha256`, and the `version` (`Entry.version`) it was read back under."
     time: float = field(default_factory=time.time)
     evaluated: bool = True
-    "False: an epoch ends here, and was left before it could be evaluated."
+    "False: it ends an epoch that has not been evaluated."
     damage: str = ""
-    "Why the manifest itself cannot be used; empty when it can."
+    "Why the manifest itself is unusable; empty when it is not."
 
     @property
     def bytes(self) -> int:
@@ -58,21 +58,18 @@ class Checkpoint:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing was left to train when it was written."""
+        """Whether it completes the run."""
         return self.step >= self.total_steps and self.evaluated
 
 
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
-    """The commit: after this the checkpoint exists."""
+    """Commit: from here on the checkpoint exists."""
     record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
     run.storage.write(_key(run, checkpoint.name, MANIFEST), to_json({**record, "sha256": _digest(record)}))
 
 
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
-    """The files of every checkpoint directory, as storage lists them; one with MANIFEST among them is committed.
-
-    What others put beside them is not ours to judge.
-    """
+    """The files of every checkpoint directory; one with MANIFEST among them is committed. Other folders are ignored."""
     found: dict[str, dict[str, Entry]] = {}
     for entry in run.storage.list(run.key("checkpoints")):
         name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
@@ -82,24 +79,24 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
-    """Every directory with a manifest, by step; one whose manifest cannot be read has `damage`."""
+    """Every committed checkpoint, by step; one with an unusable manifest has `damage`."""
     names = [name for name, files in list_directories(run).items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
     return [checkpoint for checkpoint in found if checkpoint]
 
 
 def by_step(names: Iterable[str]) -> list[str]:
-    """Names of checkpoints in the order of their steps."""
+    """Names of checkpoints sorted by step."""
     return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Whether a checkpoint is of the steps that led to the newest attempt; a stale writer's late one is not."""
+    """Whether a checkpoint is on the way to the newest attempt; a late commit of a superseded one is not."""
     return any(span.reaches(attempt_of(name), step_of(name)) for span in spans)
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Names, by step, of the checkpoints that count, of those of superseded attempts, and of incomplete ones."""
+    """Names, by step, of checkpoints that count, of superseded ones, and of incomplete ones."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
@@ -107,12 +104,12 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
-    """Those that lead to the newest attempt."""
+    """The checkpoints that lead to the newest attempt."""
     return [checkpoint for checkpoint in checkpoints if leads_to_newest(checkpoint.name, spans)]
 
 
 def read_manifest(run: Run, name: str) -> Checkpoint | None:
-    """The checkpoint, with `damage` when its manifest cannot be used; None when it is not there (any more)."""
+    """The checkpoint, with `damage` when its manifest is unusable; None when it does not exist (any more)."""
     try:
         record = run.read_json("checkpoints", name, MANIFEST)
         written = record.pop("sha256", None)  # older ones have none
@@ -134,10 +131,10 @@ def read_manifest(run: Run, name: str) -> Checkpoint | None:
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
-    """What is wrong with a checkpoint, a line for each fault; empty when every byte is as the manifest says.
+    """What is wrong with a checkpoint, a line per fault; empty when every byte matches the manifest.
 
-    With `listed`, its directory in `list_directories`, only those files are read of which the listing does not show
-    that they are as the commit read them back: those of a copied run, or one that was written since.
+    With `listed`, its directory in `list_directories`, files listed under the version that the commit read back are
+    not read again; those of a copied run and those written since are.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
@@ -169,14 +166,14 @@ def _compare_bytes(run: Run, checkpoint: Checkpoint, file: str) -> list[str]:
 
 
 def read_back(run: Run, names: list[str]) -> list[tuple[Checkpoint, list[str]]]:
-    """Like `check_listed`, with every byte read."""
+    """Like `check_listed`, but reads every byte."""
     listed = [checkpoint for name in names if (checkpoint := read_manifest(run, name))]
     checked = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
     return [(checkpoint, faults) for checkpoint, faults in checked if not faults or _is_there(run, checkpoint)]
 
 
 def check_listed(run: Run, names: list[str], directories: Directories) -> list[tuple[Checkpoint, list[str]]]:
-    """Each checkpoint with its faults; without those that a live run deletes meanwhile, which only seem damaged."""
+    """Each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged."""
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
         checkpoint = read_manifest(run, name)
@@ -195,9 +192,9 @@ def _is_there(run: Run, checkpoint: Checkpoint) -> bool:
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest whole checkpoint of the run's lineage, and what was passed over to reach it, newest first.
+    """The newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
 
-    `trust_listing` spares the reading of what the listing shows to be whole (`find_faults`): for showing, not for use.
+    `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
     """
     spans = lineage(attempts)
     directories = list_directories(run)
@@ -214,7 +211,7 @@ def find_newest_good(
 
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
-    """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER as the newest attempt has them."""
+    """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
     from app.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
 
     recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
@@ -226,7 +223,7 @@ def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
-    """From the best by `metric` to the worst, the later first among equals; `order` is min or max."""
+    """Sorted from the best by `metric` to the worst, the later first among equals; `order` is min or max."""
     sign = 1 if order == "min" else -1
 
     def badness(checkpoint: Checkpoint) -> tuple[float, int]:
@@ -238,13 +235,13 @@ def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[C
 
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
-    """Those that are neither the newest nor among the `keep` best, of `checkpoints` by step."""
+    """The checkpoints, given by step, that are neither the newest nor among the `keep` best."""
     kept = best_first(checkpoints, metric, order)[:keep] + checkpoints[-1:]
     return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
 
 
 def delete_checkpoint(run: Run, name: str) -> None:
-    """Remove a checkpoint, its manifest first: killed in between, it is incomplete and ignored."""
+    """Delete a checkpoint, its manifest first: interrupted, it is incomplete and ignored."""
     run.storage.delete(_key(run, name, MANIFEST))
     for entry in run.storage.list(run.key("checkpoints", name)):
         run.storage.delete(entry.key)
@@ -259,9 +256,9 @@ def _key(run: Run, name: str, file: str) -> str:
 
 
 def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
-    """The checkpoint of a run that a name means, or the 'newest' or the 'best' one that its listing shows to be whole.
+    """The checkpoint with a name, or the 'newest' or 'best' whole one; `warn` hears of those passed over.
 
-    What is passed over is told to `warn`. Raises `NotFoundError`, or `DamageError` when none is whole.
+    Raises `NotFoundError`, or `DamageError` when none is whole.
     """
     if which not in ("newest", "best"):
         refuse_if_absent(run, which, list_directories(run))
@@ -292,7 +289,7 @@ def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
 
 
 def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
-    """Raise `NotFoundError`, with the reason, when `name` is not a checkpoint that counts."""
+    """Raise `NotFoundError`, with the reason, unless `name` is a checkpoint that counts."""
     counted, superseded, incomplete = classify(directories, read_spans(run))
     location = run.storage.locate(run.key("checkpoints", name))
     if name in superseded:
@@ -306,7 +303,7 @@ def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
 
 
 def read_spans(run: Run) -> list[Span]:
-    """The steps that count. The first attempt begins at the beginning: while it is the only one, nothing is read."""
+    """The steps that count; nothing is read while the first attempt is the only one."""
     numbers = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.storage.list(run.key("attempts"))]
     if [int(number) for number in numbers if number.isdigit()] == [1]:
         return [Span(1, 0, None)]
@@ -315,15 +312,15 @@ def read_spans(run: Run) -> list[Span]:
 
 @dataclass(frozen=True)
 class CheckpointDirectory(Run):
-    """A checkpoint directory by itself, wherever it was copied to and whatever its name is now."""
+    """A checkpoint directory by itself, wherever it was copied to and whatever it is called now."""
 
     def key(self, *parts: str) -> str:
-        """Of the parts of a key in a run, only the file counts: the directory is the one checkpoint."""
+        """The directory is the one checkpoint: of a key in a run, only the file is used."""
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 
 
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
-    """The checkpoint in a directory, a local path or a URL. Raises `NotFoundError` when it holds no manifest."""
+    """The checkpoint in a directory, a path or a URL. Raises `NotFoundError` when it holds no manifest."""
     location = location.rstrip("/") if "://" in location else str(Path(location).expanduser().absolute())
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)

@@ -1,6 +1,6 @@
-"""What happened in a run: its metric history, its events, and the rows that its steps consumed.
+"""The metric history of a run, its events, and the rows its steps consumed.
 
-Storage cannot append, so a journal is a few files of at most FILE_RECORDS lines, of which only the last is rewritten.
+Storage cannot append: a journal is a series of files of at most FILE_RECORDS lines, and only the last is rewritten.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ HELD_OUT = "test_"
 """Metrics of held-out rows have this prefix."""
 
 FILE_RECORDS = 1000
-"""Lines of one journal file: a rewrite stays below about half a megabyte."""
+"""Lines of a journal file: a rewrite stays below about half a megabyte."""
 
 Kind = Literal["metrics", "events"]
 
 
 class Journal:
-    """The lines that one attempt adds to the run's metric history or to its events.
+    """The lines that one process adds to an attempt's metric history or events.
 
-    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`. The group's
-    journal is written by rank 0; what a rank has to say by itself goes into one of its own, with `rank`, and what
-    another process has, into one with a `writer` that nobody else uses: a journal knows only its own lines.
+    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`. Rank 0
+    writes the group's journal; any other writer needs a journal of its own, by `rank` or a unique `writer`, because a
+    journal rewrites its files from its own lines.
     """
 
     def __init__(self, run: Run, kind: Kind, attempt: int, rank: int | None = None, writer: str = "") -> None:
@@ -46,12 +46,12 @@ class Journal:
         self._flushing = threading.Lock()
 
     def append(self, record: dict[str, Any]) -> None:
-        """Keep a record; it is durable after the next `flush`."""
+        """Add a record; it is durable after the next `flush`."""
         with self._lock:
             self._records.append(json.dumps({"attempt": self._attempt, **record}))
 
     def flush(self) -> None:
-        """Write what is not written yet; raises `StorageError`, after which it can be called again."""
+        """Write the new records; raises `StorageError`, and can then be called again."""
         with self._flushing:
             with self._lock:
                 records = list(self._records)
@@ -64,24 +64,21 @@ class Journal:
 
 
 def read_journal(run: Run, kind: Kind, spans: list[Span] | None = None) -> list[dict[str, Any]]:
-    """The records of all attempts, those of one journal in the order they were written.
-
-    With `spans`, only those whose steps count.
-    """
+    """The records of all attempts, each journal's in order; with `spans`, only those whose steps count."""
     return list(each_record(run, kind, spans))
 
 
 def list_journal(run: Run, kind: Kind) -> list[Entry]:
-    """The files of all attempts, in the order of the attempts."""
+    """The journal files, by attempt."""
     return [entry for entry in run.storage.list(run.key(kind)) if entry.key.endswith(".jsonl")]
 
 
 def each_record(
     run: Run, kind: Kind, spans: list[Span] | None = None, listed: Sequence[Entry] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Like `read_journal`, a few files at a time: the history of a long run need not fit into memory at once.
+    """Like `read_journal`, a few files at a time: a long history need not fit into memory.
 
-    With `listed`, only those files of `list_journal` are read.
+    With `listed`, reads only those files of `list_journal`.
     """
     files = [entry.key for entry in (list_journal(run, kind) if listed is None else listed)]
     for first in range(0, len(files), READS_IN_FLIGHT):
@@ -102,10 +99,10 @@ def write_audit(run: Run, attempt: int, first: int, last: int, consumed: pyarrow
 
 
 def read_audit(run: Run, spans: list[Span]) -> list[pyarrow.Table]:
-    """What the steps in `spans` consumed, as tables of `step`, `rank` and `row`; raises `DamageError`.
+    """The rows that the steps in `spans` consumed, as tables of `step`, `rank` and `row`; raises `DamageError`.
 
-    A file may reach past the end of its span, as a commit also writes the windows that have closed by then; and it may
-    begin like the file before it, when storage took a write that it said had failed. Each step counts once.
+    Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
+    may repeat the start of the file before, when storage reported a write as failed that it had taken.
     """
     import pyarrow.compute
     import pyarrow.parquet

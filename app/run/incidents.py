@@ -1,8 +1,8 @@
-"""What interrupted a run, and what each interruption cost: a receipt for every start of a worker group.
+"""What interrupted a run and what it cost: a receipt for every start of a worker group.
 
-A receipt is an event of the attempt that goes on, written after its first step; its times were taken where things
-happened. Receipts form a chain: `since` is the attempt of the one before, so an attempt that was lost before its first
-step is covered by the receipt of a later one.
+A receipt is an event of the new attempt, written after its first step; its times are taken where things happen.
+Receipts form a chain: `since` is the attempt of the receipt before, so an attempt lost before its first step is covered
+by a later receipt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RECOVERED = "recovered"
 """The `event` of a receipt, in the run's events."""
 
 TIER = "tier"
-"""In `Attempt.metadata`, where the state came from that the attempt goes on from; an attempt that says it has a receipt
-as soon as it has taken a step. Older versions wrote neither."""
+"""Key in `Attempt.metadata`: where the state came from that the attempt continues from. An attempt that has it writes a
+receipt after its first step; older versions wrote neither."""
 
 
 class Cause(enum.StrEnum):
@@ -30,60 +30,60 @@ class Cause(enum.StrEnum):
     BEGIN = "begin"
     "The run's first one."
     PREEMPTED = "reclaim"
-    "A node was told to go: with notice."
+    "A node was taken away, with notice."
     SCALE_UP = "growth"
-    "More nodes had come."
+    "More nodes came."
     NODE_LOST = "node lost"
     WORKER_LOST = "worker lost"
-    "A worker's process ended; its node lives."
+    "A worker's process ended, but not its node."
     HUNG = "hung rank"
     DRIVER_LOST = "driver lost"
-    "The driver began anew, after one that ended without a word: its head, or its node, was lost."
+    "The driver before ended without a status: its head or its node was lost."
     RESUMED = "resumed"
     "The driver before had ended for good."
 
     @property
     def incident(self) -> bool:
-        """Whether something happened to the run; what people did on purpose is none."""
+        """Whether it is a disturbance; starting and resuming are deliberate."""
         return self not in (Cause.BEGIN, Cause.RESUMED)
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one start of a worker group cost. Times are in seconds since the epoch; None: nobody was there to tell."""
+    """What one start of a worker group cost. Times are in seconds since the epoch; None: not observed."""
 
     attempt: int
-    "The attempt that goes on."
+    "The new attempt."
     since: int
-    "The attempt of the receipt before; 0: none. Any in between had taken no step."
+    "The attempt of the receipt before; 0: none. Attempts in between took no step."
     cause: Cause
     detail: str
-    "What was seen, for people."
+    "Details for people."
     noticed: float | None
-    "Notice or loss detected."
+    "When the notice arrived or the loss was detected."
     save_began: float | None
     committed: float | None
     restarted: float
-    "The attempt was claimed."
+    "When the attempt was claimed."
     first_step: float
-    "Its first optimizer step was done."
+    "When its first optimizer step was done."
     left: float
-    "When the step that it goes on from had been taken: from here to `first_step`, nothing was done that counts."
+    "When `step` had been taken: from here to `first_step`, no work counts."
     step: int
-    "The step that it goes on from."
+    "The step it continues from."
     last_step: int
-    "The furthest step that the group before is known to have taken."
+    "The last step the group before is known to have taken."
     tier: str
-    "Where that state came from: memory, storage, or beginning."
+    "Where the state came from: memory, storage, or beginning."
     world_before: int
     world_after: int
     paused_s: float = 0.0
-    "Seconds in between in which the run had ended, and nothing was paid for."
+    "Seconds in between in which the run had ended and used no nodes."
     worker_seconds_lost: float = 0.0
 
     @property
     def replayed(self) -> int:
-        """Optimizer steps that are taken again."""
+        """Optimizer steps taken again."""
         return max(0, self.last_step - self.step)
 
     @property
@@ -97,7 +97,7 @@ class Receipt:
 
 
 def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
-    """The receipts among a run's events (`history.read_journal`), by attempt; one that cannot be used is as none."""
+    """The receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
     found = [receipt for event in events if event.get("event") == RECOVERED and (receipt := _read(event))]
     return sorted(found, key=lambda receipt: receipt.attempt)
 
@@ -130,7 +130,7 @@ def describe(receipt: Receipt) -> str:
 
 
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
-    """Worker-seconds between two times: each attempt has its workers from its claim until the next one's."""
+    """Worker-seconds between two times; an attempt has its workers from its claim to the next one's."""
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
@@ -139,10 +139,10 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 
 
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
-    """Useful worker-seconds over all worker-seconds from the first receipt's beginning to `end`; None without any.
+    """Useful worker-seconds over all worker-seconds, from the first receipt's start to `end`; None without receipts.
 
-    What several receipts cover is lost once. A group that has taken no step yet has done nothing useful; the steps
-    that its start has cost besides are known when it has.
+    Time covered by several receipts is lost once. A group without a step so far has done nothing useful; the steps its
+    start has cost as well are known after its first one.
     """
     if not receipts:
         return None
@@ -158,7 +158,7 @@ def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> flo
 
 
 def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same stretches of time, each moment once."""
+    """The same spans of time, without overlap."""
     reached = float("-inf")
     for first, last in sorted(spans):
         if last > reached:
@@ -167,26 +167,26 @@ def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 def find_gaps(attempts: list[Attempt], receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
-    """A line for each receipt that is missing; `stepped` are attempts that are known to have taken a step."""
+    """A line per missing receipt; `stepped` are attempts known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
     missing = wanted - {receipt.attempt for receipt in receipts} - set(without_receipts(attempts))
     return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]
 
 
 def without_receipts(attempts: list[Attempt]) -> list[int]:
-    """The attempts begun by a version that wrote no receipts."""
+    """Attempts of a version that wrote no receipts."""
     return [attempt.number for attempt in attempts if TIER not in attempt.metadata]
 
 
 HUNG = "hung"
-"""The `event` of a rank that took no step any more: `rank`, `detail`, `waiting` (for the other ranks), `stacks`."""
+"""The `event` of a rank that stopped taking steps: `rank`, `detail`, `waiting` (for the other ranks), `stacks`."""
 
 
 def suspects(events: Iterable[dict[str, Any]], world_size: int) -> list[int]:
-    """The ranks of one attempt that probably held up the others; empty when its events point at none.
+    """The ranks of one attempt that probably blocked the others; empty when its events point at none.
 
-    One that hangs makes all others wait for it in a collective. So it is whoever was not waiting, and who left no word:
-    a process that is stopped, or is lost with its node.
+    A hung rank makes all others wait in a collective: it is one that was not waiting, or that wrote no event because
+    its process is stopped or its node is lost.
     """
     waiting = {event["rank"]: event["waiting"] for event in events if event["event"] == HUNG}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []

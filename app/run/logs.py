@@ -1,7 +1,7 @@
-"""What the processes of a run printed, as it lies in storage.
+"""The output of a run's processes.
 
-A stream is the output of one process: `driver-<when it began>`, or `attempt-0001-rank-0003`. Storage cannot append, so
-a stream is a row of segments of at most SEGMENT_BYTES, of which only the last is rewritten.
+A stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
+stream is a series of segments of at most SEGMENT_BYTES, and only the last is rewritten.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from app.run import Run
 from app.storage.base import READS_IN_FLIGHT, map_parallel
 
 SEGMENT_BYTES = 128 << 10
-"""A rewrite of the last segment costs no more than this."""
+"""Bounds the cost of rewriting the last segment."""
 
 MOST_WAITING = 64 * SEGMENT_BYTES
-"""Output that storage has not taken yet; of more than this, the middle is left out."""
+"""Bytes waiting for storage; of more than this, the middle is left out."""
 
 LEFT_OUT = b"\n... output left out: storage did not take it in time ...\n"
 
@@ -34,16 +34,16 @@ class LogWriter:
         self._flushing = threading.Lock()
 
     def append(self, data: bytes) -> None:
-        """Keep some output; it is durable after the next `flush`."""
+        """Add output; it is durable after the next `flush`."""
         with self._lock:
             self._tail += data
             if len(self._tail) > MOST_WAITING:
-                # What the last segment in storage holds stays, and the newest.
+                # Keeps the content of the last segment in storage, and the newest output.
                 self._tail[SEGMENT_BYTES:] = LEFT_OUT + self._tail[-MOST_WAITING // 2 :]
             self._dirty = self._dirty or bool(data)
 
     def flush(self) -> None:
-        """Write what is not written yet; raises `StorageError`, after which it can be called again."""
+        """Write the new output; raises `StorageError`, and can then be called again."""
         with self._flushing:
             while True:
                 with self._lock:
@@ -61,7 +61,7 @@ class LogWriter:
 
 
 def driver_stream() -> str:
-    """A name for the stream of a driver that begins now: names sort by time."""
+    """The name for the stream of a driver that starts now; names sort by time."""
     now = time.time()
     return f"driver-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}{int(now % 1 * 1000):03d}Z"
 
@@ -72,7 +72,7 @@ def rank_stream(attempt: int, rank: int) -> str:
 
 
 def list_streams(run: Run) -> dict[str, int]:
-    """The streams of a run and their sizes in bytes, in the order of their names."""
+    """The streams of a run by name, with their sizes in bytes."""
     sizes: dict[str, int] = {}
     for entry in run.storage.list(run.key("logs")):
         stream = entry.key.split("/")[-2]
@@ -81,12 +81,12 @@ def list_streams(run: Run) -> dict[str, int]:
 
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
-    """What a stream holds from byte `offset` on; empty when there is nothing (yet)."""
+    """A stream from byte `offset` on; empty when there is nothing (yet)."""
     return b"".join(read_pieces(run, stream, offset))
 
 
 def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[bytes]:
-    """Like `read_stream`, a few megabytes at a time; a stream that has not grown costs one listing."""
+    """Like `read_stream`, a few megabytes at a time; costs one listing when nothing is new."""
     unread = []
     for entry in run.storage.list(run.key("logs", stream)):
         begins = int(entry.key.rpartition("/")[2].removesuffix(".log")) * SEGMENT_BYTES

@@ -1,4 +1,4 @@
-"""What a run's newest checkpoint makes of held-out rows, as its report shows it: `predictions.json`."""
+"""The predictions of held-out rows that the report shows: `predictions.json`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ FILE = "predictions.json"
 EXAMPLES = ("mistakes", "right", "samples")
 
 MOST_MISTAKES, MOST_RIGHT, MOST_SAMPLES = 48, 24, 24
-"""Images of each kind that are kept: with the report around them they stay far below 2 MB."""
+"""Images kept of each kind; with them the report stays far below 2 MB."""
 
 MOST_PIXELS = 64
-"""Width and height of a kept image, at most: enough to see what it shows."""
+"""Largest width and height of a kept image: enough to see what it shows."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row and, unless it is only shown, what the model says of it."""
+    """One row and, unless it is a sample, its prediction."""
 
     row: int
     "The row's id in its source."
@@ -36,19 +36,19 @@ class Example:
 
 @dataclass(frozen=True)
 class Predictions:
-    """A checkpoint's predictions of held-out rows, summed up."""
+    """A summary of a checkpoint's predictions of held-out rows."""
 
     checkpoint: str
     step: int
     rows: int
-    "Held-out rows that were predicted: the first so many."
+    "Number of held-out rows predicted, from the first."
     accuracy: float
-    "Right ones among them, 0 to 1."
+    "Share of right predictions, 0 to 1."
     classes: int
     confusion: list[list[int]]
     "Rows by label, then by predicted class."
     mistakes: list[Example] = field(default_factory=list)
-    "From the one that the model was most certain of."
+    "By the model's certainty, the most certain first."
     right: list[Example] = field(default_factory=list)
     "Spread over the classes."
     samples: list[Example] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Predictions:
 
 
 def write_predictions(run: Run, predictions: Predictions) -> None:
-    """Keep them in the run, in place of those that were there. Raises `StorageError`."""
+    """Replace the run's predictions. Raises `StorageError`."""
     record = asdict(predictions)
     for kind in EXAMPLES:
         for example in record[kind]:
@@ -65,7 +65,7 @@ def write_predictions(run: Run, predictions: Predictions) -> None:
 
 
 def read_predictions(run: Run) -> Predictions | None:
-    """What was kept, or None when nothing was. Raises `StorageError`, or `DamageError` when it cannot be used."""
+    """The run's predictions, if any. Raises `StorageError`, or `DamageError` when they are unusable."""
     try:
         record = run.read_json(FILE)
         for kind in EXAMPLES:

@@ -1,4 +1,4 @@
-"""What came of a search: `search.json` in its run, and what the runs that are its trials say of themselves."""
+"""The results of a search: `search.json` in its run, and the state of its trials by their own runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from app.errors import NotFoundError
 from app.run import Run, to_json
 from app.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest, read_spans
-from app.run.status import RunState, read_status
+from app.run.status import STOP, RunState, read_status
 
 FILE = "search.json"
 
@@ -23,25 +23,25 @@ class Trial:
 
     run: str
     settings: dict[str, Any]
-    "What it has drawn, by dimension of the search space."
+    "Its value for each dimension of the search space."
     state: RunState
     reason: str = ""
     step: int = 0
     total_steps: int = 0
     best: float | None = None
-    "The metric of its best checkpoint; None: no checkpoint has it, or not as a number."
+    "The metric of its best checkpoint; None: no checkpoint has it as a number."
     checkpoint: str | None = None
     "The name of that checkpoint."
 
     @property
     def eligible(self) -> bool:
-        """Whether its best checkpoint may be that of the search: what failed is not trusted."""
+        """Whether its best checkpoint may be the search's: failed trials are not trusted."""
         return self.best is not None and self.state in (RunState.SUCCEEDED, RunState.STOPPED)
 
 
 @dataclass(frozen=True)
 class Results:
-    """All trials of a search, in the order of their numbers."""
+    """All trials of a search, by number."""
 
     metric: str
     order: str
@@ -55,7 +55,7 @@ class Results:
 
     @property
     def ranking(self) -> list[Trial]:
-        """From the best to the worst, those without the metric last."""
+        """Trials from best to worst, those without the metric last."""
         sign = 1 if self.order == "min" else -1
         return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
 
@@ -66,10 +66,7 @@ def write_results(run: Run, results: Results) -> None:
 
 
 def read_results(run: Run) -> Results | None:
-    """The results of a search as they were last written; None when there are none, or another version's.
-
-    Raises `StorageError`.
-    """
+    """The results of a search as last written; None when missing or of another version. Raises `StorageError`."""
     try:
         record = run.read_json(FILE)
         trials = tuple(Trial(**{**trial, "state": RunState(trial["state"])}) for trial in record["trials"])
@@ -79,17 +76,17 @@ def read_results(run: Run) -> Results | None:
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
-    """Where a trial stands, by its run; `error` is what its driver ended in, if anything. Raises `StorageError`."""
+    """A trial as its run shows it; `error` is what ended its driver, if anything. Raises `StorageError`."""
     status = read_status(run)
     if status is None:
         state = RunState.FAILED if error else RunState.PENDING
         return Trial(run.name, dict(settings), state, error)
     state, reason = status.state, status.reason
     if error and state is not RunState.FAILED:
-        state, reason = RunState.FAILED, error  # the status is that of another start, or of nobody any more
+        state, reason = RunState.FAILED, error  # the status is another start's, or stale
     if state is RunState.STOPPED:
         with contextlib.suppress(NotFoundError):
-            reason = f"by {run.read_json('stop.json')['by']}"
+            reason = f"by {run.read_json(STOP)['by']}"
     best = best_of(run, metric, order)
     return Trial(
         run=run.name,
@@ -104,7 +101,7 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
 
 
 def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
-    """The best checkpoint of a run that has the metric as a number; nothing is verified."""
+    """The best checkpoint with the metric as a number; nothing is verified."""
     names, _, _ = classify(list_directories(run), read_spans(run))
     found = [checkpoint for name in names if (checkpoint := read_manifest(run, name)) and not checkpoint.damage]
     measured = [c for c in found if isinstance(c.metrics.get(metric), int | float) and math.isfinite(c.metrics[metric])]
