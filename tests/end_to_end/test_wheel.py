@@ -14,7 +14,7 @@ import pytest
 
 from app import __version__
 from submitter.manifest.profile import manifests
-from tests.harness import REPOSITORY
+from tests.harness import GOLDEN, REPOSITORY
 
 SOURCES = ["app", "submitter", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
 
@@ -29,7 +29,6 @@ BUILD = """if True:
 """
 """What `python -m build` does, but for its downloads: the wheel is made of what the source distribution holds."""
 
-GOLDEN = REPOSITORY / "tests" / "unit" / "golden"
 
 PROFILES = sorted(path.stem for path in (REPOSITORY / "k8s" / "profiles").glob("*.yaml"))
 

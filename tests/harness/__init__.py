@@ -7,5 +7,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 
+GOLDEN = REPOSITORY / "tests" / "unit" / "golden"
+"""Rendered manifests as they have to be."""
+
 SHELL = dict(os.environ)
 """The environment that the tests were started in, for those of a real cluster."""

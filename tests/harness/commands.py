@@ -1,8 +1,11 @@
-"""The command `sunspot` on the one run of a test."""
+"""The command `sunspot`, on the one run of a test or on a whole storage."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,44 @@ import pytest
 
 from app.run import Run, open_run
 from submitter.cli import main
+from tests.harness import REPOSITORY
+
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'pandas'])); "
+"""The beginning of a program in which none of these can be imported."""
+
+
+@dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Stdout as one JSON document, by the letter of JSON."""
+        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+class StorageCommand:
+    """Runs `sunspot` on the storage of a test: in this process, or in one of its own."""
+
+    def __init__(self, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.storage, self._capsys = storage, capsys
+
+    def __call__(self, *words: str) -> Answer:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--storage", self.storage])
+        return Answer(ended.value.code, *self._capsys.readouterr())  # type: ignore[arg-type]
+
+    def process(self, *words: str) -> Answer:
+        """In a process where neither torch, Ray, NumPy nor pandas can be imported."""
+        return process(*words, "--storage", self.storage)
+
+
+def process(*words: str, program: str = f"{WITHOUT}from submitter.cli import main; main()") -> Answer:
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True)
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 class Command:

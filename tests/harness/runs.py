@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -12,6 +13,8 @@ from app.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_a
 from app.run.checkpoints import Checkpoint, write_manifest
 from app.run.history import Journal, write_audit
 from app.run.incidents import Cause, Receipt
+from app.run.status import RunState, Status, write_status
+from app.storage.local import LocalStorage
 
 ROWS, BATCH, STEPS_PER_EPOCH = 22, 5, 5
 """Four steps of 5 rows and one of 2."""
@@ -96,3 +99,20 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
         }
     )
     write_audit(run, attempt.number, min(steps), max(steps), table)
+
+
+def set_status(run: Run, state: RunState, **more: Any) -> None:
+    """Write what the run's own processes say of where it stands."""
+    write_status(run, Status(state, more.pop("owner", "run-1"), **{"total_steps": 10, **more}))
+
+
+def age(run: Run, seconds: float, *parts: str) -> None:
+    """Make what the run has written, below `parts` of it, so much older."""
+    assert isinstance(run.storage, LocalStorage)
+    for entry in run.storage.list(run.key(*parts)):
+        moment = entry.modified - seconds
+        os.utime(run.storage.root / entry.key, (moment, moment))
+
+
+def damage(run: Run, checkpoint: Checkpoint) -> None:
+    run.storage.write(run.key("checkpoints", checkpoint.name, "model.pt"), b"other bytes")

@@ -18,9 +18,7 @@ from app.run.status import RunState
 from submitter.commands.chaos import AT_ONCE_S, FaultInjector, Kind, make_plan
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
-from tests.harness.runs import begin, commit, consumed, record_audit, start, write_receipt
-from tests.unit.test_cli import damage
-from tests.unit.test_wait import says
+from tests.harness.runs import begin, commit, consumed, damage, record_audit, set_status, start, write_receipt
 
 JOB, CLUSTER = "run-1", "run-1-x"
 HEAD, WORKERS = "run-1-x-head", ["run-1-x-worker-1", "run-1-x-worker-2", "run-1-x-worker-3"]
@@ -66,12 +64,12 @@ class Training:
         record_audit(self.run, attempt, consumed(step, step))
         if self.commits:
             commit(self.run, attempt, step)
-        says(self.run, RunState.RUNNING, owner=JOB, step=step, attempt=step)
+        set_status(self.run, RunState.RUNNING, owner=JOB, step=step, attempt=step)
         return attempt
 
     def end(self) -> None:
         """Succeed."""
-        says(self.run, RunState.SUCCEEDED, owner=JOB, step=self.attempt.number)
+        set_status(self.run, RunState.SUCCEEDED, owner=JOB, step=self.attempt.number)
         self.cluster.set_status(JOB, "Complete", "SUCCEEDED")
 
 

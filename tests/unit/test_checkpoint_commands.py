@@ -22,10 +22,9 @@ from app.storage.local import LocalStorage
 from submitter.commands.checkpoints import gc as checkpoints_gc
 from submitter.commands.checkpoints import get as checkpoints_get
 from tests.harness import s3
-from tests.harness.runs import begin, commit, start
+from tests.harness.commands import StorageCommand
+from tests.harness.runs import age, begin, commit, start
 from tests.harness.s3 import FaultProxy
-from tests.unit.test_cli import Command
-from tests.unit.test_runs import age
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(str(tmp_path / "runs"), capsys)
+def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageCommand:
+    return StorageCommand(str(tmp_path / "runs"), capsys)
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def leave_incomplete(run: Run, attempt: Attempt, step: int) -> str:
 
 
 @pytest.mark.parametrize("file", ["model.pt", "optimizer.pt", MANIFEST])
-def test_a_byte_flipped_in_place_is_seen(run: Run, sunspot: Command, digests: list[str], file: str) -> None:
+def test_a_byte_flipped_in_place_is_seen(run: Run, sunspot: StorageCommand, digests: list[str], file: str) -> None:
     attempt = start(run, "job")
     whole, flipped = commit(run, attempt, 3), commit(run, attempt, 5)
     flip_byte(path_of(run, flipped, file))
@@ -87,7 +86,7 @@ def test_a_byte_flipped_in_place_is_seen(run: Run, sunspot: Command, digests: li
     assert digests == ([] if file == MANIFEST else [run.key("checkpoints", flipped.name, file)]), "no more is read"
 
 
-def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: Command, digests: list[str]) -> None:
+def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
     attempt = start(run, "job")
     for step in (3, 5):
         commit(run, attempt, step)
@@ -97,7 +96,7 @@ def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: Comma
     assert len(digests) == 4
 
 
-def test_manifests_without_versions_stay_valid(run: Run, sunspot: Command, digests: list[str]) -> None:
+def test_manifests_without_versions_stay_valid(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     files = {name: {"size": f["size"], "sha256": f["sha256"]} for name, f in checkpoint.files.items()}
     write_manifest(run, replace(checkpoint, files=files))
@@ -108,7 +107,7 @@ def test_manifests_without_versions_stay_valid(run: Run, sunspot: Command, diges
     assert len(digests) == 2
 
 
-def test_the_newest_are_listed(run: Run, sunspot: Command) -> None:
+def test_the_newest_are_listed(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     for step in range(1, 61):
         commit(run, attempt, step)
@@ -122,7 +121,7 @@ def test_the_newest_are_listed(run: Run, sunspot: Command) -> None:
 def test_in_s3_a_row_costs_one_read_and_a_changed_object_its_bytes(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
     run = begin(open_run(sunspot.storage, "run"))
     attempt = start(run, "job")
     commits = [commit(run, attempt, step) for step in range(1, 8)]
@@ -157,7 +156,7 @@ def in_storage(run: Run, checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def test_the_newest_goes_to_a_directory_of_its_name(
-    run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attempt = start(run, "job")
@@ -178,7 +177,7 @@ def test_the_newest_goes_to_a_directory_of_its_name(
     assert (again.code, "2 files, 2 of them were there already" in again.out) == (0, True)
 
 
-def test_the_best_is_so_by_the_runs_own_measure(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_the_best_is_so_by_the_runs_own_measure(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
     attempt = Attempt(1, "job", None, 0, metadata={"settings": measure})
     claim(run, [], attempt)
@@ -192,7 +191,7 @@ def test_the_best_is_so_by_the_runs_own_measure(run: Run, sunspot: Command, tmp_
 
 
 def test_what_was_begun_is_gone_on_with(
-    run: Run, sunspot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     out, wanted = tmp_path / "out", in_storage(run, checkpoint)
@@ -224,7 +223,7 @@ def test_what_was_begun_is_gone_on_with(
 def test_a_connection_that_breaks_off_is_gone_on_with(
     s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
     run = begin(open_run(sunspot.storage, "run"))
     attempt = start(run, "job")
     name, content = checkpoint_name(3, 1), os.urandom(3 << 20)
@@ -250,7 +249,7 @@ def test_a_connection_that_breaks_off_is_gone_on_with(
     assert MANIFEST not in os.listdir(tmp_path / "other")
 
 
-def test_damage_is_never_handed_out(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_damage_is_never_handed_out(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert (sunspot("checkpoints", "get", "run").code, sunspot("checkpoints", "get", "run", "best").code) == (3, 3)
     attempt = start(run, "job")
@@ -271,7 +270,7 @@ def test_damage_is_never_handed_out(run: Run, sunspot: Command, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("file", ["../outside.pt", "/tmp/outside.pt", "manifest.json"])
-def test_a_manifest_writes_nowhere_else(run: Run, sunspot: Command, tmp_path: Path, file: str) -> None:
+def test_a_manifest_writes_nowhere_else(run: Run, sunspot: StorageCommand, tmp_path: Path, file: str) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     run.storage.write(run.key("checkpoints", checkpoint.name, "x"), b"")
     evil = replace(checkpoint, files={file: checkpoint.files["model.pt"]})
@@ -282,7 +281,7 @@ def test_a_manifest_writes_nowhere_else(run: Run, sunspot: Command, tmp_path: Pa
     assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "out" not in path.parts] == []
 
 
-def test_a_directory_of_something_else_is_left_alone(run: Run, sunspot: Command, tmp_path: Path) -> None:
+def test_a_directory_of_something_else_is_left_alone(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     attempt = start(run, "job")
     first, second = commit(run, attempt, 3), commit(run, attempt, 5)
     mine = tmp_path / "mine"
@@ -324,7 +323,9 @@ def left(run: Run) -> set[str]:
     return {entry.key.split("/")[2] for entry in run.storage.list(run.key("checkpoints"))}
 
 
-def test_gc_shows_and_then_removes_what_is_of_no_use(run: Run, sunspot: Command, littered: dict[str, str]) -> None:
+def test_gc_shows_and_then_removes_what_is_of_no_use(
+    run: Run, sunspot: StorageCommand, littered: dict[str, str]
+) -> None:
     def content() -> list[tuple[str, bytes]]:
         return [(entry.key, run.storage.read(entry.key)) for entry in run.storage.list("run")]
 
@@ -349,14 +350,14 @@ def test_gc_shows_and_then_removes_what_is_of_no_use(run: Run, sunspot: Command,
     assert "nothing to remove" in sunspot("checkpoints", "gc", "run", "--yes").out
 
 
-def test_gc_keeps_as_many_as_it_is_told(run: Run, sunspot: Command, littered: dict[str, str]) -> None:
+def test_gc_keeps_as_many_as_it_is_told(run: Run, sunspot: StorageCommand, littered: dict[str, str]) -> None:
     answer = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes")
     assert "removed 6 of 6: " in answer.out
     assert left(run) == {littered[what] for what in ("best", "newest", "being written")}
     assert sunspot("checkpoints", "gc", "run", "--keep", "0").code == 2
 
 
-def test_gc_never_removes_the_newest_that_is_good_byte_by_byte(run: Run, sunspot: Command) -> None:
+def test_gc_never_removes_the_newest_that_is_good_byte_by_byte(run: Run, sunspot: StorageCommand) -> None:
     """The listing would still vouch for the newest, whose bytes are gone bad: the one before it is the newest good."""
     attempt = start(run, "job")
     good, bad = commit(run, attempt, 3, loss=0.9), commit(run, attempt, 5, loss=0.1)
@@ -369,7 +370,7 @@ def test_gc_never_removes_the_newest_that_is_good_byte_by_byte(run: Run, sunspot
     assert left(run) == {good.name}
 
 
-def test_gc_removes_nothing_where_nothing_is_whole(run: Run, sunspot: Command) -> None:
+def test_gc_removes_nothing_where_nothing_is_whole(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "old")
     for step in (3, 5):
         flip_byte(path_of(run, commit(run, attempt, step), "model.pt"))
@@ -381,7 +382,7 @@ def test_gc_removes_nothing_where_nothing_is_whole(run: Run, sunspot: Command) -
 
 
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.STOPPED, RunState.SUCCEEDED, RunState.LOST])
-def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Command, state: RunState) -> None:
+def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: StorageCommand, state: RunState) -> None:
     attempt = start(run, "job")
     good, begun = commit(run, attempt, 3), leave_incomplete(run, attempt, 5)
     write_status(run, Status(state, "job"))
@@ -397,7 +398,7 @@ def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Command
 
 
 def test_gc_ends_when_a_new_attempt_begins(
-    run: Run, sunspot: Command, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = checkpoints_gc.plan
 
@@ -415,7 +416,7 @@ def test_gc_ends_when_a_new_attempt_begins(
 
 
 def test_gc_does_not_judge_an_attempt_that_has_begun_since(
-    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = commit(run, start(run, "job"), 3)
     later = replace(good, name=checkpoint_name(5, 2), step=5, attempt=2)
@@ -426,7 +427,7 @@ def test_gc_does_not_judge_an_attempt_that_has_begun_since(
 
 
 def test_gc_says_what_it_had_removed_when_storage_fails(
-    run: Run, sunspot: Command, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete, deleted = checkpoints_gc.delete_checkpoint, []
 
@@ -441,7 +442,7 @@ def test_gc_says_what_it_had_removed_when_storage_fails(
     assert (answer.code, "removed 2 of 5: " in answer.out) == (4, True)
 
 
-def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: Command) -> None:
+def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: StorageCommand) -> None:
     assert isinstance(run.storage, LocalStorage)
     commit(run, start(run, "job"), 3)
     folder = run.storage.root / "run" / "metrics"
@@ -459,7 +460,7 @@ def test_gc_removes_what_killed_writers_left_on_a_disk(run: Run, sunspot: Comman
 def test_gc_aborts_uploads_that_were_never_finished(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
     run = begin(open_run(sunspot.storage, "run"))
     commit(run, start(run, "job"), 3)
     client = s3.plain_client()

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from app.run.incidents import Cause
 from app.storage.base import Entry
 from app.storage.local import LocalStorage
 from submitter.cli import main
+from tests.harness.commands import StorageCommand, process
 from tests.harness.runs import (
     BATCH,
     ROWS,
@@ -32,6 +32,7 @@ from tests.harness.runs import (
     begin,
     commit,
     consumed,
+    damage,
     record_audit,
     report,
     start,
@@ -39,42 +40,7 @@ from tests.harness.runs import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'pandas'])); "
 HEAVY = ("boto3", "pyarrow", "rich", "pydantic", "kubernetes", "yaml")
-
-
-@dataclass
-class Answer:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Stdout as one JSON document, by the letter of JSON."""
-        return json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-class Command:
-    """Runs `sunspot` on the storage of a test: in this process, or in one of its own."""
-
-    def __init__(self, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.storage, self._capsys = storage, capsys
-
-    def __call__(self, *words: str) -> Answer:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "--storage", self.storage])
-        return Answer(ended.value.code, *self._capsys.readouterr())  # type: ignore[arg-type]
-
-    def process(self, *words: str) -> Answer:
-        """In a process where neither torch, Ray, NumPy nor pandas can be imported."""
-        return process(*words, "--storage", self.storage)
-
-
-def process(*words: str, program: str = f"{WITHOUT}from submitter.cli import main; main()") -> Answer:
-    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True)
-    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -83,12 +49,8 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(str(tmp_path), capsys)
-
-
-def damage(run: Run, checkpoint: Checkpoint) -> None:
-    run.storage.write(run.key("checkpoints", checkpoint.name, "model.pt"), b"other bytes")
+def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageCommand:
+    return StorageCommand(str(tmp_path), capsys)
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -120,13 +82,13 @@ def test_the_module_is_the_command(run: Run) -> None:
     "verb",
     [*(["checkpoints", verb] for verb in ("ls", "verify", "get", "gc")), ["metrics"], ["events"], ["logs"], ["audit"]],
 )
-def test_a_run_that_is_not_there(sunspot: Command, verb: list[str]) -> None:
+def test_a_run_that_is_not_there(sunspot: StorageCommand, verb: list[str]) -> None:
     answer = sunspot(*verb, "runn", "--json")
     assert (answer.code, answer.out) == (3, "")
     assert answer.err == f"error: no run runn in {sunspot.storage}; there are run\n"
 
 
-def test_the_nearest_runs_are_named_first(sunspot: Command, tmp_path: Path) -> None:
+def test_the_nearest_runs_are_named_first(sunspot: StorageCommand, tmp_path: Path) -> None:
     for name in ("mnist-1", "mnist-2", "other", "a", "b", "c"):
         begin(open_run(str(tmp_path), name))
     (tmp_path / "not-a-run").mkdir()
@@ -137,12 +99,12 @@ def test_the_nearest_runs_are_named_first(sunspot: Command, tmp_path: Path) -> N
 
 
 def test_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = Command(str(tmp_path / "nowhere"), capsys)("metrics", "run")
+    answer = StorageCommand(str(tmp_path / "nowhere"), capsys)("metrics", "run")
     assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
 
 
 def test_others_that_cannot_be_listed_do_not_hide_that_the_run_is_not_there(
-    sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: LocalStorage, prefix: str) -> list[Entry]:
         if not prefix:
@@ -154,16 +116,16 @@ def test_others_that_cannot_be_listed_do_not_hide_that_the_run_is_not_there(
 
 
 @pytest.mark.parametrize("name", ["Run", "run/../run", "", "-", "r" * 39])
-def test_a_run_name_that_cannot_be(sunspot: Command, name: str) -> None:
+def test_a_run_name_that_cannot_be(sunspot: StorageCommand, name: str) -> None:
     answer = sunspot("metrics", name)
     assert (answer.code, answer.out) == (2, "")
 
 
 def test_an_empty_storage_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Command("", capsys)("metrics", "run").code == 2
+    assert StorageCommand("", capsys)("metrics", "run").code == 2
 
 
-def test_a_misspelt_setting_is_refused(sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_setting_is_refused(sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUNSPOT_STORAGE_PAHT", "/elsewhere")
     answer = sunspot("metrics", "run")
     assert answer.code == 2
@@ -186,7 +148,7 @@ def test_the_storage_comes_from_the_environment(
 
 
 def test_storage_that_cannot_be_reached(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = Command("s3://no-such-bucket/runs", capsys)("metrics", "run", "--json")
+    answer = StorageCommand("s3://no-such-bucket/runs", capsys)("metrics", "run", "--json")
     assert (answer.code, answer.out) == (4, "")
     assert "create the bucket" in answer.err
 
@@ -208,7 +170,7 @@ def test_a_reader_that_goes_away_is_no_error(run: Run, records: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_checkpoints_are_listed_by_step(run: Run, sunspot: Command) -> None:
+def test_checkpoints_are_listed_by_step(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     for step in (10, 5, 7):
         commit(run, attempt, step, loss=1 / step, rows=3)
@@ -229,7 +191,7 @@ def test_checkpoints_are_listed_by_step(run: Run, sunspot: Command) -> None:
     }
 
 
-def test_the_table_of_checkpoints(run: Run, sunspot: Command) -> None:
+def test_the_table_of_checkpoints(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job"), 5, loss=0.123456, test_accuracy=None)
     table = sunspot("checkpoints", "ls", "run")
     heads, line = table.out.splitlines()
@@ -238,13 +200,13 @@ def test_the_table_of_checkpoints(run: Run, sunspot: Command) -> None:
     assert line.endswith("yes")
 
 
-def test_a_run_without_checkpoints(run: Run, sunspot: Command) -> None:
+def test_a_run_without_checkpoints(run: Run, sunspot: StorageCommand) -> None:
     listed = sunspot("checkpoints", "ls", "run", "--json")
     assert (listed.code, listed.json) == (0, [])
     assert (sunspot("checkpoints", "verify", "run", "--json").json, sunspot("checkpoints", "ls", "run").code) == ([], 0)
 
 
-def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: Command) -> None:
+def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: StorageCommand) -> None:
     attempt = start(run, "job")
     whole, changed, broken = (commit(run, attempt, step) for step in (3, 5, 7))
     damage(run, changed)
@@ -268,7 +230,7 @@ def test_damaged_checkpoints_are_listed_as_such(run: Run, sunspot: Command) -> N
     assert (one.code, one.out.splitlines()[1].split()[1:3]) == (7, ["model.pt", "has"])
 
 
-def test_what_does_not_count_is_left_out(run: Run, sunspot: Command) -> None:
+def test_what_does_not_count_is_left_out(run: Run, sunspot: StorageCommand) -> None:
     old = start(run, "old")
     origin = commit(run, old, 5)
     start(run, "new", origin.name)
@@ -286,7 +248,7 @@ def test_what_does_not_count_is_left_out(run: Run, sunspot: Command) -> None:
 
 
 def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
-    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = start(run, "job")
     old, new = commit(run, attempt, 3), commit(run, attempt, 5)
@@ -319,13 +281,13 @@ def history(run: Run) -> list[dict[str, Any]]:
     return [{"attempt": 1, **record} for record in records[:2]] + [{"attempt": 2, **record} for record in later]
 
 
-def test_metrics_follow_the_lineage(sunspot: Command, history: list[dict[str, Any]]) -> None:
+def test_metrics_follow_the_lineage(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
     shown = sunspot.process("metrics", "run", "--json")
     assert (shown.code, shown.err) == (0, "")
     assert shown.json == [*history[:-1], {**history[-1], "loss": None}]
 
 
-def test_metrics_as_csv(sunspot: Command, history: list[dict[str, Any]]) -> None:
+def test_metrics_as_csv(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
     shown = sunspot("metrics", "run", "--csv")
     lines = list(csv.DictReader(io.StringIO(shown.out)))
     assert list(lines[0]) == ["attempt", "step", "epoch", "time", "loss", "rows", "test_accuracy"]
@@ -334,7 +296,7 @@ def test_metrics_as_csv(sunspot: Command, history: list[dict[str, Any]]) -> None
     assert sunspot("metrics", "run", "--csv", "--json").code == 2
 
 
-def test_metrics_as_parquet(sunspot: Command, history: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_metrics_as_parquet(sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "history.parquet"
     shown = sunspot.process("metrics", "run", "--parquet", str(file))
     assert (shown.code, shown.out) == (0, f"{file}: 5 records, 8 columns\n")
@@ -348,7 +310,7 @@ def test_metrics_as_parquet(sunspot: Command, history: list[dict[str, Any]], tmp
 
 
 def test_parquet_and_json_tell_what_was_written(
-    run: Run, sunspot: Command, history: list[dict[str, Any]], tmp_path: Path
+    run: Run, sunspot: StorageCommand, history: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "history.parquet"
     shown = sunspot("metrics", "run", "--parquet", str(file), "--json")
@@ -362,7 +324,7 @@ def test_parquet_and_json_tell_what_was_written(
 
 
 def test_numbers_of_ranks_that_came_with_a_later_version_are_null_before(
-    run: Run, sunspot: Command, tmp_path: Path
+    run: Run, sunspot: StorageCommand, tmp_path: Path
 ) -> None:
     old, new = {"rows": 3}, {"rows": 2, "forward_s": 0.5, "throttled_s": None}
     records = [{"step": 1, "loss": 1, "ranks": [old]}, {"step": 2, "loss": 0.5, "ranks": [new, old]}]
@@ -373,14 +335,14 @@ def test_numbers_of_ranks_that_came_with_a_later_version_are_null_before(
     assert [[rank["forward_s"] for rank in row["ranks"]] for row in rows] == [[None], [0.5, None]]
 
 
-def test_the_table_of_metrics(sunspot: Command, history: list[dict[str, Any]]) -> None:
+def test_the_table_of_metrics(sunspot: StorageCommand, history: list[dict[str, Any]]) -> None:
     lines = [line.split() for line in sunspot("metrics", "run").out.splitlines()]
     assert lines[0] == ["attempt", "step", "epoch", "loss", "test_accuracy"]
     assert lines[2] == ["1", "2", "1", "0.5"]
     assert lines[-1] == ["2", "5", "1", "nan", "0.5"]
 
 
-def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: Command) -> None:
+def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: StorageCommand) -> None:
     names = {f"a_metric_with_a_long_name_{number}": 1.5 for number in range(60)}
     report(run, start(run, "job"), {"step": 1, "time": 0.0, "task": "[bold]text[/bold] :smile:", **names})
     heads, line = sunspot.process("metrics", "run").out.splitlines()
@@ -403,7 +365,7 @@ def epoch(number: int, rows: int = ROWS, missing: int = 0, repeated: int = 0) ->
     return {"epoch": number, "rows": rows, "missing": missing, "repeated": repeated}
 
 
-def test_an_audit_without_fault(run: Run, sunspot: Command) -> None:
+def test_an_audit_without_fault(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 2 * STEPS_PER_EPOCH + 2)
     proved = sunspot.process("audit", "run", "--json")
     assert (proved.code, proved.err) == (0, "")
@@ -411,7 +373,7 @@ def test_an_audit_without_fault(run: Run, sunspot: Command) -> None:
     assert sunspot("audit", "run").out.splitlines()[1].split() == ["1", str(ROWS), "0", "0"]
 
 
-def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: Run, sunspot: Command) -> None:
+def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: Run, sunspot: StorageCommand) -> None:
     """Attempt 1 goes on after 2 began; 2 leaves an unfinished checkpoint, and steps that no checkpoint covers."""
     first = start(run, "old")
     record_audit(run, first, consumed(1, 6))
@@ -447,7 +409,7 @@ FIRST, SECOND, LAST = consumed(1, 1)[1], consumed(2, 2)[2], consumed(5, 5)[5]
     ],
 )
 def test_an_audit_finds(
-    run: Run, sunspot: Command, last: int, changes: dict[str, list[int]], found: dict[str, int], told: str
+    run: Run, sunspot: StorageCommand, last: int, changes: dict[str, list[int]], found: dict[str, int], told: str
 ) -> None:
     audited(run, last, **changes)
     proved = sunspot("audit", "run", "--json")
@@ -455,7 +417,7 @@ def test_an_audit_finds(
     assert told in proved.err
 
 
-def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: Command) -> None:
+def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: StorageCommand) -> None:
     begin(run, rows=11, batch=5, steps_per_epoch=2)
     attempt = start(run, "job")
     record_audit(run, attempt, {1: [0, 1, 2, 3, 4], 2: [5, 6, 7, 8, 9, 10], 3: [10, 9, 8, 7, 6], 4: [5, 4, 3, 2, 1, 0]})
@@ -464,7 +426,7 @@ def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: Command
     assert (proved.code, proved.json, proved.err) == (0, [epoch(1, 11), epoch(2, 11)], "")
 
 
-def test_an_audit_that_was_not_recorded(run: Run, sunspot: Command) -> None:
+def test_an_audit_that_was_not_recorded(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
     assert "no whole checkpoint" in answer.err
@@ -474,7 +436,7 @@ def test_an_audit_that_was_not_recorded(run: Run, sunspot: Command) -> None:
     assert "SUNSPOT_AUDIT=true" in answer.err
 
 
-def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: Command) -> None:
+def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: StorageCommand) -> None:
     first = start(run, "job")
     second = start(run, "job", commit(run, first, 7).name)
     record_audit(run, second, consumed(8, 10))
@@ -486,7 +448,7 @@ def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: C
 
 
 @pytest.mark.parametrize("which", ["the newest", "an older one", "the only one"])
-def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: Command, which: str) -> None:
+def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: StorageCommand, which: str) -> None:
     attempt = start(run, "job")
     record_audit(run, attempt, consumed(1, 2 * STEPS_PER_EPOCH))
     older = [] if which == "the only one" else [commit(run, attempt, STEPS_PER_EPOCH)]
@@ -527,7 +489,7 @@ def interrupted(run: Run, receipts: list[int]) -> None:
     ("receipts", "missing"), [([1, 3], []), ([1], [3]), ([3], [1]), ([], [1, 3])], ids=["all", "one", "first", "none"]
 )
 def test_every_attempt_that_took_a_step_owes_a_receipt(
-    run: Run, sunspot: Command, receipts: list[int], missing: list[int]
+    run: Run, sunspot: StorageCommand, receipts: list[int], missing: list[int]
 ) -> None:
     interrupted(run, receipts)
     proved = sunspot.process("audit", "run", "--json")
@@ -539,14 +501,14 @@ def test_every_attempt_that_took_a_step_owes_a_receipt(
         assert lines[-1].endswith(f": {len(missing)} receipt{'s' if len(missing) > 1 else ''} missing")
 
 
-def test_a_fault_comes_before_an_audit_that_was_not_recorded(run: Run, sunspot: Command) -> None:
+def test_a_fault_comes_before_an_audit_that_was_not_recorded(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job", tier="beginning"), 5)
     proved = sunspot("audit", "run", "--json")
     assert (proved.code, proved.out) == (7, "")
     assert "1 receipt missing" in proved.err
 
 
-def test_a_start_from_memory_is_neither_damage_nor_loss(run: Run, sunspot: Command) -> None:
+def test_a_start_from_memory_is_neither_damage_nor_loss(run: Run, sunspot: StorageCommand) -> None:
     """The run goes on from step 4 of attempt 1, of which only step 2 is in storage."""
     first = start(run, "job", tier="beginning", world_size=2)
     report(run, first, *({"step": step, "time": float(step), "loss": 1.0} for step in (2, 4, 6)))
@@ -571,14 +533,14 @@ def test_a_start_from_memory_is_neither_damage_nor_loss(run: Run, sunspot: Comma
     assert (got.code, got.json["name"]) == (0, origin.name)
 
 
-def test_only_a_few_faults_are_named(run: Run, sunspot: Command) -> None:
+def test_only_a_few_faults_are_named(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 20, **{f"step_{step}": [0] for step in range(1, 15)})
     proved = sunspot("audit", "run")
     assert proved.code == 7
     assert "and 9 more like it" in proved.err
 
 
-def test_a_damaged_audit_file(run: Run, sunspot: Command) -> None:
+def test_a_damaged_audit_file(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 5)
     run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005.parquet"), b"PAR1")
     assert sunspot("audit", "run").code == 7
@@ -588,7 +550,7 @@ def test_a_damaged_audit_file(run: Run, sunspot: Command) -> None:
 
 
 def test_a_run_in_a_bucket(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sunspot = Command(f"s3://{s3_bucket}/team/runs", capsys)
+    sunspot = StorageCommand(f"s3://{s3_bucket}/team/runs", capsys)
     run = begin(open_run(sunspot.storage, "run"))
     audited(run, 2 * STEPS_PER_EPOCH)
     [attempt] = [start(run, "job", "step-00000010-attempt-0001")]
@@ -611,6 +573,6 @@ def test_no_secret_is_printed(
     s3_bucket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-print-me")
-    answer = Command(f"s3://{s3_bucket}", capsys)("metrics", "run")
+    answer = StorageCommand(f"s3://{s3_bucket}", capsys)("metrics", "run")
     assert "do-not-print-me" not in answer.out + answer.err
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == "do-not-print-me"

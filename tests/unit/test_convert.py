@@ -20,7 +20,7 @@ from app.data.convert import CLASS_NAMES, main
 from app.data.parquet import open_dataset, open_parquet
 from app.data.source import rows_in
 from app.errors import DataError, SettingsError
-from tests.unit.test_data import everything, put_mnist, refusal
+from tests.harness.datasets import everything, put_mnist, refusal
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import http.server
 import io
 import multiprocessing
 import os
 import pickle
-import re
 import shutil
 import socket
 import threading
@@ -29,9 +27,10 @@ from PIL import Image
 from app.data import mnist, parquet_files
 from app.data.mnist import open_mnist
 from app.data.parquet import SAMPLE, open_dataset, open_parquet
-from app.data.source import Source, check_labels_match, find_sources, rows_in
+from app.data.source import check_labels_match, find_sources, rows_in
 from app.errors import DataError, StorageError
 from app.settings import Settings
+from tests.harness.datasets import everything, put_mnist, random_images, refusal
 
 MNIST_ROOT = Path(__file__).parents[3] / "shared" / "data"
 needs_mnist = pytest.mark.skipif(not (MNIST_ROOT / "MNIST").exists(), reason="needs the MNIST files")
@@ -44,10 +43,6 @@ def write(path: Path, image: pa.Array | None, label: object, **options: object) 
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path, **options)
     return path
-
-
-def random_images(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def encode(pixels: np.ndarray, form: str = "PNG", mode: str | None = None) -> bytes:
@@ -73,16 +68,6 @@ def channels_first(images: np.ndarray) -> np.ndarray:
     if images.ndim == 3:
         return images[:, None]
     return images.transpose(0, 3, 1, 2) if images.shape[3] in (1, 3) else images
-
-
-def everything(source: Source) -> dict[str, np.ndarray]:
-    groups = [source.read(group) for group in range(len(source.row_groups))]
-    return {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
-
-
-def refusal(kind: type[Exception], *parts: str) -> object:
-    """Expects an error whose message has all the parts, in any order, on one short line."""
-    return pytest.raises(kind, match="".join(f"(?=.*{re.escape(part)})" for part in parts))
 
 
 # ------------------------------------------------------------------------------------------------------- column forms
@@ -399,25 +384,6 @@ def test_the_sample_is_made_again_alike(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------- MNIST
-
-
-def idx(values: np.ndarray) -> bytes:
-    magic = 2051 if values.ndim == 3 else 2049
-    return np.array([magic, *values.shape], ">u4").tobytes() + values.tobytes()
-
-
-def put_mnist(data_root: Path, train: int = 5000, test: int = 10, pack: bool = False) -> dict[str, np.ndarray]:
-    """Small files in MNIST's form; returns their images."""
-    raw = data_root / "MNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    images = {}
-    for split, rows in (("train", train), ("t10k", test)):
-        images[split] = random_images(rows, 4, 4)
-        labels = (np.arange(rows) % 10).astype(np.uint8)
-        for name, values in ((f"{split}-images-idx3-ubyte", images[split]), (f"{split}-labels-idx1-ubyte", labels)):
-            content = idx(values)
-            (raw / f"{name}{'.gz' * pack}").write_bytes(gzip.compress(content) if pack else content)
-    return images
 
 
 @pytest.mark.parametrize("pack", [False, True])

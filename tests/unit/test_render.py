@@ -23,11 +23,10 @@ from submitter.cli import main
 from submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from submitter.manifest.profile import load_profile
 from submitter.manifest.render import Rendered, image_problem, render, settings_of, to_yaml
-from tests.harness import SHELL
+from tests.harness import GOLDEN, SHELL
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "k8s"
-GOLDEN = Path(__file__).parent / "golden"
 PROFILES = sorted(path.stem for path in (MANIFESTS / "profiles").glob("*.yaml"))
 GPU_PROFILES = [name for name in PROFILES if name != "kind"]
 SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]

@@ -25,9 +25,9 @@ from app.run.status import RunState, Status, request_stop, restore_status, write
 from app.storage.local import LocalStorage
 from submitter.commands import logs
 from submitter.runs import find_run
-from tests.harness.runs import begin, commit, report, start, write_receipt
+from tests.harness.commands import Answer, StorageCommand
+from tests.harness.runs import age, begin, commit, report, start, write_receipt
 from tests.harness.s3 import FaultProxy
-from tests.unit.test_cli import Answer, Command
 
 RUNNING = Status(RunState.RUNNING, "job", attempt=1, world_size=2, step=40, epoch=2, total_steps=100, loss=0.5)
 
@@ -38,16 +38,8 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(str(tmp_path), capsys)
-
-
-def age(run: Run, seconds: float, *parts: str) -> None:
-    """Make what the run has written, below `parts` of it, so much older."""
-    assert isinstance(run.storage, LocalStorage)
-    for entry in run.storage.list(run.key(*parts)):
-        moment = entry.modified - seconds
-        os.utime(run.storage.root / entry.key, (moment, moment))
+def sunspot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> StorageCommand:
+    return StorageCommand(str(tmp_path), capsys)
 
 
 # -------------------------------------------------------------------------------------------------------------- summary
@@ -211,7 +203,7 @@ def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------------- list
 
 
-def test_runs_are_listed_newest_first(run: Run, sunspot: Command) -> None:
+def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None:
     commit(run, start(run, "job"), 30)
     write_status(run, RUNNING)
     old = begin(Run(run.storage, "old"))
@@ -235,14 +227,14 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: Command) -> None:
 
 
 def test_a_storage_without_runs_lists_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    listed = Command(str(tmp_path / "nowhere"), capsys)("list", "--json")
+    listed = StorageCommand(str(tmp_path / "nowhere"), capsys)("list", "--json")
     assert (listed.code, listed.json, listed.err) == (0, [], "")
 
 
 def test_fifty_of_many_runs_cost_fifty_reads(
     s3_proxy: FaultProxy, s3_bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sunspot = Command(f"s3://{s3_bucket}/team", capsys)
+    sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)
     for number in range(60):
         run = begin(open_run(sunspot.storage, f"run-{number}"))
         write_status(run, RUNNING)
@@ -258,7 +250,7 @@ def test_fifty_of_many_runs_cost_fifty_reads(
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-def test_events_of_all_attempts_by_time(run: Run, sunspot: Command) -> None:
+def test_events_of_all_attempts_by_time(run: Run, sunspot: StorageCommand) -> None:
     claim(run, [], first := Attempt(1, "job", None, 0, time=10.0, metadata={"world_size": 2}))
     origin = commit(run, first, 4)
     journal = Journal(run, "events", 1)
@@ -289,7 +281,7 @@ def test_events_of_all_attempts_by_time(run: Run, sunspot: Command) -> None:
     assert re.fullmatch(r"1970-01-01 00:00:21 UTC +2 +4 +checkpoint skipped +damaged", lines[3])
 
 
-def test_receipts_and_stacks_are_readable(run: Run, sunspot: Command) -> None:
+def test_receipts_and_stacks_are_readable(run: Run, sunspot: StorageCommand) -> None:
     first = Attempt(1, "job", None, 0, time=10.0, metadata={"tier": "beginning", "world_size": 2})
     second = Attempt(2, "job", checkpoint_name(12, 1), 12, time=60.0, metadata={"tier": "memory", "world_size": 1})
     assert claim(run, [], first)
@@ -344,7 +336,7 @@ def say(run: Run, stream: str, text: str) -> LogWriter:
     return writer
 
 
-def test_the_newest_output_of_each_process(run: Run, sunspot: Command) -> None:
+def test_the_newest_output_of_each_process(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-20260101T000000000Z", "old driver\n")
     say(run, "driver-20260102T000000000Z", "new driver\nits last words")
     say(run, rank_stream(1, 1), "old rank\n")
@@ -361,7 +353,7 @@ def test_the_newest_output_of_each_process(run: Run, sunspot: Command) -> None:
     assert json.loads(lines[0])["stream"] == "driver-20260102T000000000Z"
 
 
-def test_output_that_is_not_there(run: Run, sunspot: Command) -> None:
+def test_output_that_is_not_there(run: Run, sunspot: StorageCommand) -> None:
     answer = sunspot("logs", "run")
     assert (answer.code, answer.out) == (3, "")
     assert "no output of the driver; no process of it has shipped any" in answer.err
@@ -445,7 +437,7 @@ def test_output_is_followed_over_a_restart_to_the_end_of_the_run(run: Run, monke
 
 
 @pytest.mark.usefixtures("quick")
-def test_following_a_run_that_has_ended_prints_it_and_ends(run: Run, sunspot: Command) -> None:
+def test_following_a_run_that_has_ended_prints_it_and_ends(run: Run, sunspot: StorageCommand) -> None:
     say(run, "driver-1", "one\n")
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     answer: Answer = sunspot("logs", "run", "-f")
@@ -454,7 +446,7 @@ def test_following_a_run_that_has_ended_prints_it_and_ends(run: Run, sunspot: Co
 
 
 def test_following_ends_quietly_when_it_is_interrupted(
-    run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+    run: Run, sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt

@@ -18,20 +18,15 @@ import pytest
 from app.run import Run, open_run
 from app.run.attempts import checkpoint_name
 from app.run.incidents import Cause
-from app.run.status import RunState, Status, request_stop, write_status
+from app.run.status import RunState, request_stop
 from submitter.cli import main
 from submitter.cluster.watch import RunSnapshot
 from submitter.commands.wait import Lines
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob
-from tests.harness.runs import begin, commit, report, start, write_receipt
+from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
 
 JOB = "run-1"
-
-
-def says(run: Run, state: RunState, **more: Any) -> None:
-    """Have the run's own processes say where it stands."""
-    write_status(run, Status(state, more.pop("owner", JOB), **{"total_steps": 10, **more}))
 
 
 @pytest.fixture
@@ -79,10 +74,13 @@ def test_a_run_is_followed_to_its_success(
     when(
         pending=lambda: cluster.set_status(job, "Running", "PENDING"),
         starting=lambda: (
-            says(run, RunState.RUNNING, step=3, world_size=2),
+            set_status(run, RunState.RUNNING, step=3, world_size=2),
             cluster.set_status(job, "Running", "RUNNING"),
         ),
-        running=lambda: (says(run, RunState.SUCCEEDED, step=10), cluster.set_status(job, "Complete", "SUCCEEDED")),
+        running=lambda: (
+            set_status(run, RunState.SUCCEEDED, step=10),
+            cluster.set_status(job, "Complete", "SUCCEEDED"),
+        ),
     )
     assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
     states = [line["state"] for line in sunspot.lines]
@@ -127,7 +125,7 @@ def test_how_it_ended_is_the_exit_code(
     said: str,
 ) -> None:
     if state:
-        says(run, state, reason="so it was")
+        set_status(run, state, reason="so it was")
     cluster.set_status(job, deployment, ray, message="bad name")
     assert sunspot("wait", "run") == code
     assert said in sunspot.out + sunspot.err
@@ -138,8 +136,8 @@ def test_the_last_word_of_the_driver_is_read_after_the_end(
 ) -> None:
     """The operator's SUCCEEDED and the driver's STOPPED come at about the same time."""
     cluster.set_status(job, "Running", "RUNNING")
-    says(run, RunState.RUNNING)
-    when(running=lambda: (says(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
+    set_status(run, RunState.RUNNING)
+    when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
     assert sunspot("wait", "run", "--json") == 0
     assert sunspot.lines[-1]["state"] == "stopped"
     assert "succeeded" not in sunspot.out
@@ -154,11 +152,11 @@ def test_an_outage_of_the_api_server_is_waited_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    says(run, RunState.RUNNING)
+    set_status(run, RunState.RUNNING)
     monkeypatch.setattr("submitter.cluster.watch.OUTAGE_EVERY_S", 0.3)
 
     def finish() -> None:
-        says(run, RunState.SUCCEEDED)
+        set_status(run, RunState.SUCCEEDED)
         cluster.set_status(job, "Complete", "SUCCEEDED")
 
     when(running=lambda: (cluster.down(), later(cluster.up, finish, pause=1.5)))
@@ -182,8 +180,8 @@ def test_an_end_in_storage_is_seen_though_the_api_server_is_gone(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    says(run, RunState.RUNNING)
-    when(running=lambda: (cluster.down(), says(run, RunState.SUCCEEDED)))
+    set_status(run, RunState.RUNNING)
+    when(running=lambda: (cluster.down(), set_status(run, RunState.SUCCEEDED)))
     assert sunspot("wait", "run", "--timeout", "60") == 0
 
 
@@ -214,7 +212,7 @@ def test_of_two_jobs_the_newer_is_waited_for(cluster: FakeCluster, run: Run, sun
     cluster.set_status("run-0", "Failed", "FAILED", reason="AppFailed")
     cluster.put_job(rayjob("run-1"))
     cluster.set_status("run-1", "Complete", "SUCCEEDED")
-    says(run, RunState.SUCCEEDED, owner="run-1")
+    set_status(run, RunState.SUCCEEDED, owner="run-1")
     assert sunspot("wait", "run") == 0
 
 
@@ -245,8 +243,8 @@ def test_without_a_cluster_storage_is_followed(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.setattr("submitter.cluster.watch.STORAGE_EVERY_S", 0.05)
-    says(run, RunState.RUNNING, step=1)
-    when(running=lambda: says(run, RunState.FAILED, reason="no rows"))
+    set_status(run, RunState.RUNNING, step=1)
+    when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1
     assert "error: run failed: no rows" in sunspot.err
 
@@ -272,7 +270,7 @@ def test_status_merges_cluster_and_storage(cluster: FakeCluster, run: Run, sunsp
     attempt = start(run, JOB)
     commit(run, attempt, 5)
     report(run, attempt, {"step": 5, "loss": 0.5, "rows_per_s": 100.0, "seconds": 1.0, "attempt": 1})
-    says(run, RunState.RUNNING, step=7, world_size=2, loss=0.25, rows_per_s=120.0, step_time_s=2.0)
+    set_status(run, RunState.RUNNING, step=7, world_size=2, loss=0.25, rows_per_s=120.0, step_time_s=2.0)
     cluster.set_status(job, "Running", "RUNNING")
     cluster.pods = [
         pod("run-1-x-head", "run-1-x", head=True),
@@ -311,7 +309,7 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
     cluster.set_status(job, "Running", "RUNNING")
     warning = "a save takes 40 s, and the notice is 30 s"
     saves = {"save_s": 40.0, "notice_s": 30.0, "memory_every": 41}
-    says(run, RunState.RUNNING, step=30, world_size=2, attempt=5, warning=warning, **saves)
+    set_status(run, RunState.RUNNING, step=30, world_size=2, attempt=5, warning=warning, **saves)
     assert sunspot("status", "run", "--json") == 0
     assert (sunspot.json["goodput"], sunspot.json["incidents"], sunspot.json["incidents_by_cause"]) == (None, 0, {})
 
@@ -340,7 +338,7 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
 def test_status_works_when_the_cluster_is_gone(
     cluster: FakeCluster, run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
-    says(run, RunState.SUCCEEDED, step=10)
+    set_status(run, RunState.SUCCEEDED, step=10)
     if how == "unreachable":
         cluster.down()
     if how == "none":
@@ -373,7 +371,7 @@ def test_the_storage_of_a_job_need_not_be_named(
         variable = {"name": "SUNSPOT_STORAGE_PATH", "value": run.storage.locate("")}
         group["template"]["spec"]["containers"][0]["env"].append(variable)
     cluster.put_job(job)
-    says(run, RunState.RUNNING, step=4)
+    set_status(run, RunState.RUNNING, step=4)
     cluster.set_status(JOB, "Running", "RUNNING")
     with pytest.raises(SystemExit):
         main(["status", "run", "--json"])
@@ -382,7 +380,7 @@ def test_the_storage_of_a_job_need_not_be_named(
 
 def test_a_run_being_stopped_is_said_to_be(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    says(run, RunState.RUNNING)
+    set_status(run, RunState.RUNNING)
     request_stop(run, "me")
     assert sunspot("status", "run", "--json") == 0
     assert sunspot.json["state"] == "stopping"
@@ -447,7 +445,7 @@ def test_list_shows_what_the_cluster_knows_and_storage_does_not(
         cluster.put_job(job)
     cluster.put_job(rayjob("elsewhere-1", run="elsewhere"))
     stored = begin(open_run(run.storage.locate(""), "stored"))
-    says(stored, RunState.RUNNING, owner="stored-1", step=4)
+    set_status(stored, RunState.RUNNING, owner="stored-1", step=4)
     cluster.set_status("stored-1", "Running", "RUNNING")
     cluster.set_status("unheard-1", "Failed", reason="PreRunningDeadlineExceeded")
     assert sunspot("list", "--json") == 0
