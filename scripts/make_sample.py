@@ -1,8 +1,8 @@
-"""Make app/data/sample.parquet, the digits that come with Sunspot, from the published MNIST files. See SAMPLE.md.
+"""Make app/data/sample.parquet, the digits bundled with Sunspot, from the published MNIST files. See SAMPLE.md.
 
     python -m scripts.make_sample --data-root ../shared/data
 
-The same bytes come out each time (with the same version of pyarrow).
+The output is reproducible byte for byte with the same version of pyarrow.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from app.data.convert import open_writer, to_table
 from app.data.mnist import MnistSource, open_mnist
 from app.data.parquet import SAMPLE, TRAIN_GROUPS
+from app.data.source import read_rows, rows_in
 from app.errors import run_and_exit
 
 TRAIN_PER_DIGIT, TEST_PER_DIGIT = 1200, 200
@@ -30,11 +31,10 @@ def choose(source: MnistSource, per_digit: int) -> tuple[np.ndarray, np.ndarray]
     As many of each, so that accuracy weighs all digits alike. Evenly spaced, since the files are not uniform: the
     first half of the held-out digits is easier than the second.
     """
-    groups = [source.read(group) for group in range(len(source.row_groups))]
-    images = np.concatenate([group["image"][:, 0] for group in groups])
-    labels = np.concatenate([group["label"] for group in groups])
-    of_digits = [np.flatnonzero(labels == digit) for digit in range(source.classes)]
-    chosen = np.sort(np.concatenate([rows[np.arange(per_digit) * len(rows) // per_digit] for rows in of_digits]))
+    columns = read_rows(source, 0, rows_in(source))
+    images, labels = columns["image"][:, 0], columns["label"]
+    by_digit = [np.flatnonzero(labels == digit) for digit in range(source.classes)]
+    chosen = np.sort(np.concatenate([rows[np.arange(per_digit) * len(rows) // per_digit] for rows in by_digit]))
     return images[chosen], labels[chosen]
 
 
@@ -50,7 +50,7 @@ def make_sample(data_root: str, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the digits that come with Sunspot.")
+    parser = argparse.ArgumentParser(description="Make the digits bundled with Sunspot.")
     parser.add_argument("--data-root", required=True, help="where torchvision keeps MNIST")
     parser.add_argument("--out", type=Path, default=SAMPLE)
     given = parser.parse_args()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.order import Order, Steps
-from app.data.source import Batch, Source, rows_in
+from app.data.source import Batch, Source, read_rows, rows_in
 
 
 class TorchLoader:
@@ -61,6 +61,4 @@ class Selections(Dataset[Batch]):
 
 def load_rows(source: Source) -> Batch:
     """All rows of a source in memory: a tensor for each column, and `row` with the row ids."""
-    groups = [source.read(group) for group in range(len(source.row_groups))]
-    columns = {name: torch.from_numpy(np.concatenate([group[name] for group in groups])) for name in groups[0]}
-    return {"row": torch.arange(rows_in(source)), **columns}
+    return {name: torch.from_numpy(column) for name, column in read_rows(source, 0, rows_in(source)).items()}

@@ -1,1 +1,1 @@
-"""The benchmarks: each measures the product beside its yardstick, in turns in one run, and quotes medians."""
+"""The benchmarks: each measures the product and its yardstick alternately in one run, and reports medians."""

@@ -1,7 +1,7 @@
-"""`make bench`: every benchmark beside its yardstick, as one table.
+"""`make bench`: every benchmark beside its yardstick, in one table.
 
-MNIST is taken from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server of AWS_ENDPOINT_URL, or else
-one on this machine. One benchmark: python -m scripts.bench ingest
+MNIST comes from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server at AWS_ENDPOINT_URL, by default
+one on this machine. To run one benchmark: python -m scripts.bench ingest
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Benchmark:
     unit: str
     higher_is_better: bool
     goal: float
-    "Yardstick over product where less is better, product over yardstick otherwise: at least this."
+    "The least improvement: yardstick over product if lower is better, else product over yardstick."
     measure: Callable[[], list[tuple[float, float]]]
     "Pairs of (yardstick, product)."
 
@@ -87,7 +87,7 @@ def main(names: list[str]) -> None:
 
 
 def line_of(benchmark: Benchmark) -> str:
-    """Measure, and describe the result as a line of the table."""
+    """Measure, and format the result as a line of the table."""
     print(f"measuring: {benchmark.title}", flush=True)
     pairs = benchmark.measure()
     ratios = [ours / theirs if benchmark.higher_is_better else theirs / ours for theirs, ours in pairs]

@@ -19,18 +19,18 @@ from app.data.mnist import open_mnist
 from app.data.order import Steps
 from app.data.parquet import open_parquet
 from app.data.ray_loader import StepStreams
-from app.data.source import rows_in
+from app.data.source import read_rows, rows_in
 from app.tasks.images import normalize
 
 PAIRS = 3
 WARM_UP = 60_000
-"""Rows before the measurement: one epoch, so that it begins and ends where an epoch of the yardstick does."""
+"""Rows before the measurement: one epoch, so that it begins and ends with an epoch of the yardstick."""
 
 ROWS, YARDSTICK_ROWS = 240_000, 60_000
 """Rows of one measurement. An epoch of the yardstick takes a minute."""
 
 FILES = 8
-"""Files of the yardstick's data: Ray reads each in a task of its own."""
+"""Files of the yardstick's data: Ray reads each in its own task."""
 
 BATCH = 128
 
@@ -58,7 +58,7 @@ def rate(batches: Iterator[torch.Tensor], wanted: int) -> float:
 
 
 def ours(path: str) -> Iterator[torch.Tensor]:
-    """The training's own stream for one worker, normalised as the task does."""
+    """The stream of a training run with one worker, normalized as by its task."""
     source = open_parquet(path)
     steps = Steps(rows_in(source), BATCH)
     epochs = 2 * ROWS // steps.rows + 1
@@ -69,7 +69,7 @@ def ours(path: str) -> Iterator[torch.Tensor]:
 
 
 def row_by_row(path: str) -> Iterator[torch.Tensor]:
-    """What tutorials show: a map over rows, each an image through PIL and torchvision's transforms."""
+    """As in tutorials: a map over rows, each image through PIL and torchvision's transforms."""
     from PIL import Image
     from torchvision import transforms
 
@@ -87,9 +87,8 @@ def row_by_row(path: str) -> Iterator[torch.Tensor]:
 def write_data(folder: str) -> None:
     """MNIST twice: as lists of lists, and as tensors in row groups."""
     source, _ = open_mnist(os.environ.get("SUNSPOT_DATA_ROOT", "data"))
-    groups = [source.read(group) for group in range(len(source.row_groups))]
-    images = np.concatenate([group["image"] for group in groups])[:, 0]
-    labels = np.concatenate([group["label"] for group in groups])
+    rows = read_rows(source, 0, rows_in(source))
+    images, labels = rows["image"][:, 0], rows["label"]
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images)
     pq.write_table(pa.table({"image": tensors, "label": labels}), f"{folder}/tensors.parquet", row_group_size=2048)
     os.mkdir(f"{folder}/lists")

@@ -1,4 +1,4 @@
-"""Rows in memory into batches, against a DataLoader over torchvision's MNIST with its transforms."""
+"""Batches of rows in memory, against a DataLoader over torchvision's MNIST with its transforms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH = 128
 
 
 def measure() -> list[tuple[float, float]]:
-    """Rows a second of one epoch, (torchvision, ours), in turns."""
+    """Rows a second of one epoch, (torchvision, ours), alternately."""
     from torchvision import datasets, transforms
 
     root = os.environ.get("SUNSPOT_DATA_ROOT", "data")

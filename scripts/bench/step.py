@@ -1,4 +1,4 @@
-"""The steady-state step of the training loop: against plain DDP under torchrun, and without copies in memory."""
+"""The steady-state step of the training loop: against plain DDP under torchrun, with and without copies in memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WORKERS = 2
 
 
 def measure() -> list[tuple[float, float]]:
-    """Milliseconds of a step, (torchrun, ours), in turns."""
+    """Milliseconds of a step, (torchrun, ours), alternately."""
     return [(torchrun(), ours()) for _ in range(PAIRS)]
 
 
 def measure_copies() -> list[tuple[float, float]]:
-    """Milliseconds of a step, (without copies in memory, with them), in turns."""
+    """Milliseconds of a step, (without copies in memory, with them), alternately."""
     return [(ours(SNAPSHOT_COST="0"), ours()) for _ in range(PAIRS)]
 
 
@@ -49,7 +49,7 @@ def settings(storage: str, **more: str) -> Settings:
 
 
 def ours(**more: str) -> float:
-    """From the first record after the warm-up to the last: whatever the loop does in between counts."""
+    """From the first record after the warm-up to the last, including whatever else the loop does."""
     with tempfile.TemporaryDirectory() as storage:
         chosen = settings(storage, **more)
         plan = make_plan(chosen, load_task(chosen))
@@ -61,14 +61,14 @@ def ours(**more: str) -> float:
 
 
 def torchrun() -> float:
-    """The same model, rows and threads in this file's `plain_ddp`."""
+    """`plain_ddp` of this file: the same model, rows and threads."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
     output = subprocess.run([*command, "-m", "scripts.bench.step"], check=True, capture_output=True, text=True).stdout
     return float(json.loads(output.splitlines()[-1]))
 
 
 def plain_ddp() -> None:
-    """Plain DistributedDataParallel as its tutorial has it; rank 0 prints the milliseconds of a step."""
+    """Plain DistributedDataParallel as in its tutorial; rank 0 prints the milliseconds of a step."""
     import time
 
     import torch.distributed as dist

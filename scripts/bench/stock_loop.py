@@ -1,16 +1,15 @@
-"""`python -m scripts.bench.stock_loop`: the yardstick for recovery, the loop that Ray's own guides teach.
+"""`python -m scripts.bench.stock_loop`: the yardstick for recovery, the training loop of Ray's own guides.
 
-It trains what the SUNSPOT_ settings say (task, data, batch, workers, CHECKPOINT_EVERY_STEPS, MAX_FAILURES) under
-<STORAGE_PATH>/<RUN_NAME>-stock, as the guides to PyTorch, fault tolerance and elastic training have it, and sets
-nothing of Ray's. A checkpoint has no position in the data: a restart takes up the weights, and the epoch from its first
-row. With `--save-on-notice` it also does what the guide to node preemption adds: one more checkpoint when a node is to
-go.
+It follows the guides to PyTorch, fault tolerance and elastic training, changes no default of Ray's, and takes task,
+data, batch, workers, CHECKPOINT_EVERY_STEPS and MAX_FAILURES from the SUNSPOT_ settings. It writes to
+<STORAGE_PATH>/<RUN_NAME>-stock. A checkpoint has no position in the data: a restart begins the epoch again. With
+`--save-on-notice` it also saves when a node is about to go, as in the guide to node preemption.
 
 Rank 0 prints a line of JSON for each step, `{"time", "step", "world"}`, and for each start of the workers, `{"time",
 "event": "start", "from_step", "checkpoint_step", "world"}`. Times are in seconds since the epoch; steps are optimizer
-steps counted through the run, and those after `from_step` are taken again. Ray shows a worker's line twice.
+steps counted through the run, and those after `from_step` are repeated. Ray shows a worker's line twice.
 
-Only the driver needs this file: Ray carries the function to the workers. In the image lies app/ alone, so:
+Only the driver needs this file: Ray sends the function to the workers. The image contains app/ alone, so:
 
     FROM sunspot:0.1.0
     COPY scripts/__init__.py scripts/
@@ -42,7 +41,7 @@ FILE = "checkpoint.pt"
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """The training loop of each worker."""
     began = time.time()
     plan: Plan = config["plan"]
     settings = plan.settings
@@ -71,7 +70,7 @@ def train(config: dict[str, Any]) -> None:
         scheduler.load_state_dict(state["scheduler"])
         first_epoch, step, checkpoint_step = state["epoch"], state["epoch_began"], state["step"]
     if rank == 0:
-        tell(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
+        print_event(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
 
     saved_on_notice = False
     for epoch in range(first_epoch, settings.epochs):
@@ -88,7 +87,7 @@ def train(config: dict[str, Any]) -> None:
             scheduler.step()
             step += 1
             if rank == 0:
-                tell(time=time.time(), step=step, world=world)
+                print_event(time=time.time(), step=step, world=world)
 
             over = step - epoch_began == len(loader)
             noticed = config["save_on_notice"] and not saved_on_notice and ray.train.get_preemption_info() is not None
@@ -100,7 +99,7 @@ def train(config: dict[str, Any]) -> None:
                     "optimizer": optimizer.state_dict(),
                     "scheduler": scheduler.state_dict(),
                     "step": step,
-                    # Where a restart begins: the epoch that is not over yet, from its first row.
+                    # A restart begins at the first row of the unfinished epoch.
                     "epoch": epoch + over,
                     "epoch_began": step if over else epoch_began,
                 }
@@ -110,7 +109,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def save(metrics: dict[str, Any], state: dict[str, Any], rank: int) -> None:
-    """Report to Ray, from rank 0 with a checkpoint; returns when Ray has uploaded it."""
+    """Report to Ray, from rank 0 with a checkpoint; return when Ray has uploaded it."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if rank == 0:
@@ -119,15 +118,15 @@ def save(metrics: dict[str, Any], state: dict[str, Any], rank: int) -> None:
         ray.train.report(metrics, checkpoint=checkpoint)
 
 
-def tell(**news: Any) -> None:
-    """One line, which Ray brings to the driver's output."""
-    print(json.dumps(news), flush=True)
+def print_event(**event: Any) -> None:
+    """Print one line, which Ray forwards to the driver's output."""
+    print(json.dumps(event), flush=True)
 
 
 def main() -> int:
     """Read the settings and train."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.stock_loop")
-    parser.add_argument("--save-on-notice", action="store_true", help="one more checkpoint when a node is to go")
+    parser.add_argument("--save-on-notice", action="store_true", help="one more checkpoint when a node is about to go")
     save_on_notice = parser.parse_args().save_on_notice
     settings = with_absolute_paths(load_settings())
     workers = settings.num_workers

@@ -194,7 +194,7 @@ def test_a_manifest_that_lists_no_model_or_cannot_be_read_is_damage(copied_run: 
 def test_a_checkpoint_of_an_older_version_is_refused_with_the_way_out(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     extra = load_state(copied_run.run, newest, "extra_state.pt")
-    assert about.pop("data") == {"shape": list(SHAPE), "classes": 3}
+    assert extra.pop("data") == {"shape": list(SHAPE), "classes": 3}
     copied_run.replace(newest, "extra_state.pt", as_bytes(extra))
     with pytest.raises(NotFoundError, match="did not record what its model takes; train the run further"):
         Classifier("run", newest.name, copied_run.storage)
