@@ -8,10 +8,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -88,7 +88,8 @@ def convert_image_folder(root: str, size: int, out: str) -> dict[str, int]:
     folders = _split_folders(Path(root))
     classes = _class_names(next(iter(folders.values())))
     images = {split: _list_images(folder, classes) for split, folder in folders.items()}
-    channels = 1 if all(_is_grey(image.path) for image in itertools.chain(*images.values())) else 3
+    modes = (_read_image(image.path, lambda opened: opened.mode) for image in itertools.chain(*images.values()))
+    channels = 1 if all(mode in GREY_MODES for mode in modes) else 3
     with _new_directory(out) as directory, ThreadPoolExecutor() as pool:
         written = {}
         for split, listed in images.items():
@@ -235,12 +236,12 @@ def _list_images(folder: Path, classes: list[str]) -> list[_Image]:
     return found
 
 
-def _is_grey(path: Path) -> bool:
+def _read_image(path: Path, read: Callable[[Any], Any]) -> Any:
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return image.mode in GREY_MODES
+            return read(image)
     except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
 
@@ -250,21 +251,17 @@ def _load_images(images: list[_Image], size: int, channels: int, pool: ThreadPoo
     per_batch = _rows_per_group(size * size * channels)
     for begin in range(0, len(images), per_batch):
         batch = images[begin : begin + per_batch]
-        pixels = pool.map(lambda image: _load_image(image.path, size, channels), batch)
+        pixels = pool.map(lambda image: _read_image(image.path, lambda opened: _fit(opened, size, channels)), batch)
         yield np.stack(list(pixels)), np.array([image.label for image in batch])
 
 
-def _load_image(path: Path, size: int, channels: int) -> np.ndarray:
+def _fit(image: Any, size: int, channels: int) -> np.ndarray:
     """uint8 [size, size] or [size, size, 3]."""
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(path) as image:
-            pixels = to_pixels(image, channels)
-        upright = Image.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-        return np.asarray(ImageOps.fit(upright, (size, size), Image.Resampling.BICUBIC))
-    except Exception as error:
-        raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error
+    pixels = to_pixels(image, channels)
+    pixels = pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))
+    return np.asarray(ImageOps.fit(Image.fromarray(pixels), (size, size), Image.Resampling.BICUBIC))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ class MnistSource:
     data_root: str
     split: str
     "The files' name for it: train or t10k."
-
     row_groups: tuple[int, ...]
     shape: tuple[int, int, int]
     classes: int = CLASSES

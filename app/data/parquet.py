@@ -63,17 +63,12 @@ class ParquetSource:
 
     location: str
     "The file or folder that was opened, as an absolute path or a URL."
-
     files: tuple[str, ...]
     "Paths relative to `location`; one empty path when `location` is a file."
-
     groups: tuple[Group, ...]
-
     dims: tuple[int, ...]
     "Dimensions of a stored image: [H, W], [H, W, C] or [C, H, W]."
-
     classes: int
-
     labelled: bool = True
 
     @cached_property

@@ -149,13 +149,15 @@ class Storage(ABC):
         with self.open(key) as stream:
             return stream.read()
 
-    def digest(self, key: str) -> tuple[int, str]:
-        """Size in bytes and SHA-256 (hex) of an object as storage returns it."""
+    def digest(self, key: str, copy: Callable[[bytes], Any] | None = None) -> tuple[int, str]:
+        """Size in bytes and SHA-256 (hex) of an object as storage returns it; `copy` gets the bytes, too."""
         size, sha = 0, hashlib.sha256()
         with self.open(key) as stream:
             while chunk := stream.read(CHUNK):
                 size += len(chunk)
                 sha.update(chunk)
+                if copy:
+                    copy(chunk)
         return size, sha.hexdigest()
 
     def prove(self, prefix: str) -> None:

@@ -20,7 +20,6 @@ from app.run.history import HELD_OUT, each_record, list_journal, read_journal
 from app.run.incidents import goodput, read_receipts
 from app.run.status import Status, read_status
 from app.settings import PREFIX
-from app.storage.base import CHUNK
 from app.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
 
 RECORDS_AT_ONCE = 50
@@ -197,12 +196,10 @@ class Delivery:
     def _fetch(self, checkpoint: Checkpoint) -> Path:
         """A verified local copy of a checkpoint's model."""
         key, file = self.run.key("checkpoints", checkpoint.name, MODEL), Path(self._scratch.name, MODEL)
-        expected, sha = checkpoint.files[MODEL]["sha256"], hashlib.sha256()
-        with self.run.storage.open(key) as source, file.open("wb") as copy:
-            while chunk := source.read(CHUNK):
-                sha.update(chunk)
-                copy.write(chunk)
-        if sha.hexdigest() != expected:
+        expected = checkpoint.files[MODEL]["sha256"]
+        with file.open("wb") as copy:
+            _, arrived = self.run.storage.digest(key, copy.write)
+        if arrived != expected:
             raise DamageError(f"{self.run.storage.locate(key)}: does not match its manifest")
         return file
 

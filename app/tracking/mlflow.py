@@ -120,10 +120,8 @@ class MlflowService:
         changed = {key: value for key, value in parameters.items() if data.params.get(key, value) != value}
         tags = {**tags, **{f"sunspot.now.{key}": value for key, value in changed.items()}}
         others = [RunTag(key, value) for key, value in tags.items() if data.tags.get(key) != value]
-        for begin in range(0, len(first), OTHERS_AT_ONCE):
-            self._log(params=first[begin : begin + OTHERS_AT_ONCE])
-        for begin in range(0, len(others), OTHERS_AT_ONCE):
-            self._log(tags=others[begin : begin + OTHERS_AT_ONCE])
+        self._log("params", first, OTHERS_AT_ONCE)
+        self._log("tags", others, OTHERS_AT_ONCE)
 
     def send(self, points: Sequence[Point]) -> None:
         """MLflow's database deduplicates metrics of equal name, step, time and value."""
@@ -134,13 +132,13 @@ class MlflowService:
             for point in points
             for name, value in point.values.items()
         ]
-        for begin in range(0, len(metrics), METRICS_AT_ONCE):
-            self._log(metrics=metrics[begin : begin + METRICS_AT_ONCE])
+        self._log("metrics", metrics, METRICS_AT_ONCE)
 
-    def _log(self, **batch: Any) -> None:
+    def _log(self, kind: str, entries: list[Any], at_once: int) -> None:
         try:
             with _mlflow_errors():
-                self._client.log_batch(self._run, **batch)
+                for begin in range(0, len(entries), at_once):
+                    self._client.log_batch(self._run, **{kind: entries[begin : begin + at_once]})
         except TrackingError as error:
             with _mlflow_errors():
                 self._active()  # raises if the run, not the request, is at fault
