@@ -1,4 +1,4 @@
-"""What `sunspot doctor RUN` can find: every name once, and the form of a finding."""
+"""What `sunspot doctor RUN` can find, and the form of a finding."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 
 class Diagnosis(enum.StrEnum):
-    """What is the matter with a run; of two that weigh the same, the earlier one explains more."""
+    """What is wrong with a run; of two with equal weight, the earlier explains more."""
 
     # Its pods do not all run.
     NO_OPERATOR = "no operator"
-    "Nobody looks at its RayJob."
+    "No operator handles its RayJob."
     REFUSED = "refused"
     "The operator, or the API server, refuses what was submitted."
     QUEUE = "not admitted"
-    "The queue has not let it begin."
+    "The queue has not admitted it."
     QUOTA = "quota"
     DEADLINE = "deadline"
-    "A limit on its time has ended it."
+    "A time limit has ended it."
     IMAGE = "image"
     "It cannot be pulled."
     MISSING = "missing object"
-    "A Secret, say, that its pods name."
+    "Its pods refer to it: a Secret, say."
     RESOURCES = "insufficient resources"
-    "Nodes that it matches have too little left."
+    "Matching nodes have too little left."
     TAINT = "taint"
-    "Nodes keep its pods away."
+    "Nodes repel its pods."
     NO_NODE = "no node matches"
-    "No node has the labels that its pods select."
+    "No node has the labels its pods select."
     NODES = "nodes unavailable"
     "Nodes are cordoned, or not ready."
     OUT_OF_MEMORY = "out of memory"
@@ -39,27 +39,27 @@ class Diagnosis(enum.StrEnum):
     STARTING = "starting"
     "Nothing is wrong so far."
 
-    # It does not go on.
+    # It makes no progress.
     FAILED = "failed"
     HUNG = "hung"
-    "Ranks took no step, and their stacks were recorded."
+    "Ranks stopped taking steps, and their stacks were recorded."
     LOST = "lost"
-    "Its processes ended without a word."
+    "Its processes ended without reporting."
     SILENT = "silent"
-    "No news, though it should train."
+    "No status, though it should train."
     NO_STEP = "no step"
-    "News, and for long no step."
+    "A status, but no step for long."
     STOPPED = "stopped"
 
-    # It goes on, and should go better.
+    # It makes progress, but should do better.
     THROTTLED = "throttled"
-    "Its processor quota holds it back."
+    "Its CPU quota holds it back."
     STRAGGLER = "straggler"
     "One rank is slower than the others, which wait for it."
     DATA_BOUND = "data-bound"
     "All ranks wait for rows."
     LOW_GOODPUT = "low goodput"
-    "Incidents cost it much."
+    "Incidents cost it a lot."
     MEMORY = "memory climbing"
     STORAGE = "storage trouble"
     OLD_CHECKPOINT = "checkpoint too old"
@@ -77,12 +77,12 @@ class Severity(enum.StrEnum):
     WARNING = "warning"
     "It costs time, or may end the run later."
     NOTE = "note"
-    "Nothing has to be done."
+    "Nothing needs to be done."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that explains why a run is as it is."""
+    """One explanation of a run's state."""
 
     finding: Diagnosis
     severity: Severity
@@ -90,19 +90,19 @@ class Finding:
     "What was seen, with its figures."
     advice: str
     "What to do about it."
-    about: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
     "The same figures and names for programs: `rank`, `node`, `file`, `line` and so on."
     cost: float = 0.0
-    "The share of the run's time that it costs, as far as that is known."
+    "Share of the run's time it costs, if known."
     traces: tuple[str, ...] = ()
     "Whole stacks or tracebacks."
 
     def record(self) -> dict[str, Any]:
         """As one of the `findings` of the JSON document."""
         record = {"finding": self.finding, "severity": self.severity, "evidence": self.evidence, "advice": self.advice}
-        return {**record, **self.about, **({"traces": list(self.traces)} if self.traces else {})}
+        return {**record, **self.details, **({"traces": list(self.traces)} if self.traces else {})}
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """What explains most first."""
+    """Sorted by how much they explain."""
     return sorted(findings, key=lambda f: (list(Severity).index(f.severity), -f.cost, list(Diagnosis).index(f.finding)))

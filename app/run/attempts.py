@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +41,14 @@ class Attempt:
     "Seconds since the epoch."
     metadata: dict[str, Any] = field(default_factory=dict)
     "Settings, versions, host, world size."
+
+
+def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
+    """A setting of the newest attempt, by its field in `Settings`, or else its default."""
+    from app.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
+
+    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
+    return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
 
 
 class Span(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 
 from app.errors import DamageError, NotFoundError
 from app.run import Run, to_json
-from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
+from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, recorded_setting, step_of
 from app.storage import open_storage
 from app.storage.base import Entry, map_parallel
 
@@ -212,14 +212,9 @@ def find_newest_good(
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
     """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
-    from app.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
-
-    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
-
-    def setting(name: str) -> str:
-        return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
-
-    return int(setting("checkpoints_to_keep")), setting("checkpoint_metric"), setting("checkpoint_order")
+    names = ("checkpoints_to_keep", "checkpoint_metric", "checkpoint_order")
+    keep, metric, order = (recorded_setting(attempts, name) for name in names)
+    return int(keep), metric, order
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:

@@ -1,4 +1,4 @@
-"""What must be so in a cluster before a run, and what should be: each looked at by itself, whatever the others say."""
+"""What a run needs of a cluster, and what it should have: every check is independent of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ APPLY_BASE = "`kubectl apply -k k8s/base` makes it"
 
 
 def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Every check of the cluster for a run like `rendered`; without an API server, only that."""
+    """Every check of the cluster for a run like `rendered`; only the first when the API server does not answer."""
     try:
         version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
         yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
@@ -74,7 +74,7 @@ def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     pods = (cluster.find("all pods", query=[("labelSelector", OPERATOR)]) or {}).get("items", ())
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
     if not running:
-        # Not a failure: a cloud may run it where nobody sees it.
+        # Not a failure: a cloud may run it out of sight.
         fix = "install it, or see why it does not run; one with other labels has to be let in by k8s/base/network.yaml"
         yield Check(name, Result.WARNING, f"no pod labelled {OPERATOR} runs in any namespace", fix)
         return
@@ -112,7 +112,7 @@ def _check_rights(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """What pods cannot start without."""
+    """The objects pods cannot start without."""
     for kind, name in sorted(set(find_references(rendered.manifest))):
         there = cluster.exists(kind, name)
         if there:
@@ -125,7 +125,7 @@ def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """What protects runs, and is not missed by any pod."""
+    """The objects that protect runs, without which pods start all the same."""
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
         names = [item["metadata"]["name"] for item in _base_objects() if item["kind"] == kind]
         there = {name: cluster.exists(kind, name) for name in names}
@@ -148,18 +148,18 @@ def _base_objects() -> Iterator[dict[str, Any]]:
 
 
 def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """The API server's own word: fields that an older KubeRay lacks, limits, other admission."""
+    """A dry run: fields that an older KubeRay lacks, limits, other admission."""
     try:
         cluster.apply(rendered.manifest, dry_run=True)
         yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
     except RefusedError as error:
         if error.status == 404:
-            return  # KubeRay, or the namespace: said already
+            return  # KubeRay or the namespace is missing: reported already
         yield failure("manifest", error)
 
 
 def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Each group's name, the pods that it begins with, and their spec."""
+    """Each group's name, its initial number of pods, and their spec."""
     cluster = manifest["spec"]["rayClusterSpec"]
     groups = [("head", 1, cluster["headGroupSpec"])]
     groups += [(group["groupName"], int(group["replicas"]), group) for group in cluster["workerGroupSpecs"]]
@@ -232,7 +232,7 @@ def _amount(resource: str, value: float) -> str:
 
 
 def what_it_takes(manifest: dict[str, Any]) -> dict[str, float]:
-    """What a run begins with, under the names of a ResourceQuota."""
+    """What a run starts with, by the names of a ResourceQuota."""
     takes: dict[str, float] = {"count/rayjobs.ray.io": 1.0, "pods": 0.0}
     for _, pods, pod in groups_of(manifest):
         takes["pods"] += pods

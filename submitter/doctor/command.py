@@ -9,7 +9,10 @@ from app.errors import ClusterError, SettingsError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", metavar="RUN", nargs="?", help="name of the run; without, cluster and storage are tried: fit for a run?"
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="name of the run; without, cluster and storage are tried: ready for a run?",
     )
     parser.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
     parser.add_argument("--profile", metavar="NAME", help="without RUN: what a run would be made by; default: kind")

@@ -1,4 +1,4 @@
-"""`sunspot doctor RUN`: why a run is pending, slow, stuck, climbing in memory or failed, and what to do about it."""
+"""`sunspot doctor RUN`: why a run is pending, slow, stuck, climbing in memory or failed, and how to fix it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from submitter.output import print_json, warn
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, and what could not be looked at."""
+    """The findings, and what could not be examined."""
 
     state: RunState
     reason: str
@@ -29,7 +29,7 @@ class Report:
 
 
 def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Report:
-    """Look at a run from all sides that answer; `cluster_error` says why there is no cluster to ask.
+    """Examine a run from cluster and storage, as far as they answer; `cluster_error` says why there is no cluster.
 
     Raises `NotFoundError` when neither side knows the run, and what keeps one from answering when the other does not.
     """
@@ -47,16 +47,16 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
         case = Case(view, state, reason, failures, snapshot.pods, snapshot.time)
         findings += [finding for finding in diagnose(case) if not _said(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
-            evidence, about = figures(case)
+            evidence, details = figures(case)
             if state in (RunState.RUNNING, RunState.SUCCEEDED):
-                findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", about))
+                findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
     return Report(state, reason, in_order(findings), unseen)
 
 
 def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster_error: str = "") -> None:
-    """Print what was found, what explains most first; with `stacks`, whole stacks and tracebacks below."""
+    """Print the findings, those that explain most first; with `stacks`, whole stacks and tracebacks below."""
     report = examine(cluster, run, cluster_error)
     if as_json:
         findings = [finding.record() for finding in report.findings]
@@ -83,7 +83,7 @@ def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster
 
 
 def _unseen(snapshot: RunSnapshot) -> list[str]:
-    """What could not be asked, and why."""
+    """What could not be examined, and why."""
     texts = []
     if snapshot.cluster_trouble:
         texts.append(f"the cluster: {snapshot.cluster_trouble}")
@@ -95,6 +95,6 @@ def _unseen(snapshot: RunSnapshot) -> list[str]:
 
 
 def _said(finding: Finding, findings: list[Finding]) -> bool:
-    """Whether what the cluster says explains the end better than the run's own state does."""
+    """Whether the cluster's findings explain the end better than the run's own state does."""
     ends = (Diagnosis.DEADLINE, Diagnosis.REFUSED)
     return finding.finding is Diagnosis.FAILED and not finding.traces and any(f.finding in ends for f in findings)

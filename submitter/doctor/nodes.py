@@ -1,6 +1,6 @@
-"""Which nodes would take the pods of a run, by their labels, taints and sizes. Pure.
+"""Which nodes would take the pods of a run, by labels, taints and size. Pure.
 
-What runs there already is not counted: it may end, and other users' pods may not be seen by everybody.
+Pods that run there already are ignored: they may end, and not everybody may see other users' pods.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from submitter.manifest.shape import parse_quantity
 
 @dataclass(frozen=True)
 class Places:
-    """What nodes have to offer to the pods of one template."""
+    """The nodes for the pods of one template."""
 
     nodes: int
-    "Those that take one."
+    "Nodes that take at least one."
     pods: int
-    "How many they take together, were they empty."
+    "Pods they take together when empty."
     why_not: Counter[str]
-    "Reasons of the others, each with the number of nodes."
+    "Number of other nodes, by the reason."
 
 
 def find_places(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Places:
-    """Where pods with this spec could go; `nodes` are as the API server has them."""
+    """The nodes for pods with this spec; `nodes` as from the API server."""
     wanted = requests_of(pod)
     taking = pods = 0
     why_not: Counter[str] = Counter()
@@ -45,20 +45,20 @@ def find_places(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> P
 
 
 def requests_of(pod: Mapping[str, Any], kind: str = "requests") -> dict[str, float]:
-    """What a pod asks for (or `limits`), of each resource in its base unit."""
+    """A pod's requests (or `limits`) by resource, in base units."""
     total: dict[str, float] = {}
     for container in pod["containers"]:
         resources = container.get("resources", {})
         amounts = resources.get(kind, {})
         if kind == "requests":
-            amounts = {**resources.get("limits", {}), **amounts}  # what is only limited is asked for too
+            amounts = {**resources.get("limits", {}), **amounts}  # a limit implies the request
         for name, text in amounts.items():
             total[name] = total.get(name, 0.0) + parse_quantity(text)
     return total
 
 
 def _find_obstacle(pod: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """Why a node takes none of these pods, whatever its size; empty when it does."""
+    """Why a node takes none of these pods, whatever its size; empty when nothing prevents it."""
     spec, labels = node.get("spec", {}), node["metadata"].get("labels", {})
     conditions = {c["type"]: c["status"] for c in node.get("status", {}).get("conditions", ())}
     if conditions.get("Ready") != "True":

@@ -1,4 +1,4 @@
-"""Why the pods of a run do not all run, or its RayJob does not begin: from what Kubernetes says of them. Pure."""
+"""Why a run's pods do not all run, or its RayJob does not start, from what Kubernetes reports. Pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from submitter.cluster.views import JobView, PodView, Trouble, WarningEvent
 from submitter.findings import Diagnosis, Finding, Severity
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
-"""States in which pods that do not run keep the whole run from training."""
+"""States in which missing pods keep the whole run from training."""
 
 CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-"""Taints of nodes that are for nobody's pods."""
+"""Taints of nodes that are not for runs at all."""
 
 STATE_OF_NODE = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeletedByClusterAutoscaler")
-"""Beginnings of taints that tell how a node is; no toleration helps."""
+"""Prefixes of taints that describe a node's state; no toleration helps."""
 
 DEADLINES = {
     "PreRunningDeadlineExceeded": ("preRunningDeadlineSeconds", "pre_running_deadline_s"),
     "DeadlineExceeded": ("activeDeadlineSeconds", "active_deadline_s"),
 }
-"""The operator's reasons that are limits on time; of each, the field of a RayJob and the key of a profile."""
+"""The operator's reasons that are time limits, each with its field in a RayJob and its key in a profile."""
 
 
 class Refusal(NamedTuple):
@@ -48,7 +48,7 @@ class Refusal(NamedTuple):
 def find_pending(
     job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], state: RunState, now: float
 ) -> list[Finding]:
-    """What keeps the newest RayJob of a run from having all its pods; empty when it has them, or needs none."""
+    """What keeps a run's newest RayJob from having all its pods; empty when it has them or needs none."""
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
         advice = "correct what it names, and submit again"
@@ -60,7 +60,7 @@ def find_pending(
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
         found += _explain_job(job, now)
-        # What pods that are gone suffered from, their last warnings tell.
+        # Of pods that are gone, the last warnings say what was wrong.
         found += _explain_pods(job, pods, warnings if late else _fresh(warnings, now), severity)
     if not found and state in (RunState.PENDING, RunState.RETRYING):
         found.append(_starting(job, pods, warnings, now))
@@ -68,10 +68,10 @@ def find_pending(
 
 
 def parse_refusals(message: str) -> list[Refusal]:
-    """Why nodes do not take a pod, by the scheduler's message, the reason to begin with first.
+    """Why nodes do not take a pod, from the scheduler's message, the most useful reason first.
 
-    The scheduler looks at a node's taints, then its labels, then what it has left, and names the first that fails:
-    nodes with too little left match otherwise, so they come first. Control planes count when there is nothing else.
+    The scheduler checks a node's taints, then its labels, then its free resources, and names the first that fails:
+    nodes short of resources match otherwise, so they come first. Control planes count when there is nothing else.
     """
     text = message.partition(" are available: ")[2].partition(". ")[0].rstrip(".) ")
     found: list[Refusal] = []
@@ -92,7 +92,7 @@ def _read_reason(words: str) -> Iterator[tuple[Diagnosis, str]]:
     elif words.lower().startswith("too many pods"):
         yield Diagnosis.RESOURCES, "pods"
     elif "taint" in words:
-        for taint in re.findall(r"\{([^}]*)\}", words) or [""]:  # Kubernetes 1.34 does not name them any more
+        for taint in re.findall(r"\{([^}]*)\}", words) or [""]:  # Kubernetes 1.34 no longer names them
             key, _, value = (part.strip() for part in taint.partition(":"))
             kind = Diagnosis.NODES if key.startswith(STATE_OF_NODE) else Diagnosis.TAINT
             yield kind, f"{key}={value}" if value else key
@@ -131,8 +131,8 @@ def _explain_pods(
         if pod.ready and pod.out_of_memory:
             evidence = f"a container of pod {pod.name} ran out of memory (OOMKilled), and was started again"
             advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
-            about = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
-            yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, about)
+            details = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
+            yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details)
     missing = not has_head or sum(pod.group == job.training_group for pod in mine) < wanted
     if missing and (refused := refused_pod(job, warnings)):
         yield _refused(refused, "worker" if has_head else "head", severity)
@@ -157,7 +157,7 @@ def _explain_pods(
 
 
 def _last_trouble(event: WarningEvent) -> Trouble | None:
-    """What a warning says of a pod that is gone."""
+    """The trouble of a pod that is gone, from a warning about it."""
     if event.reason == "FailedScheduling":
         return Trouble(Diagnosis.NO_NODE, event.message)
     if event.reason == "Failed" and "pull" in event.message:
@@ -176,8 +176,8 @@ def _refused(event: WarningEvent, which: str, severity: Severity) -> Finding:
             f"end other runs of the namespace (`sunspot list`), ask for less (NUM_WORKERS, or cpu and memory in the "
             f"profile), or have the ResourceQuota {name} raised"
         )
-        about = {"quota": name, "requested": requested, "used": used, "limited": limited}
-        return Finding(Diagnosis.QUOTA, severity, evidence, advice, about)
+        details = {"quota": name, "requested": requested, "used": used, "limited": limited}
+        return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in event.message:
         return Finding(Diagnosis.MISSING, severity, evidence, "create what is missing, in the namespace of the run")
     advice = "a policy of the namespace refuses it; correct what it names, or have the policy changed"
@@ -190,13 +190,13 @@ def _unschedulable(job: JobView, group: str, names: list[str], refusal: Refusal,
     container = (spec.get("containers") or [{}])[0]
     asks = container.get("resources", {}).get("requests", {})
     nodes = f"{refusal.nodes} node{'s' * (refusal.nodes != 1)}"
-    about: dict[str, Any] = {"group": group, "pods": names, "nodes": refusal.nodes}
+    details: dict[str, Any] = {"group": group, "pods": names, "nodes": refusal.nodes}
     if refusal.kind is Diagnosis.RESOURCES:
         asked = f" ({refusal.what} {asks[refusal.what]})" if refusal.what in asks else ""
         key = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral_storage"}.get(refusal.what, "gpus")
         evidence = f"{nodes} that would do otherwise: too little {refusal.what} left for {_pods(names)}{asked}"
         advice = f"lower {section}.{key} in the profile, end what else runs there, or add nodes with more"
-        about |= {"resource": refusal.what, "asked": asks.get(refusal.what)}
+        details |= {"resource": refusal.what, "asked": asks.get(refusal.what)}
         if refusal.what == "pods":
             advice = "end what else runs there, or add nodes: these have as many pods as they may"
     elif refusal.kind is Diagnosis.TAINT:
@@ -207,7 +207,7 @@ def _unschedulable(job: JobView, group: str, names: list[str], refusal: Refusal,
         advice = f"if it may run there, tolerate it in the profile ({toleration}); or add nodes without the taint"
         if not key:
             advice += "; kubectl describe nodes shows the taints"
-        about |= {"taint": key or None, "value": value or None}
+        details |= {"taint": key or None, "value": value or None}
     elif refusal.kind is Diagnosis.NODES:
         evidence = f"{nodes} that take no pods now ({refusal.what}), and no other for {_pods(names)}"
         advice = "kubectl get nodes shows them; bring them back (kubectl uncordon), or add nodes"
@@ -217,8 +217,8 @@ def _unschedulable(job: JobView, group: str, names: list[str], refusal: Refusal,
         evidence = f"no node has what {_pods(names)} selects ({wants or 'see its spec'}): {nodes} {refusal.what}"
         keys = f"{section}.node_selector" + (", worker.gpu_selector and spot" if section == "worker" else " and spot")
         advice = f"correct {keys} in the profile, or label nodes so (kubectl get nodes --show-labels)"
-        about |= {"selector": selector}
-    return Finding(refusal.kind, severity, evidence, advice, about)
+        details |= {"selector": selector}
+    return Finding(refusal.kind, severity, evidence, advice, details)
 
 
 def _affinity(spec: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`sunspot doctor` without a run: whether this cluster and this bucket are fit for one."""
+"""`sunspot doctor` without a run: whether this cluster and this bucket are ready for one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from submitter.output import print_json
 def examine(
     cluster: Cluster | None, rendered: Rendered, from_pods: bool, as_json: bool, cluster_error: str = ""
 ) -> None:
-    """Look at everything that a run like `rendered` needs, and print what was seen and what to do.
+    """Check everything a run like `rendered` needs, and print what was seen and what to do.
 
-    Storage is tried from here, and with `from_pods` from pods like the run's too. Raises `ClusterError` or
+    Storage is tested from here, and with `from_pods` also from pods like the run's. Raises `ClusterError` or
     `StorageError` when a check failed.
     """
     checks: list[Check] = []
@@ -33,16 +33,16 @@ def examine(
         print_json({"fit": not failed, "checks": [asdict(check) for check in checks]})
     if failed:
         kind = ClusterError if in_cluster else StorageError
-        raise kind(f"not fit for a run: {len(failed)} of {len(checks)} checks failed ({failed[0].check} first)")
+        raise kind(f"not ready for a run: {len(failed)} of {len(checks)} checks failed ({failed[0].check} first)")
     if not as_json:
         warnings = sum(check.result is Result.WARNING for check in checks)
-        print(f"fit for a run: {len(checks)} checks, {warnings} with a warning")
+        print(f"ready for a run: {len(checks)} checks, {warnings} with a warning")
 
 
 def _every_check(
     cluster: Cluster | None, rendered: Rendered, from_pods: bool, cluster_error: str
 ) -> Iterator[tuple[Check, bool]]:
-    """Each check, and whether the cluster's own."""
+    """Each check, and whether it is the cluster's."""
     if cluster is None:
         yield failure("API server", ClusterError(cluster_error)), True
     else:

@@ -1,6 +1,6 @@
-"""A run's storage, tried from two pods made like its head and its workers: the same nodes, account, Secret and network.
+"""Tests storage from two pods like a run's head and workers: same nodes, service account, Secret and network.
 
-They are deleted whatever happens, have no label of a run, and end by themselves when nobody is left to delete them.
+They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from submitter.output import warn
 LABEL = "sunspot/doctor"
 
 WITHIN_S = 600.0
-"""A cloud takes minutes to bring a node, and a node minutes to pull an image."""
+"""A cloud takes minutes to add a node, and a node minutes to pull an image."""
 
 LOOK_EVERY_S = 2.0
 
 MESSAGE = "/dev/termination-log"
-"""What a container writes there, up to 4096 bytes, is part of its pod's status."""
+"""The container's output in its pod's status, up to 4096 bytes."""
 
 LONGEST_SAID = 400
 
 
 def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Every check of storage as a head's pod sees it, then a worker's. Raises nothing but for interrupts."""
+    """Every check of storage from a head's pod, then from a worker's. Raises nothing but interrupts."""
     mark = uuid.uuid4().hex[:8]
     pods = [make_pod(rendered.manifest, kind, mark) for kind in ("head", "worker")]
     created: list[dict[str, Any]] = []
     try:
         for pod in pods:
-            created.append(cluster.create_pod(pod))  # noqa: PERF401  # what was made goes when the next is refused
+            created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next one is refused
         names = [pod["metadata"]["name"] for pod in created]
         warn(f"waiting for the pods {' and '.join(names)}, for at most {in_words(WITHIN_S)}")
         ended = _await_end(cluster, names)
@@ -59,7 +59,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """A pod like those of the run's head or training workers that tries the storage instead of running Ray."""
+    """A pod like the run's head or training workers that tests the storage instead of running Ray."""
     spec = manifest["spec"]["rayClusterSpec"]
     group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
     template = copy.deepcopy(group["template"])
@@ -78,7 +78,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """The pods when they have ended, or as they are when that takes too long; None is one that is gone."""
+    """The pods when they have ended, or as they are after WITHIN_S; None: gone."""
     deadline, told = time.monotonic() + WITHIN_S, ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
     while True:
@@ -95,12 +95,12 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
 
 
 def has_ended(pod: dict[str, Any]) -> bool:
-    """Whether nothing will become of it any more."""
+    """Whether it has ended, for better or worse."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
-    """What a pod that has ended found out, or why it did not."""
+    """The checks of a pod that has ended, or why there are none."""
     name = f"from a {kind} pod"
     if pod is None:
         yield Check(name, Result.FAILED, "the pod was gone before it had said anything", "try again")

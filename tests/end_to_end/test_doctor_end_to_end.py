@@ -48,15 +48,15 @@ def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_
     found = train(program, make_data(20 * STEPS), read_s=0.02, lag_s=0.015, leak_mib=2)
     assert set(found) == {Diagnosis.DATA_BOUND, Diagnosis.STRAGGLER, Diagnosis.MEMORY}
     [rows] = found[Diagnosis.DATA_BOUND]
-    assert rows.about["data_wait_s"] == pytest.approx(0.02, abs=0.01)
+    assert rows.details["data_wait_s"] == pytest.approx(0.02, abs=0.01)
     [straggler] = found[Diagnosis.STRAGGLER]
-    assert (straggler.about["rank"], straggler.about["part"]) == (1, "forward")
-    assert straggler.about["own_s"] - straggler.about["others_s"] == pytest.approx(0.015, abs=0.01)
-    assert sorted(climb.about["rank"] for climb in found[Diagnosis.MEMORY]) == [0, 1]
+    assert (straggler.details["rank"], straggler.details["part"]) == (1, "forward")
+    assert straggler.details["own_s"] - straggler.details["others_s"] == pytest.approx(0.015, abs=0.01)
+    assert sorted(climb.details["rank"] for climb in found[Diagnosis.MEMORY]) == [0, 1]
     for climb in found[Diagnosis.MEMORY]:
-        grown = climb.about["to_mib"] - climb.about["from_mib"]
+        grown = climb.details["to_mib"] - climb.details["from_mib"]
         assert grown == pytest.approx(2 * STEPS, rel=0.25), "two MiB a step, but for the first window"
-        assert climb.about["limit_in_s"] > 0
+        assert climb.details["limit_in_s"] > 0
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_rank_that_its_quota_holds_back(program: Program, make_data: MakeData,
     found = train(program, make_data(20 * STEPS), busy_s=0.01, group=str(group))
     assert {Diagnosis.THROTTLED, Diagnosis.STRAGGLER} <= set(found)
     [throttled] = found[Diagnosis.THROTTLED]
-    assert throttled.about["rank"] == 1
-    assert throttled.about["throttled_share"] > 0.5
-    assert [finding.about["rank"] for finding in found[Diagnosis.STRAGGLER]] == [1]
+    assert throttled.details["rank"] == 1
+    assert throttled.details["throttled_share"] > 0.5
+    assert [finding.details["rank"] for finding in found[Diagnosis.STRAGGLER]] == [1]
     assert next(iter(found)) is Diagnosis.THROTTLED, "it explains the other"

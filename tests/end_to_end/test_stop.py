@@ -92,6 +92,6 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
 
     [failed] = examine(None, run).findings
     assert failed.finding is Diagnosis.FAILED
-    assert failed.about["ranks"] == [0, 1], "one error, that both met"
-    assert str(failed.about["file"]).endswith("tests/tasks/talking.py")
-    assert (failed.about["function"], failed.about["message"]) == ("loss", "the task is broken")
+    assert failed.details["ranks"] == [0, 1], "one error, that both met"
+    assert str(failed.details["file"]).endswith("tests/tasks/talking.py")
+    assert (failed.details["function"], failed.details["message"]) == ("loss", "the task is broken")

@@ -109,7 +109,7 @@ def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []  # type: ignore[attr-defined]
     assert sunspot("doctor") == 0
     assert "ok       API server: http://127.0.0.1" in sunspot.out
-    assert "fit for a run: 19 checks, 0 with a warning" in sunspot.out
+    assert "ready for a run: 19 checks, 0 with a warning" in sunspot.out
 
 
 def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeCluster) -> None:
@@ -339,7 +339,7 @@ def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluste
     assert "AccessDenied" in found["storage"]["seen"]
     assert "s3:PutObject" in found["storage"]["fix"]
     assert found["manifest"]["result"] == "ok"
-    assert "not fit for a run: 1 of 14 checks failed (storage first)" in sunspot.err
+    assert "not ready for a run: 1 of 14 checks failed (storage first)" in sunspot.err
 
 
 def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:

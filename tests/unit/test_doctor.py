@@ -21,7 +21,8 @@ from app.run.history import Journal
 from app.run.incidents import Cause
 from app.run.status import RunState, Status, restore_status
 from submitter.doctor.pending import parse_refusals
-from submitter.doctor.throughput import LEAST_WINDOWS, climb, measure_pace, slope
+from submitter.doctor.training.memory import LEAST_WINDOWS, climb, slope
+from submitter.doctor.training.throughput import measure_throughput
 from submitter.findings import Diagnosis, Finding, Severity, in_order
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
@@ -323,11 +324,11 @@ def test_what_makes_a_run_slow(run: Run, sunspot: Command, ranks: dict[str, list
 def test_only_the_newest_windows_count_and_never_the_first() -> None:
     slow = {"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])}
     later = [{"attempt": 1, **window(step)} for step in (20, 30)]
-    assert measure_pace([slow]).windows == []
-    assert measure_pace([slow, *later]).data_share == pytest.approx(0.1 / 9.5)
+    assert measure_throughput([slow]).windows == []
+    assert measure_throughput([slow, *later]).data_share == pytest.approx(0.1 / 9.5)
     much_later = {"attempt": 1, **window(1000)}
-    assert len(measure_pace([slow, *later, much_later]).windows) == 1
-    assert len(measure_pace([slow, *later, {**much_later, "attempt": 2}]).windows) == 0
+    assert len(measure_throughput([slow, *later, much_later]).windows) == 1
+    assert len(measure_throughput([slow, *later, {**much_later, "attempt": 2}]).windows) == 0
 
 
 def test_a_rank_that_is_slow_now_and_then_is_no_straggler(run: Run, sunspot: Command) -> None:

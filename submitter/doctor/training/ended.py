@@ -1,0 +1,66 @@
+"""What ended a run, or an attempt of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from app.formatting import plural
+from app.run.failures import Failure
+from app.run.status import RunState
+from submitter.doctor.training.case import Case, cut
+from submitter.findings import Diagnosis, Finding, Severity
+
+
+def find_end(case: Case) -> Iterator[Finding]:
+    """What ended the run or an attempt of it: the first error, once for all ranks that raised it."""
+    began = case.view.status.began if case.view.status else 0.0
+    recent = [failure for failure in case.failures if failure.time >= began]
+    ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)
+    if recent:
+        yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
+    elif case.state is RunState.FAILED:
+        advice = f"`sunspot logs {case.view.run.name}` and, of a worker, `--rank 0` have all that they printed"
+        yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(case.reason), advice, cost=1.0)
+    if case.state is RunState.LOST:
+        advice = "submit it again, or repeat the same command: it goes on from the last checkpoint"
+        yield Finding(Diagnosis.LOST, Severity.ERROR, cut(case.reason), advice, cost=0.9)
+    elif case.state is RunState.DELETING:
+        advice = f"`sunspot delete {case.view.run.name}` goes on with that"
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+    elif case.state is RunState.STOPPED:
+        advice = f"`sunspot resume {case.view.run.name}` lets it go on"
+        yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+
+
+def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> Finding:
+    first = min(failures, key=lambda failure: (failure.consequence, failure.time))
+    alike = [f for f in failures if (f.type, f.file, f.line) == (first.type, first.file, first.line)]
+    others = Counter(f.type for f in failures if f not in alike)
+    ranks = sorted({f.rank for f in alike if f.rank is not None})
+    attempts = sorted({f.attempt for f in alike})
+    who = f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}" if ranks else "the driver"
+    place = f" in {first.function} at {first.file}:{first.line}" if first.file else ""
+    again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
+    more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
+    evidence = f"{first.type}: {_first_line(first.message)}{place}; {who}{again}, after step {first.step}{more}"
+    advice = "mend what it names, and start the run again: it goes on from the last checkpoint"
+    if "OutOfMemory" in first.type or "out of memory" in first.message:
+        advice = "lower MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
+    elif severity is not Severity.ERROR:
+        advice = "its workers were started again; mend what it names, as MAX_FAILURES is counted down"
+    details = {
+        "type": first.type,
+        "message": first.message,
+        "file": first.file or None,
+        "line": first.line or None,
+        "function": first.function or None,
+        "ranks": ranks,
+        "attempts": attempts,
+        "step": first.step,
+    }
+    return Finding(Diagnosis.FAILED, severity, evidence, advice, details, cost=1.0, traces=(first.traceback,))
+
+
+def _first_line(text: str) -> str:
+    return cut(next((line.strip() for line in text.splitlines() if line.strip()), ""))
