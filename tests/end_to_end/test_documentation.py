@@ -53,7 +53,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("app", "submitter", "k8s", "requirements", "Makefile", "pyproject.toml"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, folder / name)
-    (folder / ".venv").symlink_to(REPOSITORY / ".venv")
+    # The same programs behind stamps of its own, all new: make must not install this copy into the environment of the tests.
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "bin").symlink_to(REPOSITORY / ".venv" / "bin")
+    for stamp in ("uv", "submitter", "train", "dev"):
+        (folder / ".venv" / stamp).touch()
     (folder / "my_task.py").write_text(find_example("python", "# my_task.py"))
     (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
     random = np.random.default_rng(0)
