@@ -1,6 +1,7 @@
-"""How a model is spread over the workers: a whole copy on each (ddp), or a part of each of its tensors (fsdp).
+"""What all workers do together: shard a model, average gradients, agree on what comes after a step.
 
-Both sum gradients alike: averaged over the workers, once for each optimizer step.
+Each worker has a copy of the model (ddp) or a part of each of its tensors (fsdp). Both average gradients over the
+workers, once for each optimizer step.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from torch.nn.parallel import DistributedDataParallel
 from app.settings import Settings
 
 LEAST_BLOCK = 10_000
-"""Parameters of a block that travels by itself; fewer (40 kB) go with what surrounds them, as messages cost time."""
+"""Parameters of a block that is gathered by itself; smaller ones (40 kB) are not worth a message of their own."""
 
 
 class Place(NamedTuple):
     """Where a worker's part lies in the whole tensor."""
 
     shape: tuple[int, ...]
-    "Of the whole."
+    "Of the whole tensor."
     offset: tuple[int, ...]
     "Of the part's first element."
 
 
 def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
-    """Move a model, the same on the CPUs of all workers, to their devices: whole, or each worker's part of it.
+    """Move a model, identical on the CPUs of all workers, to their devices: all of it, or each worker's part.
 
-    Comes before the optimizer, which keeps its state where it finds the parameters. Under fsdp the model changes in
-    place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, their names stay. A block
-    is gathered whole just before it computes, and freed after.
+    Call before making the optimizer, which keeps its state where the parameters are. Under fsdp the model changes in
+    place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, and keep their names. A
+    block is gathered just before it computes, and freed after.
     """
     if settings.parallel == "fsdp":
         if device.type == "cuda":
@@ -52,9 +53,9 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
 
 
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are gathered one at a time: the outermost items of lists and sequences, unless they are small.
+    """The modules to gather one at a time: the outermost items of lists and sequences, unless they are small.
 
-    That is where models keep the layers that they repeat. What is in none of them belongs to the model's root.
+    That is where models keep repeated layers. Everything else belongs to the model's root.
     """
     for child in module.children():
         repeated = isinstance(module, (nn.ModuleList, nn.Sequential))
@@ -65,10 +66,10 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """The model that is trained through: a placed one, whose gradients are averaged over the workers."""
+    """The model to train with, from `shard_model`'s: its gradients are averaged over the workers."""
     if isinstance(model, FSDPModule):
         return model
-    import ray.train.torch  # here, as who reads a checkpoint needs no Ray
+    import ray.train.torch  # here, as reading a checkpoint needs no Ray
 
     prepared: nn.Module = ray.train.torch.prepare_model(model)
     return prepared
@@ -76,7 +77,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
-    """For a forward and backward pass of a prepared model: average its gradients, or only add them up here."""
+    """A forward and backward pass of a prepared model that averages gradients `now`, or only adds them up locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         yield
@@ -88,12 +89,12 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this worker has of a tensor: its part of a DTensor, or all of it. No copy."""
+    """This worker's part of a DTensor, or all of another tensor; not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
-    """Where this worker's part of each tensor lies; None for those of which every worker has the whole."""
+    """Where this worker's part of each tensor lies; None for tensors that every worker has whole."""
     parts = {str(number): tensor for number, tensor in enumerate(tensors) if isinstance(tensor, DTensor)}
     places: list[Place | None] = [None] * len(tensors)
     for item in create_default_local_save_plan(parts, is_coordinator=True).items:
@@ -103,25 +104,25 @@ def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters in the order in which an optimizer's state_dict numbers them."""
+    """The parameters in the order of an optimizer's state_dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state_dict of the optimizer with each tensor cut as its parameter is; as it was, under ddp."""
+    """A whole state_dict of the optimizer with each tensor cut like its parameter; unchanged under ddp."""
     parameters = parameters_of(optimizer)
 
-    def spread(value: Any, parameter: torch.Tensor) -> Any:
+    def shard(value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             return value
-        # Every worker has the whole, so that none has to send it.
+        # Every worker has the whole tensor, so none has to send it.
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    spread_state = {
-        number: {name: spread(value, parameters[number]) for name, value in values.items()}
+    sharded = {
+        number: {name: shard(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
-    return {**state, "state": spread_state}
+    return {**state, "state": sharded}
 
 
 def _world() -> dist.ProcessGroup:
@@ -131,50 +132,51 @@ def _world() -> dist.ProcessGroup:
 
 
 class StepActions(NamedTuple):
-    """What is to be done after a step."""
+    """What the workers do after a step."""
 
     save: bool = False
-    "A checkpoint in storage."
+    "Save a checkpoint to storage."
     copy: bool = False
-    "A copy of the state in shared memory."
+    "Copy the state to shared memory."
     report: bool = False
-    "A record of the metric history."
+    "Add a record to the metric history."
     stop: bool = False
-    "Save and return: the run is to end here."
+    "Save and return: the run ends here."
     restart: bool = False
     "Save and end, for Ray to start a new worker group."
     busy: bool = False
-    "A checkpoint is still being committed, and one that can wait is not begun: under FSDP none replaces another."
+    "Begin no checkpoint that can wait: one is being committed, and under FSDP none may replace it."
 
 
 class StepConsensus:
-    """A few yes-or-no questions asked at every step; any worker's yes, one step later, is everybody's.
+    """Agrees at every step on what to do: what any worker asks for, all workers do one step later.
 
-    The all-reduce runs behind the next step. Taking the answer a step late is what makes it free: no worker waits
-    for the slowest one at a moment when gradients do not already make it wait.
+    The all-reduce runs behind the next step. Its result comes a step late and so costs nothing: no worker waits for the
+    slowest one, except where gradients make it wait anyway.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._answers = torch.zeros(len(StepActions._fields), dtype=torch.uint8)
-        self._asked: dist.Work | None = None
+        self._actions = torch.zeros(len(StepActions._fields), dtype=torch.uint8)
+        self._pending: dist.Work | None = None
 
-    def exchange(self, mine: StepActions) -> StepActions:
-        """What all agreed on in the step before; asks `mine` of all workers for the step after."""
-        if self._asked:
-            self._asked.wait()
-        agreed = StepActions(*(bool(answer) for answer in self._answers.tolist()))
-        self._answers = torch.tensor(mine, dtype=torch.uint8)
-        self._asked = dist.all_reduce(self._answers, dist.ReduceOp.MAX, self._group, async_op=True)
+    def reduce(self, mine: StepActions) -> StepActions:
+        """The actions agreed on at the step before; `mine` are this worker's for the step after."""
+        if self._pending:
+            self._pending.wait()
+        agreed = StepActions(*(bool(action) for action in self._actions.tolist()))
+        self._actions = torch.tensor(mine, dtype=torch.uint8)
+        self._pending = dist.all_reduce(self._actions, dist.ReduceOp.MAX, self._group, async_op=True)
         return agreed
 
 
 def sync_buffers(model: torch.nn.Module) -> None:
-    """Give every worker rank 0's buffers, which are those of a checkpoint: each has batch norm's averages of its own
-    rows, until DDP does the same before the next forward pass. All workers call this together.
+    """Give every worker rank 0's buffers, as a checkpoint has them; all workers call this together.
+
+    Each has batch norm's averages of its own rows until DDP does the same before the next forward pass.
     """
     buffers = list(model.buffers())
-    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):  # in one order on all workers, which a set has not
+    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):  # in the same order on all workers, unlike a set
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         flat = torch.cat([buffer.reshape(-1) for buffer in same])  # one message, not one for each
         dist.broadcast(flat, src=0)
@@ -182,14 +184,17 @@ def sync_buffers(model: torch.nn.Module) -> None:
             buffer.copy_(values.view_as(buffer))
 
 
-def gather_floats(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every worker's object, by rank; `group` None: one worker alone. All workers call this together."""
+    if group is None:
+        return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
 def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
-    """For each question whether any worker says yes; all call this together."""
-    answers = torch.tensor(mine, dtype=torch.uint8)
-    dist.all_reduce(answers, dist.ReduceOp.MAX, group)
-    return [bool(answer) for answer in answers.tolist()]
+    """For each flag, whether it is set on any worker; all workers call this together."""
+    flags = torch.tensor(mine, dtype=torch.uint8)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    return [bool(flag) for flag in flags.tolist()]

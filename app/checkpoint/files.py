@@ -1,9 +1,4 @@
-"""Committing: what makes a copy of the state a checkpoint, and cannot be half done.
-
-Serializing, hashing, uploading and reading back happen in one thread of rank 0, one checkpoint at a time; when storage
-is slower than the interval, a newer copy takes the place of one that still waits. Under PARALLEL=fsdp every rank has
-such a thread for its own part, and that of rank 0 commits what all have written (app/checkpoint/sharded.py).
-"""
+"""A checkpoint's files: uploaded and read back, and loaded only with the bytes that the manifest lists."""
 
 from __future__ import annotations
 
@@ -22,12 +17,12 @@ from app.run.checkpoints import Checkpoint
 from app.storage.base import Writer
 
 Files = dict[str, dict[str, Any]]
-"""What a manifest says of files (`Checkpoint.files`)."""
+"""The files of a manifest (`Checkpoint.files`)."""
 
 
 def write_whole(run: Run, snapshot: Snapshot) -> Files:
     """Write the files of a snapshot that holds the whole state."""
-    name, state = snapshot.about.name, snapshot.state
+    name, state = snapshot.manifest.name, snapshot.state
     return {
         "model.pt": upload_state(run, name, "model.pt", state["model"]),
         "optimizer.pt": upload_state(run, name, "optimizer.pt", state["optimizer"]),
@@ -36,8 +31,9 @@ def write_whole(run: Run, snapshot: Snapshot) -> Files:
 
 
 def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
-    """Stream one file of a checkpoint to storage, then read it back: an upload that was acknowledged may still have
-    been lost. Returns what the manifest says of it.
+    """Stream one file of a checkpoint to storage, then read it back, as an acknowledged upload may still be lost.
+
+    Returns its entry in the manifest; raises `DamageError` when other bytes come back.
     """
     key = run.key("checkpoints", name, file)
     with run.storage.writer(key) as writer:
@@ -51,12 +47,12 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
-    """`upload` what `torch.save` makes of a state."""
+    """`upload` a state, serialized by `torch.save`."""
     return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # write() is all
 
 
 def read_file(run: Run, checkpoint: Checkpoint, file: str) -> bytes:
-    """All bytes of a checkpoint's file; raises `DamageError` when they are not those of the manifest."""
+    """All bytes of a checkpoint's file; raises `DamageError` when they do not match the manifest."""
     key = run.key("checkpoints", checkpoint.name, file)
     content = run.storage.read(key)
     if hashlib.sha256(content).hexdigest() != checkpoint.files[file]["sha256"]:
@@ -73,13 +69,13 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        # torch's own text advises to load whatever it is.
+        # torch's own text advises loading it without the check.
         location = run.storage.locate(run.key("checkpoints", checkpoint.name, file))
         raise DamageError(f"{location}: not loaded: it holds more than tensors and plain values") from error
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:
-    """Put a state_dict into the model; raises `ConflictError` naming its `origin` when it does not fit."""
+    """Load a state_dict into the model; raises `ConflictError` naming its `origin` when it does not fit."""
     try:
         model.load_state_dict(state)
     except (RuntimeError, AttributeError, TypeError) as error:

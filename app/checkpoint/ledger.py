@@ -1,7 +1,7 @@
-"""Which rows each optimizer step consumed (AUDIT), from every worker and until storage has it.
+"""The rows each optimizer step consumed (AUDIT), gathered from all workers and kept until they are in storage.
 
-Each node keeps the whole of it beside its copy of the state: who goes on from that copy can still write what the
-workers before had not. All nodes have the same windows, as they gather and forget them together.
+Each node keeps them beside its copy of the state, so a group that resumes from the copy writes what the one before had
+not. All nodes have the same windows, as they gather and drop them together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pyarrow
 import torch
 import torch.distributed as dist
 
+from app.parallel import gather_objects
 from app.run import Run
 from app.run.history import write_audit
 
@@ -30,14 +31,17 @@ class LedgerWindow(NamedTuple):
 
 
 class Ledger:
-    """What was consumed and is not in storage yet; without AUDIT it stays empty."""
+    """Consumed rows that are not in storage yet; empty without AUDIT."""
 
-    def __init__(self, group: dist.ProcessGroup, attempt: int, start: int, inherited: Sequence[Any], on: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, attempt: int, start: int, inherited: Sequence[Any], on: bool
+    ) -> None:
+        """`group` None: one worker alone. `inherited`: windows of earlier attempts that were not in storage."""
         self._group, self._attempt, self._on = group, attempt, on
         self._after = start
         self._mine: list[tuple[int, torch.Tensor]] = []
         self._windows = [LedgerWindow(*window) for window in inherited]
-        self._forgotten = 0
+        self._dropped = 0
         self._written = 0
         self._lock = threading.Lock()
 
@@ -47,32 +51,31 @@ class Ledger:
             self._mine.append((step, rows))
 
     def gather(self, step: int) -> list[tuple[Any, ...]]:
-        """Close a window at `step`, which all workers do together; returns all that is not in storage, to be kept."""
+        """Close a window at `step`, on all workers together; returns the windows that are not in storage yet."""
         if not self._on:
             return []
-        rank = dist.get_rank(self._group)
+        rank = dist.get_rank(self._group) if self._group else 0
         mine = [
             torch.stack([torch.full_like(rows, taken), torch.full_like(rows, rank), rows], dim=1)
             for taken, rows in ((taken, rows.cpu()) for taken, rows in self._mine)
         ]
         numbers = torch.cat(mine).numpy() if mine else np.empty((0, 3), np.int64)
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (numbers, self._written), group=self._group)
+        everyone = gather_objects((numbers, self._written), self._group)
         rows = torch.from_numpy(np.concatenate([numbers for numbers, _ in everyone]))
         written = everyone[0][1]  # by rank 0, which alone writes
         with self._lock:
             if step > self._after:
                 self._windows.append(LedgerWindow(self._attempt, self._after + 1, step, rows))
-            del self._windows[: written - self._forgotten]
-            self._forgotten = written
+            del self._windows[: written - self._dropped]
+            self._dropped = written
             self._after, self._mine = step, []
             return [tuple(window) for window in self._windows]
 
     def write(self, run: Run) -> None:
-        """Make all that was gathered durable, on rank 0; raises `StorageError`, after which it can be called again."""
+        """Write the gathered windows to storage, on rank 0; can be called again after a `StorageError`."""
         with self._lock:
-            windows, upto = list(self._windows), self._forgotten + len(self._windows)
-            windows = windows[self._written - self._forgotten :]
+            windows, upto = list(self._windows), self._dropped + len(self._windows)
+            windows = windows[self._written - self._dropped :]
         for attempt in sorted({window.attempt for window in windows}):
             part = [window for window in windows if window.attempt == attempt]
             numbers = torch.cat([window.rows for window in part]).numpy()

@@ -1,14 +1,268 @@
-"""When the state is copied to memory, and when to storage."""
+"""What training needs of checkpoints: when to save, saving without holding up the training, and the wait at the end.
+
+training thread   `save` lists the state's tensors and goes on; `wait_for_copy` comes before parameters change
+copy thread       copies the tensors to the node's shared memory (snapshot.py, memory.py)
+commit thread     uploads the copy, reads it back and writes the manifest (commit.py; files.py for a whole state,
+                  sharded.py for one worker's part of it)
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import platform
+import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from app.background import Timer
+from app.checkpoint.commit import CheckpointCommitter
+from app.checkpoint.files import write_whole
+from app.checkpoint.ledger import Ledger
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.sharded import PartWriter, parameter_names
+from app.checkpoint.snapshot import Snapshots
+from app.parallel import StepActions, sync_buffers
+from app.plan import Plan
+from app.run import Run
+from app.run.attempts import Attempt, checkpoint_name
+from app.run.checkpoints import Checkpoint
+from app.run.history import Journal
+from app.run.incidents import TIER
+
+NOTICE_MARGIN_S = 4.0
+"""Between a notice and the save: the driver polls twice a second, rank 0 polls it as often, and a step has to end."""
+
+COPIES_MEASURED = 3
+"""Copies in memory after which their cost is reported: the first ones pay for allocating the memory."""
+
+
+class CheckpointManager:
+    """Saves the state of a worker group; every worker has one.
+
+    Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy. Under
+    FSDP each commits its part. Workers call `save` and `close` together.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        plan: Plan,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        memory: NodeMemory | None = None,
+        windows: Sequence[Any] = (),
+        journals: Mapping[str, Journal] | None = None,
+        warn: Callable[[str], Any] = print,
+        paused: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`group` carries what workers agree on (None: a worker alone); `memory` outlives this process (None: nothing
+        does); `windows` of consumed rows come with the state; `journals` are flushed before each commit; `paused`
+        suspends the watchdog during waits for storage.
+        """
+        self._run, self._attempt, self._plan, self._settings = run, attempt, plan, plan.settings
+        self._model, self._optimizer, self._group = model, optimizer, group
+        self._journals, self._paused = journals or {}, paused
+        self._sharded = self._settings.parallel == "fsdp"
+        self._ledger = Ledger(group, attempt.number, attempt.step, windows, self._settings.audit)
+        self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
+        self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
+        commits = rank == 0 or self._sharded
+        self._snapshots = Snapshots(memory or NodeMemory(None)) if memory or commits else None
+        self._committer: CheckpointCommitter | None = None
+        if commits:
+            write: Any = write_whole
+            if self._sharded:
+                names = parameter_names(model, optimizer)
+                write = PartWriter(rank, world_size, names, self._settings.storage_timeout_s, warn)
+            before_commit = self._write_history if rank == 0 else lambda: None
+            events = self._journals.get("events")
+            self._committer = CheckpointCommitter(run, attempt, self._settings, write, before_commit, events, warn)
+
+    # ------------------------------------------------------------------------------------------------------ in a step
+
+    def took_step(self, step: int, rows: torch.Tensor | None) -> None:
+        """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it."""
+        self._ledger.add_step(step, rows)
+        if self._snapshots:
+            self._snapshots.memory.heartbeat(self._attempt.number, step)
+
+    def due(self, step: int, step_s: float) -> StepActions:
+        """What rank 0 wants saved after `step`, which took `step_s` seconds: `save`, `copy` and `busy` are set."""
+        busy = self._sharded and self._committer is not None and self._committer.busy
+        return StepActions(
+            save=not busy and self._timer.due(self.save_every_s),
+            copy=self.in_memory and self._interval.due(step, step_s, self._costs),
+            busy=busy,
+        )
+
+    def save(self, step: int, metrics: dict[str, Any], *, evaluated: bool = True, to_storage: bool = True) -> None:
+        """Begin to copy the state at `step` to memory; with `to_storage` it becomes a checkpoint.
+
+        `evaluated` is false when an epoch ends here unevaluated. Call `wait_for_copy` before parameters change.
+        """
+        began = time.thread_time()  # waiting for slower workers is no cost: the next gradients would
+        if self._group and self._settings.snapshot_cost:
+            sync_buffers(self._model)
+        windows = self._ledger.gather(step)
+        spent_s = time.thread_time() - began
+        committer = self._committer if to_storage else None
+        if not self._snapshots or not (self.in_memory or committer):
+            return
+        if self._sharded:
+            self._finish_commit()
+        manifest = self._describe(step, metrics, evaluated)
+        # A copy in memory is only read by this run: it needs no extra state.
+        extra_state = self._extra_state(manifest) if committer else {}
+        snapshot = self._snapshots.take(
+            manifest,
+            self._model,
+            self._optimizer,
+            extra_state,
+            windows,
+            needed=to_storage,
+            for_storage=committer is not None,
+        )
+        self._snapshots.charge(spent_s)
+        if committer and snapshot:
+            committer.commit(snapshot)
+
+    def wait_for_copy(self) -> None:
+        """Return when parameters may change; raises the error that ended commits for good, if there was one."""
+        if self._snapshots:
+            self._snapshots.wait_for_copy()
+        if self._committer:
+            self._committer.raise_if_failed()
+
+    # ---------------------------------------------------------------------------------------------------- at the end
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until the newest snapshot is committed and return whether it is; raises like `wait_for_copy`."""
+        return self._committer.drain(timeout_s) if self._committer else True
+
+    def close(self, *, finished: bool) -> None:
+        """Wait until the newest copy in memory is complete. When the run has `finished`, wait for its commit too and
+        remove the copies, which the next worker group needs otherwise.
+        """
+        with self._paused():
+            if finished and self._committer:
+                self._committer.close()
+            if self._snapshots:
+                self._snapshots.wait_until_complete()
+            self._barrier()
+            if finished and self._snapshots:
+                self._snapshots.memory.remove()
+
+    # ---------------------------------------------------------------------------------------------------- its figures
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The last checkpoint committed by this worker."""
+        return self._committer.newest if self._committer else None
+
+    @property
+    def commit_s(self) -> float | None:
+        """Seconds that its commit took."""
+        return self._committer.commit_s if self._committer else None
+
+    @property
+    def save_every_s(self) -> float:
+        """Seconds between checkpoints: fewer than CHECKPOINT_EVERY_S once a commit no longer fits into the notice."""
+        every_s = self._settings.checkpoint_every_s
+        late = exceeds_notice(self.commit_s, self._settings.notice_s)
+        return min(every_s, self.commit_s or every_s) if late else every_s
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds of training that copying has cost so far."""
+        return self._snapshots.spent_s if self._snapshots else 0.0
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether copies outlive this process."""
+        return self._snapshots is not None and self._snapshots.memory.shared
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps between two copies in memory; 0 without copies, or before their cost is known."""
+        return self._interval.every if self.in_memory and self._interval.cost else 0
+
+    @property
+    def memory_summary(self) -> str:
+        """How often the state is copied to memory, and what it costs; empty until that has been measured."""
+        if not self._snapshots or not self.in_memory or len(self._costs) < COPIES_MEASURED:
+            return ""
+        size, every = self._snapshots.size, self._interval.every
+        return f"every {every} steps, {size / 1e6:.3g} MB each, {self._interval.cost:.1%} of the time"
+
+    # ------------------------------------------------------------------------------------------------------- its parts
+
+    @property
+    def _costs(self) -> deque[float]:
+        return self._snapshots.costs if self._snapshots else deque()
+
+    def _barrier(self) -> None:
+        if self._group:
+            dist.barrier(group=self._group)
+
+    def _finish_commit(self) -> None:
+        """Wait, on all workers, for the commit before: of a snapshot in parts no worker may drop its part for a newer
+        one. Only a checkpoint that cannot wait comes so early.
+        """
+        with self._paused():
+            self.drain()
+            self._barrier()
+
+    def _write_history(self) -> None:
+        """Make durable what a checkpoint relies on: journals, and the rows consumed up to it."""
+        for journal in self._journals.values():
+            journal.flush()
+        self._ledger.write(self._run)
+
+    def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
+        """The manifest of a checkpoint, its files not known yet."""
+        per_epoch, number = self._plan.steps.per_epoch, self._attempt.number
+        return Checkpoint(
+            name=checkpoint_name(step, number),
+            step=step,
+            epoch=(step - 1) // per_epoch + 1,
+            steps_per_epoch=per_epoch,
+            total_steps=self._plan.total_steps,
+            attempt=number,
+            metrics=metrics,
+            evaluated=evaluated,
+        )
+
+    def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:
+        """Where a checkpoint comes from, beside what its manifest has."""
+        source = self._plan.source
+        return {
+            "step": manifest.step,
+            "epoch": manifest.epoch,
+            # The loader's position and the generators' states are functions of these and the step.
+            "loader": {"name": self._settings.loader, **dataclasses.asdict(self._plan.steps)},
+            "rng": {"seed": self._settings.seed, "step": manifest.step},
+            "settings": self._settings.environment(),
+            # What the task builds its model for (EmptySource): with it, prediction needs nothing but the checkpoint.
+            "data": {"shape": list(source.shape), "classes": source.classes},
+            "versions": versions(),
+        }
 
 
 class SnapshotInterval:
-    """The shortest interval, in steps, at which snapshots cost at most a share of the time that steps take."""
+    """The shortest interval, in steps, at which snapshots cost at most a given share of the steps' time."""
 
     def __init__(self, share: float, start: int) -> None:
         self._share = share
@@ -19,11 +273,11 @@ class SnapshotInterval:
         self.cost = 0.0
         "Share of the time that they cost."
 
-    def due(self, step: int, step_time: float, costs: deque[float]) -> bool:
-        """Whether a snapshot is due at `step`, which took `step_time` seconds; a yes begins the next interval."""
+    def due(self, step: int, step_s: float, costs: deque[float]) -> bool:
+        """Whether a snapshot is due at `step`, which took `step_s` seconds; True begins the next interval."""
         if not self._share:
             return False
-        self._times.append(step_time)
+        self._times.append(step_s)
         if costs:
             cost, usual = median(costs), median(self._times)
             self.every = max(1, math.ceil(cost / (self._share * usual)))
@@ -32,3 +286,20 @@ class SnapshotInterval:
             return False
         self._last = step
         return True
+
+
+def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:
+    """Whether a commit of `commit_s` seconds takes longer than a notice leaves; False while either is unknown."""
+    return bool(commit_s and notice_s and commit_s + NOTICE_MARGIN_S > notice_s)
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run may depend on."""
+    import ray  # here, as reading a checkpoint needs no Ray
+
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # a subclass of str, which weights_only refuses to load
+        "ray": ray.__version__,
+        "numpy": np.__version__,
+    }

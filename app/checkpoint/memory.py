@@ -1,7 +1,7 @@
-"""A node's shared memory: where copies of the training state outlive the worker that took them.
+"""A node's shared memory, where copies of the training state outlive the worker that took them.
 
-A copy lies in a *slot*: a file that is marked, with its step and its checksum, once it is whole. Each process has a
-directory of its own below that of its run; the next process on the node finds what the one before left.
+A copy lies in a slot: a file that gets a marker, with step and checksum, once it is complete. Each process has its own
+directory below that of its run; the next process on the node finds what the one before left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import io
 import json
-import math
 import mmap
 import os
 import pickle
@@ -25,17 +24,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from app.cgroup import memory_left
 from app.run import SHARED_MEMORY, copies_of
 from app.run.checkpoints import Checkpoint
 
 MOST_SLOTS = 4
-"""The newest whole copy, the one being made, and on rank 0 the one being uploaded and the one that waits for it."""
+"""The newest complete copy, the one being made, and on rank 0 the one being uploaded and the one waiting for it."""
 
-MEMORY_LEFT = 0.5
+MEMORY_SHARE = 0.5
 """Part of the free shared memory that a node's first two slots may take: Ray's object store lies there too."""
 
 STALE_S = 24 * 3600
-"""Copies of other runs that nobody has touched for so long are removed."""
+"""Age at which copies of other runs are removed."""
 
 HEARTBEAT = struct.Struct("<qqd")
 """Attempt, step, seconds since the epoch."""
@@ -43,7 +43,7 @@ HEARTBEAT = struct.Struct("<qqd")
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A whole copy in this machine's shared memory, as its marker describes it."""
+    """A complete copy in this machine's shared memory, as its marker describes it."""
 
     attempt: int
     step: int
@@ -58,14 +58,14 @@ class MemorySnapshot:
 
 
 class Slot:
-    """Room for one copy: in a file of shared memory, or in this process alone."""
+    """Room for one copy: a file in shared memory, or memory of this process alone."""
 
     def __init__(self, size: int, file: Path | None) -> None:
         self.size, self.file = size, file
         self.uploading = False
         "Whether the commit thread still needs it."
         self.sealing = False
-        "Whether it is not marked yet."
+        "Whether its copy is not complete yet."
         if file is None:
             self.map = mmap.mmap(-1, max(1, size))
         else:
@@ -83,38 +83,41 @@ class Slot:
             self._pinned = True
 
     def unmark(self) -> None:
-        """What it holds is no copy any more."""
+        """Its content is about to change: it no longer holds a copy."""
         if self.file:
             _marker(self.file).unlink(missing_ok=True)
 
-    def mark(self, about: Checkpoint, rest: bytes) -> None:
-        """What it holds is whole: `rest` is kept beside it, and the marker comes last."""
+    def mark(self, manifest: Checkpoint, rest: bytes) -> None:
+        """Its copy is complete: write `rest` beside it, and the marker last."""
         assert self.file
-        held = MemorySnapshot(
-            attempt=about.attempt,
-            step=about.step,
-            evaluated=about.evaluated,
-            time=about.time,
+        snapshot = MemorySnapshot(
+            attempt=manifest.attempt,
+            step=manifest.step,
+            evaluated=manifest.evaluated,
+            time=manifest.time,
             size=self.size,
             crc32=zlib.crc32(memoryview(self.map)[: self.size]),
             file=str(self.file),
         )
         self.file.with_suffix(".rest").write_bytes(rest)
         temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**asdict(held), "rest_crc32": zlib.crc32(rest)}))
+        temporary.write_text(json.dumps({**asdict(snapshot), "rest_crc32": zlib.crc32(rest)}))
         temporary.rename(_marker(self.file))
 
 
 class NodeMemory:
-    """This process's directory in shared memory, for one run. Without one, slots are private and nothing is kept."""
+    """This process's directory in shared memory for the run at `location`.
 
-    def __init__(self, location: str, shared: bool, say: Callable[[str], Any] = print) -> None:
-        self._say = say
+    Without one (`location` None, or no room), slots are private to the process and nothing outlives it.
+    """
+
+    def __init__(self, location: str | None, warn: Callable[[str], Any] = print) -> None:
+        self._warn = warn
         self._slots: list[Slot] = []
         self._newest: Slot | None = None
         self._inherited: Path | None = None
-        "The newest copy of the process before, which stays until there is a newer one."
-        self.directory = self._lock_directory(location) if shared else None
+        "The newest copy of the process before, kept until there is a newer one."
+        self.directory = self._lock_directory(location) if location else None
         self._heartbeat = self._open_heartbeat()
 
     @property
@@ -122,12 +125,12 @@ class NodeMemory:
         return self.directory is not None
 
     def heartbeat(self, attempt: int, step: int) -> None:
-        """Leave word that this step has been taken; a write to memory, which outlives the process."""
+        """Record that `step` was taken: a write to memory, which outlives the process."""
         if self._heartbeat is not None:
             HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
 
-    def free_slot(self, size: int, must: bool) -> Slot | None:
-        """A slot of `size` bytes that nobody needs; None when there is none, unless one `must` be had."""
+    def free_slot(self, size: int, needed: bool) -> Slot | None:
+        """A slot of `size` bytes that nobody needs; None when there is none, unless it is `needed`."""
         self._slots = [slot for slot in self._slots if slot.size == size or slot.uploading or slot.sealing]
         for slot in self._slots:
             if slot.size == size and slot is not self._newest and not (slot.uploading or slot.sealing):
@@ -143,19 +146,19 @@ class NodeMemory:
             except OSError as error:
                 if len(self._slots) < 2:
                     self._give_up(f"{error.strerror or error}")
-        return self._add(size, None) if must else None
+        return self._add(size, None) if needed else None
 
-    def whole(self, slot: Slot, about: Checkpoint, rest: bytes) -> None:
-        """Mark the copy in `slot`: from now on it is the newest."""
+    def complete(self, slot: Slot, manifest: Checkpoint, rest: bytes) -> None:
+        """Mark the copy in `slot` as complete, and as the newest."""
         if slot.file and self.directory:
-            slot.mark(about, rest)
+            slot.mark(manifest, rest)
             if self._newest is None:
                 self._remove_older()
             self._newest = slot
         slot.sealing = False
 
     def remove(self) -> None:
-        """The run has ended: nobody goes on from here."""
+        """Remove this process's copies: nobody will resume from them."""
         if self.directory:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # another process of the run is still there
@@ -167,7 +170,7 @@ class NodeMemory:
         return slot
 
     def _lock_directory(self, location: str) -> Path | None:
-        """The first directory of the run that no living process has: another may still end, or be another node's."""
+        """The run's first directory that no living process has locked; None when there is no shared memory."""
         try:
             for number in range(MOST_SLOTS * 4):
                 directory = _root(location) / str(number)
@@ -175,14 +178,14 @@ class NodeMemory:
                 self._lock = (directory / "lock").open("w")
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self._inherited = _keep_best(directory)
+                    self._inherited = _keep_newest(directory)
                     return directory
         except OSError as error:
-            self._say(f"warning: no copies in shared memory: {error}")
+            self._warn(f"no copies in shared memory: {error}")
         return None
 
     def _remove_older(self) -> None:
-        """Now that this process has a copy of its own: whatever the processes before it left, here and elsewhere."""
+        """Remove what earlier processes left, now that this one has a copy of its own."""
         assert self.directory
         if self._inherited:
             for file in self.directory.glob(f"{self._inherited.stem}.*"):
@@ -198,19 +201,20 @@ class NodeMemory:
                     run.rmdir()
 
     def _check_room(self, size: int) -> None:
-        free = min(shutil.disk_usage(SHARED_MEMORY).free, _memory_left())
-        if 2 * size > MEMORY_LEFT * free:
+        free, left = shutil.disk_usage(SHARED_MEMORY).free, memory_left()  # shared memory counts as the container's
+        free = free if left is None else min(free, left)
+        if 2 * size > MEMORY_SHARE * free:
             raise OSError(f"two of {size / 1e6:.0f} MB take more than half of the {free / 1e6:.0f} MB that are free")
 
     def _give_up(self, why: str) -> None:
-        self._say(f"warning: no copies in shared memory from here on: {why}; after a loss, storage is where to go on")
+        self._warn(f"no copies in shared memory from here on: {why}; after a loss, the run resumes from storage")
         self.remove()
         self.directory, self._newest = None, None
 
     def _open_heartbeat(self) -> mmap.mmap | None:
         if not self.directory:
             return None
-        with (self.directory / "pulse").open("a+b") as file:  # what the process before left stays until the first step
+        with (self.directory / "pulse").open("a+b") as file:  # the last process's stays until the first step
             file.truncate(HEARTBEAT.size)
             return mmap.mmap(file.fileno(), HEARTBEAT.size)
 
@@ -222,20 +226,20 @@ class LoadedSnapshot(NamedTuple):
     data: torch.Tensor
     "The tensors' bytes, uint8 [size]."
     rest: dict[str, Any]
-    "What lies beside them: `structure`, `about` and `ledger`."
+    "Beside them: `structure`, `about` (the manifest) and `ledger`."
 
 
 def find_snapshot(location: str) -> LoadedSnapshot | None:
-    """The newest copy of the run on this machine that can be used; any that cannot is passed over."""
-    held = [held for directory in sorted(_root(location).glob("*")) for held in _list_snapshots(directory)]
-    for candidate in sorted(held, key=lambda held: (held.attempt, held.step), reverse=True):
+    """The newest usable copy of the run on this machine."""
+    found = [snapshot for directory in sorted(_root(location).glob("*")) for snapshot in _list_snapshots(directory)]
+    for snapshot in sorted(found, key=_position, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError):
-            return _read_snapshot(candidate)
+            return _read_snapshot(snapshot)
     return None
 
 
 def _read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
-    """Raises `OSError`, or `ValueError`, when it is damaged, or is being replaced just now."""
+    """Read and check a copy; raises `OSError` or `ValueError` when it is damaged, or just being replaced."""
     data = torch.empty(held.size, dtype=torch.uint8)
     with open(held.file, "rb") as file:
         file.readinto(as_bytes(data))
@@ -247,7 +251,7 @@ def _read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
 
 
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
-    """The last step of each process of the run on this machine, as far as it is still known: attempt, step, time."""
+    """The last step of each process of the run on this machine: attempt, step, seconds since the epoch."""
     heartbeats = []
     for file in _root(location).glob("*/pulse"):
         with contextlib.suppress(OSError, struct.error):
@@ -258,12 +262,12 @@ def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:
-    """A tensor of bytes as Python sees them, without a copy."""
+    """A uint8 tensor's bytes, without a copy."""
     return memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that an array is a buffer
 
 
 def _root(location: str) -> Path:
-    """Where the processes of a run on this machine keep their copies."""
+    """The directory of a run's copies on this machine."""
     return copies_of(location, SHARED_MEMORY)
 
 
@@ -272,20 +276,24 @@ def _marker(file: Path) -> Path:
 
 
 def _list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
-    """The marked copies of a directory; one that is being replaced just now is passed over."""
+    """The complete copies in a directory; those just being replaced are skipped."""
     for marker in directory.glob("slot-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = json.loads(marker.read_text())
             yield MemorySnapshot(**{name: record[name] for name in MemorySnapshot.__dataclass_fields__})
 
 
-def _keep_best(directory: Path) -> Path | None:
-    """Of what the process before left in its directory, the newest whole copy stays."""
-    best = max(_list_snapshots(directory), key=lambda held: (held.attempt, held.step), default=None)
+def _position(snapshot: MemorySnapshot) -> tuple[int, int]:
+    return snapshot.attempt, snapshot.step
+
+
+def _keep_newest(directory: Path) -> Path | None:
+    """Remove all but the newest complete copy that the process before left."""
+    newest = max(_list_snapshots(directory), key=_position, default=None)
     for file in directory.glob("slot-*"):
-        if not best or file.stem != Path(best.file).stem:
+        if not newest or file.stem != Path(newest.file).stem:
             file.unlink()
-    return Path(best.file) if best else None
+    return Path(newest.file) if newest else None
 
 
 def _remove_if_free(directory: Path) -> None:
@@ -293,14 +301,3 @@ def _remove_if_free(directory: Path) -> None:
     with contextlib.suppress(OSError), (directory / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory)
-
-
-def _memory_left() -> float:
-    """Bytes that this container may still use: shared memory counts as its memory. Infinite without a limit."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return math.inf if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return math.inf

@@ -1,20 +1,20 @@
-"""Checkpoints in parts: under PARALLEL=fsdp every rank writes what it holds, and rank 0 commits what all have written.
+"""Checkpoints in parts (PARALLEL=fsdp): each rank writes the part it holds, and rank 0 commits all of them.
 
-The files are those of torch.distributed.checkpoint, so that any PyTorch program reads the directory with its
+The files are those of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
 `FileSystemReader`:
 
     __0_0.distcp __0_1.distcp   rank 0's part of the model, and of the optimizer's state: tensors, one after the other
-    part-00000.json             what lies where in them; written when they are, and have been read back
-    .metadata                   the same of all ranks, for torch; this program does not read it, as it is a pickle
-    extra_state.pt              as ever; the optimizer's plain values are here, under `optimizer`
-    model.pt                    in a finished run's last checkpoint, put together from the parts
+    part-00000.json             where each tensor lies in them; written once they have been read back
+    .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
+    extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
+    model.pt                    the whole model, in the last checkpoint of a finished run
 
-Tensors are called `model.NAME` and `optimizer.state.NAME OF THE PARAMETER.NAME`. Those that are not cut (buffers, the
-optimizer's counts of steps) are the same on all ranks, or rank 0's are what counts, and are written by rank 0.
+Tensors are called `model.NAME` and `optimizer.state.NAME OF THE PARAMETER.NAME`. Rank 0 writes those that are not cut
+(buffers, the optimizer's step counts).
 
-Ranks tell each other through storage alone what they have written: a rank that dies in between leaves a directory
-without a manifest, and nobody waiting in a collective call. All ranks commit the same snapshots because they decide on
-them together (app/train/step.py, `Worker.keep`).
+Ranks learn only from storage what the others have written: a rank that dies leaves a directory without a manifest, and
+no other rank waiting in a collective call. All ranks commit the same snapshots since they agree on them
+(app/train/step.py).
 """
 
 from __future__ import annotations
@@ -50,63 +50,63 @@ from app.run.checkpoints import Checkpoint
 from app.storage.base import Writer
 
 KINDS = ("model", "optimizer")
-"""The files of a part, in the order of their numbers: who only predicts does not read the optimizer's."""
+"""The files of a part, in the order of their numbers: prediction does not read the optimizer's."""
 
 INDEX = "part-{:05d}.json"
 
 METADATA = ".metadata"
 
 LATE_S = 60.0
-"""How much longer than STORAGE_TIMEOUT_S rank 0 waits for parts: a rank whose storage fails says so itself before."""
+"""How much longer than STORAGE_TIMEOUT_S rank 0 waits for parts: a rank whose storage fails reports that first."""
 
-LOOK_EVERY_S = 0.5
-"""Between two listings while rank 0 waits; the others have as much to write as it had."""
+POLL_EVERY_S = 0.5
+"""Between two listings while rank 0 waits for parts as large as its own."""
 
-TELL_AFTER_S = 30.0
+WARN_AFTER_S = 30.0
 
 
 class Piece(NamedTuple):
-    """What a file of a part has of one tensor, as it stands in the part's index."""
+    """A piece of one tensor in a file, as the part's index lists it."""
 
     name: str
     dtype: str
     shape: list[int]
     "Of the whole tensor."
     offset: list[int]
-    "Of the piece in it."
+    "Of the piece in the tensor."
     lengths: list[int]
     "Of the piece, in each dimension."
     file: str
     begin: int
-    "Where the bytes lie that `torch.save` made of it."
+    "Of its bytes in the file, as `torch.save` wrote them."
     size: int
 
 
 class PartWriter:
-    """Writes one rank's part of each snapshot, in the commit thread; on rank 0 also what belongs to all of them."""
+    """Writes one rank's part of each snapshot, in the commit thread; rank 0 also writes the files common to all."""
 
     def __init__(
         self, rank: int, world_size: int, names: list[str], timeout_s: float, warn: Callable[[str], Any]
     ) -> None:
-        """`names`: of the parameters, in the optimizer's order (`parameter_names`)."""
+        """`names`: the parameters', in the optimizer's order (`parameter_names`)."""
         self._rank, self._world_size, self._names = rank, world_size, names
         self._timeout_s, self._warn = timeout_s + LATE_S, warn
         self._written = ""
-        "The checkpoint whose part is in storage: what fails after that does not make it be written again."
+        "The checkpoint whose part is in storage: a retry does not write it again."
 
     def __call__(self, run: Run, snapshot: Snapshot) -> Files | None:
-        """Write it; on rank 0, wait for the others' parts and return the files of all."""
-        about = snapshot.about
-        if self._written != about.name:
+        """Write this rank's part; on rank 0, wait for the others' and return the files of all."""
+        name = snapshot.manifest.name
+        if self._written != name:
             write_part(run, snapshot, self._names, self._rank)
-            self._written = about.name
+            self._written = name
         if self._rank:
             return None
-        self._wait_for_parts(run, about.name)
+        self._wait_for_parts(run, name)
         return write_common(run, snapshot, self._names, self._world_size)
 
     def _wait_for_parts(self, run: Run, name: str) -> None:
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while True:
             there = {entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("checkpoints", name))}
             missing = [rank for rank in range(self._world_size) if INDEX.format(rank) not in there]
@@ -116,17 +116,17 @@ class PartWriter:
             text = f"{name}: no part of ranks {', '.join(map(str, missing))} after {waited:.0f} s"
             if waited > self._timeout_s:
                 raise RuntimeError(text)
-            if waited > TELL_AFTER_S and not told:
-                told = True
+            if waited > WARN_AFTER_S and not warned:
+                warned = True
                 self._warn(f"{text}; waiting for at most {self._timeout_s:.0f} s")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
 
 
 def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> None:
-    """Write one rank's part: the tensors, then the index, which says that they are in storage."""
-    name, files, pieces = snapshot.about.name, {}, []
+    """Write one rank's part: the tensors, then their index, which tells that they are in storage."""
+    name, files, pieces = snapshot.manifest.name, {}, []
     tensors = zip(keys_of(snapshot.state, names), tensors_in(snapshot.state), snapshot.places, strict=True)
-    # What is not cut is rank 0's to write; of a tensor shorter than there are ranks, the last of them have nothing.
+    # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
     mine = [
         (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
         for key, tensor, place in tensors
@@ -139,7 +139,7 @@ def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> Non
             for key, tensor, place in mine:
                 if key.startswith(f"{kind}."):
                     begin = writer.size
-                    torch.save(tensor, writer)  # type: ignore[arg-type]  # of a file it needs only write()
+                    torch.save(tensor, writer)  # type: ignore[arg-type]  # it needs only write()
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     extent = (list(place.shape), list(place.offset), list(tensor.shape))
                     pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin))
@@ -150,8 +150,8 @@ def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> Non
 
 
 def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int) -> Files:
-    """Write what is no rank's own, when all parts are there; returns the files of the whole checkpoint."""
-    name = snapshot.about.name
+    """Write the files common to all ranks, once all parts are there; returns the files of the whole checkpoint."""
+    name = snapshot.manifest.name
     listed = {entry.key.rpartition("/")[2]: entry for entry in run.storage.list(run.key("checkpoints", name))}
     files: Files = {}
     pieces: list[Piece] = []
@@ -174,15 +174,15 @@ def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int
     outline = make_outline(snapshot.state, names)
     extra_state = {**snapshot.extra_state, "state": outline}
     files["extra_state.pt"] = upload_state(run, name, "extra_state.pt", extra_state)
-    if snapshot.about.finished:
-        written_so_far = replace(snapshot.about, files=files)
+    if snapshot.manifest.finished:
+        written_so_far = replace(snapshot.manifest, files=files)
         model = _read_whole(run, written_so_far, pieces, outline["model"])
         files["model.pt"] = upload_state(run, name, "model.pt", model)
     return files
 
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
-    """What torch.distributed.checkpoint wants to know of a checkpoint; raises `DamageError` when a piece is missing."""
+    """The metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for piece in pieces:
@@ -218,7 +218,7 @@ def load_whole(run: Run, checkpoint: Checkpoint, kinds: Sequence[str] = KINDS) -
 
 
 def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read into a sharded model and its optimizer what this rank has of them, whatever the number of ranks that wrote.
+    """Read this rank's part of a sharded model and its optimizer, however many ranks wrote the checkpoint.
 
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
@@ -246,11 +246,11 @@ def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimiz
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
-    """SHA-256 that tells the weights of a checkpoint from those of another."""
+    """A SHA-256 that identifies the weights of a checkpoint."""
     if "model.pt" in checkpoint.files:
         return str(checkpoint.files["model.pt"]["sha256"])
     ending = f"_{KINDS.index('model')}.distcp"
-    parts = sorted((file, about["sha256"]) for file, about in checkpoint.files.items() if file.endswith(ending))
+    parts = sorted((file, entry["sha256"]) for file, entry in checkpoint.files.items() if file.endswith(ending))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -260,7 +260,7 @@ def _read_pieces(run: Run, checkpoint: Checkpoint) -> list[Piece]:
 
 
 def _read_whole(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], outline: Any) -> Any:
-    """The whole of what `outline` names."""
+    """The state that `outline` describes, with whole tensors."""
     named = set(_leaves(outline))
     wanted = [piece for piece in pieces if piece.name in named]
     tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
@@ -269,16 +269,16 @@ def _read_whole(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], outli
 
 
 def _read(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Fill tensors, whole ones and DTensors, by name; torch's planner finds which pieces cover them.
+    """Fill tensors (whole ones and DTensors) by name; torch's planner finds the pieces that cover them.
 
-    A file is read whole, since the bytes that were checked are the bytes that are loaded; one at a time.
+    Files are read whole, one at a time: only bytes that were checked are loaded.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(into, make_metadata(pieces))
-    lies = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
+    by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
     by_file: dict[str, list[tuple[ReadItem, Piece]]] = {}
     for item in planner.create_local_plan().items:
-        piece = lies[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+        piece = by_offset[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
         by_file.setdefault(piece.file, []).append((item, piece))
     for file, items in by_file.items():
         content = memoryview(read_file(run, checkpoint, file))
@@ -300,7 +300,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
-    """What each tensor of `model` and `optimizer` is called, in the order of `tensors_in`."""
+    """The name of each tensor of `model` and `optimizer`, in the order of `tensors_in`."""
     keys = []
     for path in _paths(state):
         if path[:2] == ("optimizer", "state"):
@@ -310,13 +310,13 @@ def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
 
 
 def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
-    """The state with the name of each tensor in its place."""
+    """The state with each tensor replaced by its name."""
     keys = iter(keys_of(state, names))
     return map_tensors(state, lambda _: next(keys))  # type: ignore[arg-type, return-value]  # a name for each tensor
 
 
 def _fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that an outline is of."""
+    """The state that `make_outline` was given, with these tensors."""
     if isinstance(outline, Mapping):
         return {key: _fill(item, tensors) for key, item in outline.items()}
     if isinstance(outline, (list, tuple)):

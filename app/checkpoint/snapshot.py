@@ -1,11 +1,11 @@
 """Copies of the training state, taken behind the training.
 
-Parameters and optimizer state do not change during forward and backward, so they are copied behind them, and only the
-next optimizer step waits (`wait_for_copy`). The copy lies in the node's shared memory (memory.py). Under DDP every
-node has the whole state, so after a loss the newest whole copy of any surviving node is where the next worker group
-goes on (app/elastic/restore.py), and storage is for the day when all nodes go. The same copy is what the commit thread
-uploads (commit.py). Under FSDP every worker copies its part, for the upload alone: a node that goes takes its parts
-along, and what the others have is no state.
+Parameters and optimizer state do not change during forward and backward, so they are copied meanwhile, and only the
+next optimizer step waits (`wait_for_copy`). The copy lies in the node's shared memory (memory.py). Under DDP every node
+has the whole state: after a loss, the next worker group resumes from the newest complete copy of any surviving node
+(app/elastic/restore.py), and from storage only when all nodes are lost. The commit thread uploads the same copy
+(commit.py). Under FSDP each worker copies its part, for the upload alone: a lost node takes its parts along, and the
+other parts are no state.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from app.parallel import Place, find_places, part_of
 from app.run.checkpoints import Checkpoint
 
 ALIGNMENT = 64
-"""Bytes; of a tensor's place in a slot, so that it can be seen as any dtype."""
+"""Bytes, of each tensor in a slot: any dtype can be viewed there."""
 
 
 @dataclass
 class Snapshot:
     """A copy of the state at one step, in host memory."""
 
-    about: Checkpoint
-    "What the manifest will say; its files are still missing."
+    manifest: Checkpoint
+    "Without its files, which are not written yet."
     extra_state: dict[str, Any]
     state: dict[str, Any]
     "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
     slot: Slot
     copied: Future[None]
     places: list[Place | None]
-    "Of each tensor of the model, then of the optimizer (`tensors_in`): of which whole it is a part, under fsdp."
+    "For each tensor of the model, then of the optimizer (`tensors_in`): under fsdp, where in the whole tensor it lies."
 
     def release(self) -> None:
-        """The commit thread is done with it."""
+        """Free the slot: the commit thread no longer needs it."""
         self.slot.uploading = False
 
 
@@ -68,23 +68,24 @@ class Snapshots:
 
     def take(
         self,
-        about: Checkpoint,
+        manifest: Checkpoint,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         extra_state: dict[str, Any],
-        ledger: list[Any],
+        windows: list[Any],
+        *,
         needed: bool,
         for_storage: bool,
     ) -> Snapshot | None:
-        """Begin to copy the state; the caller goes on, and calls `wait_for_copy` before it changes parameters.
+        """Begin to copy the state, with the `windows` of consumed rows; call `wait_for_copy` before parameters change.
 
-        `for_storage`: the slot stays as it is until the snapshot is released. None when no slot is free and the copy is
-        not `needed`: then the newest one stays the newest.
+        With `for_storage` the slot is kept until the snapshot is released. Returns None when no slot is free and the
+        copy is not `needed`.
         """
         began = time.perf_counter()
         self.wait_for_copy()
         if needed:
-            self.wait_until_whole()  # after which a slot is free
+            self.wait_until_complete()  # then a slot is free
         if self._spent:
             self.costs.append(self._spent)
             self._charged += self._spent
@@ -111,25 +112,26 @@ class Snapshots:
         slot.uploading, slot.sealing = for_storage, self.memory.shared
         self._copying = self._thread.submit(self._copy, tensors, mark)
         if slot.sealing:
-            rest = {"structure": structure, "about": plain(about), "ledger": ledger}
-            self._sealing = self._thread.submit(self._seal, slot, about, rest, mark is None)
+            about = {name: value for name, value in asdict(manifest).items() if name != "files"}
+            rest = {"structure": structure, "about": about, "ledger": windows}
+            self._sealing = self._thread.submit(self._seal, slot, manifest, rest, mark is None)
         self._spent += time.perf_counter() - began
-        return Snapshot(about, extra_state, state, slot, self._copying, find_places(tensors_in(source)))
+        return Snapshot(manifest, extra_state, state, slot, self._copying, find_places(tensors_in(source)))
 
     def charge(self, seconds: float) -> None:
-        """Count what a snapshot costs besides."""
+        """Add to the cost of the newest snapshot."""
         self._spent += seconds
 
     def wait_for_copy(self) -> None:
-        """Return when the state may change again."""
+        """Return when the state may change."""
         if self._copying:
             began = time.perf_counter()
             self._copying.result()
             self._copying = None
             self._spent += time.perf_counter() - began
 
-    def wait_until_whole(self) -> None:
-        """Return when the last snapshot is marked."""
+    def wait_until_complete(self) -> None:
+        """Return when the newest copy is complete, in memory."""
         if self._sealing:
             self._sealing.result()
 
@@ -138,15 +140,15 @@ class Snapshots:
         _copy(tensors, mark)
         self._charge_thread(before, mark is None)
 
-    def _seal(self, slot: Slot, about: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
+    def _seal(self, slot: Slot, manifest: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
         before = time.thread_time()
         file = io.BytesIO()
         torch.save(rest, file)
-        self.memory.whole(slot, about, file.getvalue())
+        self.memory.complete(slot, manifest, file.getvalue())
         self._charge_thread(before, on_cpu)
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
-        """On a CPU, what this thread does is taken from the threads that train; beside a GPU, it is free."""
+        """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
         if on_cpu:
             self._spent += (time.thread_time() - before) / torch.get_num_threads()
 
@@ -178,7 +180,7 @@ def size_of(structure: Any) -> int:
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:
-    """The tensors of `structure` (their shapes and dtypes count) as they lie in `buffer`, each with its own storage."""
+    """`structure` with tensors of the same shapes and dtypes that lie in `buffer`, each with its own storage."""
     offset = 0
 
     def place(like: torch.Tensor) -> torch.Tensor:
@@ -191,17 +193,12 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
     return map_tensors(structure, place)
 
 
-def plain(about: Checkpoint) -> dict[str, Any]:
-    """A checkpoint's description as plain values."""
-    return {name: value for name, value in asdict(about).items() if name != "files"}
-
-
 def _padded(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
 def _gpu_mark(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
-    """The point in the GPU's queue at which the state is the one to copy."""
+    """An event in the GPU's queue at which the state is the one to copy; None without a GPU."""
     if not any(source.is_cuda for _, source in tensors):
         return None
     mark = torch.cuda.Event()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from app.cgroup import memory_left, read_throttling, resident_memory
 from app.data.source import Batch
-from app.parallel import gather_floats
+from app.parallel import gather_objects
 
 
 class Sums:
@@ -38,7 +38,7 @@ class Sums:
 
 def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
     """The mean over the rows of all workers, for each name; every worker gets it."""
-    return _means(gather_floats(sums.totals(), group))
+    return _means(gather_objects(sums.totals(), group))
 
 
 class Stopwatch:
@@ -138,7 +138,7 @@ class MetricWindow:
             "throttled_s": throttling.seconds,
             "throttled_share": throttling.share,
         }
-        everyone = gather_floats((self._sums.totals(), {"rows": self._sums.rows}, numbers, own), self._group)
+        everyone = gather_objects((self._sums.totals(), {"rows": self._sums.rows}, numbers, own), self._group)
         totals = [sums for sums, *_ in everyone]
         ranks = [{**done, **numbers, **own} for _, done, numbers, own in everyone]
         slowest = {name: max(rank[name] for rank in ranks) for name in numbers}

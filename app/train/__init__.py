@@ -1,1 +1,1 @@
-"""Training: the Ray trainer, the worker, and the loop."""
+"""Trains a plan: the TorchTrainer, the worker, the loop over steps, and the reporter of its progress."""

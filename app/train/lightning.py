@@ -1,4 +1,4 @@
-"""The training loop of a LightningModule: Lightning's Trainer takes the steps, and all that surrounds one is ours."""
+"""The training loop of a LightningModule: Lightning's Trainer takes the steps, app/train/step.py does the rest."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ BETWEEN_STEPS = (
     *("on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward"),
     *("on_before_zero_grad", "configure_callbacks"),
 )
-"""Hooks that come after a step and before the next changes parameters: in these a module may change some, too."""
+"""Hooks between a step and the next change of parameters, in which a module may change some itself."""
 
 
 def train(worker: Worker) -> None:
-    """Train from where the run stands to its end: what `app.train.loop.train` does, by Lightning's Trainer."""
+    """Do what `app.train.loop.train` does, by Lightning's Trainer."""
     task, model, step = cast(LightningTask, worker.task), cast(LightningModule, worker.model), worker.start
     task.begin_schedule(model, worker.optimizer, step)
-    if not worker.evaluated:  # an epoch ends here, and the workers before left before they could
-        worker.catch_up(step, evaluate(worker))
+    if not worker.evaluated:  # the group before ended with the epoch's last step
+        worker.add_evaluation(evaluate(worker))
 
     shares = Shares(worker)
     trainer = make_trainer(
@@ -48,11 +48,11 @@ def train(worker: Worker) -> None:
     )
     count_from(trainer, step, worker.steps.per_epoch)
     prepare_trainer(trainer).fit(model, shares)
-    worker.finish()
+    worker.checkpoints.close(finished=True)
 
 
 def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
-    """Let a module's `global_step` and `current_epoch`, and the Trainer's own end, count what was done before."""
+    """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step`."""
     loop = trainer.fit_loop
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
     epochs = dict.fromkeys(("ready", "started", "processed", "completed"), step // per_epoch)
@@ -60,7 +60,7 @@ def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
 
 
 class Shares:
-    """This worker's share of each step, as the Trainer takes batches, and what is known of the newest one."""
+    """This worker's share of each step, as the Trainer's batches, and the figures of the newest one."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -68,21 +68,21 @@ class Shares:
         self.step = worker.start
         "Optimizer steps taken."
         self.batch: Batch = {}
-        "Empty for a share without rows: then the module is given the stand-in."
+        "Empty for a share without rows: then the module gets the padding batch."
         self.began = self.data_wait = 0.0
         self.values: list[Batch] = []
-        "What its forward passes gave for each row."
+        "Each row's values, of every forward pass."
         self.finish_step: Callable[[], bool] = lambda: False
-        "What comes after a step; True: the run is to stop."
+        "Called after a step; True: the run stops."
 
     def __len__(self) -> int:
-        """Of a whole epoch. With a length, the Trainer asks for no batch before its time."""
+        """Steps of a whole epoch. With a length, the Trainer fetches no batch ahead."""
         return self._worker.steps.per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the epoch. All begins with the first `next`: the Trainer makes iterators that it does not use.
+        """The rest of the epoch. Nothing happens before the first `next`: the Trainer makes iterators it does not use.
 
-        The Trainer comes back for the next batch when all hooks of a step are done, of the module's too.
+        The Trainer asks for the next batch when all hooks of a step are done, the module's too.
         """
         worker = self._worker
         epoch, first = divmod(self.step, len(self))
@@ -90,24 +90,24 @@ class Shares:
         for batch, self.data_wait, self.began in timed(worker.loader.train(epoch + 1, first, last)):
             self.batch, self.values = batch if batch and len(batch["row"]) else {}, []
             seed_generators(worker.settings.seed, self.step, worker.rank)
-            yield self.batch or worker.stand_in
+            yield self.batch or worker.padding_batch
             if self.finish_step():
                 return
 
     @property
     def position(self) -> int:
-        """Of the step in its epoch, from 0."""
+        """The step's number in its epoch, from 0."""
         return self.step % len(self)
 
     @property
     def weight(self) -> float:
-        """Of a row's loss: DDP averages gradients over workers. A worker without rows joins with weight 0."""
+        """The weight of a row's loss, as DDP averages gradients over workers; 0 without rows."""
         begin, end = self._worker.steps.bounds(self.position)
         return self._worker.world_size / (end - begin) if self.batch else 0.0
 
 
 class EvenStrategy(RayDDPStrategy):
-    """DDP in which all rows of a step weigh the same, as in `app.train.loop.accumulate_gradients`.
+    """DDP with the same weight for all rows of a step, as in `app.train.loop.accumulate_gradients`.
 
     One batch is one optimizer step: more than `micro_batch_size` rows are accumulated within it.
     """
@@ -117,12 +117,12 @@ class EvenStrategy(RayDDPStrategy):
         self._worker, self._task, self._shares = worker, task, shares
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Take the worker's, which has its state already; the callback runs its schedulers."""
+        """Use the worker's, which has its state already; the callback runs its schedulers."""
         self.optimizers = [self._worker.optimizer]
 
     def training_step(self, batch: Any, *index: int) -> Any:
-        """The first forward pass; `backward`, before which gradients become zero, sees to the others."""
-        rows = len((self._shares.batch or self._worker.stand_in)["row"])
+        """The first forward pass; the others are made in `backward`, before which gradients are zeroed."""
+        rows = len((self._shares.batch or self._worker.padding_batch)["row"])
         parts = list(micro_batches(rows, self._worker.settings.micro_batch_size))
         whole = len(parts) == 1
         self._parts = [(batch if whole else map_tensors(batch, lambda t, p=part: t[p]), part) for part in parts]  # type: ignore[misc]
@@ -139,11 +139,11 @@ class EvenStrategy(RayDDPStrategy):
         return total
 
     def _forward(self) -> Any:
-        """One part's forward pass. Returns what the module's step did, but with the part's weighted sum as the loss."""
+        """One part's forward pass; returns what the module's step did, with the part's weighted sum as its loss."""
         batch, part = self._parts.pop(0)
         model = cast(DistributedDataParallel, self.model)
         step = functools.partial(super().training_step, batch, *self._index)
-        # Gradients travel with the last part.
+        # Gradients are averaged with the last part.
         with model.no_sync() if self._parts else nullcontext(), self._shares.window.forward:
             module, rows = cast(LightningModule, model.module), part.stop - part.start
             losses, metrics, output = self._task.per_row(module, step, rows)
@@ -154,15 +154,15 @@ class EvenStrategy(RayDDPStrategy):
 
 
 class ReportCallback(Callback):
-    """What comes after forward and backward, and after the step.
+    """Saves and reports after each step, in place of Ray's `RayTrainReportCallback`.
 
-    In the place of Ray's `RayTrainReportCallback`: checkpoints that Ray uploads can lose files without an error, and
-    hold up the training. Ours are committed with a manifest (app/checkpoint/commit.py); Ray is told the metrics alone.
+    Checkpoints that Ray uploads can lose files without an error, and hold up the training. Ours are committed with a
+    manifest (app/checkpoint/commit.py); Ray gets only the metrics.
     """
 
     def __init__(self, worker: Worker, task: LightningTask, shares: Shares) -> None:
         self._worker, self._task, self._shares = worker, task, shares
-        self._agreement = StepConsensus(worker.control_group)
+        self._consensus = StepConsensus(worker.control_group)
         self._learning_rate = 0.0
         self._finished = True
 
@@ -170,7 +170,7 @@ class ReportCallback(Callback):
         self._shares.finish_step = functools.partial(self._finish_step, trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self._worker.wait_for_copy()  # of the state: from here on parameters change
+        self._worker.checkpoints.wait_for_copy()  # from here on parameters change
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -184,13 +184,13 @@ class ReportCallback(Callback):
         self._finish_step(trainer, pl_module)  # after the last step of an epoch no batch is asked for
 
     def _finish_step(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """After a step and all hooks of it, whose changes to the state are a part of the step."""
+        """Do what is due after a step and all of its hooks, whose changes to the state are part of the step."""
         if not self._finished:
             self._finished = True
             shares, rows = self._shares, self._shares.batch.get("row")
             trainer.should_stop = after_step(
-                self._worker, self._agreement, shares.window, shares.step, rows, self._learning_rate
+                self._worker, self._consensus, shares.window, shares.step, rows, self._learning_rate
             )
             if any(defines(pl_module, hook) for hook in BETWEEN_STEPS):
-                self._worker.wait_for_copy()
+                self._worker.checkpoints.wait_for_copy()
         return trainer.should_stop

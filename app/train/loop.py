@@ -17,10 +17,10 @@ from app.train.worker import Worker
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What Ray Train runs on every worker; `config` is made by `app.train.trainer`."""
+    """What Ray Train runs on every worker; `config` is that of app/train/trainer.py."""
     with join_run(config) as worker:
         if worker and hasattr(worker.task, "build_module"):
-            from app.train.lightning import train as train_with_lightning  # which only its own tasks need
+            from app.train.lightning import train as train_with_lightning  # only its own tasks need Lightning
 
             train_with_lightning(worker)
         elif worker:
@@ -28,20 +28,20 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def train(worker: Worker) -> None:
-    """Train from where the run stands to its end.
+    """Train from the worker's first step to the end of the run.
 
-    A step is one optimizer step, counted over the whole run: step k of an epoch consumes the same rows on any number
-    of workers, and every row has the same weight in the gradient.
+    A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows on any number of
+    workers, and every row has the same weight in the gradient.
     """
     settings, task, steps = worker.settings, worker.task, worker.steps
     model = prepare(worker.model)
     optimizer, loader = worker.optimizer, worker.loader
-    agreement = StepConsensus(worker.control_group)
+    consensus = StepConsensus(worker.control_group)
     window = MetricWindow(worker.control_group, worker.device)
     step = worker.start
 
-    if not worker.evaluated:  # an epoch ends here, and the workers before left before they could
-        worker.catch_up(step, evaluate(worker))
+    if not worker.evaluated:  # the group before ended with the epoch's last step
+        worker.add_evaluation(evaluate(worker))
 
     while step < worker.total_steps:
         epoch, first = divmod(step, steps.per_epoch)
@@ -51,17 +51,17 @@ def train(worker: Worker) -> None:
             seed_generators(settings.seed, step, worker.rank)
             begin, end = steps.bounds(step % steps.per_epoch)
             values = accumulate_gradients(worker, model, batch, end - begin, window.forward)
-            worker.wait_for_copy()  # of the state: from here on parameters change
+            worker.checkpoints.wait_for_copy()  # from here on parameters change
             learning_rate = set_learning_rate(optimizer, task.schedule(step, worker.total_steps))
             optimizer.step()
             optimizer.zero_grad()
             step += 1
 
             window.add_step(values, time.perf_counter() - began, data_wait)
-            if after_step(worker, agreement, window, step, batch.get("row"), learning_rate):
-                worker.finish()
+            if after_step(worker, consensus, window, step, batch.get("row"), learning_rate):
+                worker.checkpoints.close(finished=True)
                 return
-    worker.finish()
+    worker.checkpoints.close(finished=True)
 
 
 def accumulate_gradients(
@@ -69,11 +69,10 @@ def accumulate_gradients(
 ) -> list[Batch]:
     """Forward and backward over this worker's share of a step; returns each row's values, [B], without the graph.
 
-    Gradients are averaged over the workers, so a row's loss is weighted by world size / rows in the step: the result
-    is the mean over all rows of the step, whatever each worker's share. More than `micro_batch_size` rows are
-    accumulated, and gradients travel once, with the last part. All workers make the same number of passes, since under
-    FSDP each is a joint one: who has fewer parts, or no rows, makes some with weight 0. `forward` measures the forward
-    passes.
+    Gradients are averaged over the workers, so a row's loss is weighted by world size / rows in the step: the result is
+    the mean over all rows of the step, whatever each worker's share. More than `micro_batch_size` rows are accumulated,
+    and gradients are averaged once, with the last part. All workers make the same number of passes, as FSDP needs all
+    in each: a worker with fewer parts, or without rows, makes some with weight 0. `forward` times the forward passes.
     """
     settings, task = worker.settings, worker.task
     rows = len(batch["row"]) if batch else 0
@@ -82,7 +81,7 @@ def accumulate_gradients(
     parts: list[slice | None] = [*[None] * idle, *own]
     values = []
     for number, part in enumerate(parts, start=1):
-        given = {name: column[part] for name, column in batch.items()} if part else worker.stand_in
+        given = {name: column[part] for name, column in batch.items()} if part else worker.padding_batch
         with gradient_sync(model, now=number == len(parts)):
             with forward, torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
                 losses, metrics = task.loss(model, given)
@@ -93,7 +92,7 @@ def accumulate_gradients(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Scale each group's peak rate. The rate is a function of the step, so that nothing of it has to be stored."""
+    """Scale each group's peak rate; returns the first. It is a function of the step, so nothing has to be stored."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])

@@ -1,94 +1,82 @@
-"""What rank 0 tells of a run while it trains: on the terminal, in the history, the status and the receipts."""
+"""Reports a run's progress while it trains: to the terminal, the metric history, the status and the receipts."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from app.background import Timer
-from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.manager import SnapshotInterval
-from app.checkpoint.snapshot import Snapshots
+from app.background import Background, Timer
+from app.checkpoint import CheckpointManager
+from app.checkpoint.manager import exceeds_notice
+from app.elastic.claim import Start
 from app.elastic.control import CONTROL_TIMEOUT_S
 from app.elastic.receipts import make_receipt
-from app.elastic.restore import Start, State
+from app.elastic.restore import State
 from app.observe.metrics import MetricWindow, scalars
 from app.observe.progress import PROGRESS_EVERY_S
 from app.observe.prometheus import RunGauges
+from app.plan import Plan
 from app.run import Run
 from app.run.attempts import ensure_owner, step_of
 from app.run.history import Journal
 from app.run.incidents import Cause, describe, goodput, read_receipts
-from app.run.status import RunState, Status, write_status
-from app.settings import Settings
-
-SURE_AFTER = 3
-"""Copies after which their cost is told: the first ones pay for the memory itself."""
-
-NOTICE_MARGIN_S = 4.0
-"""Between a notice and the save: the driver looks twice a second, rank 0 asks it as often, and a step has to end."""
+from app.run.status import STATUS_EVERY_S, RunState, Status, write_status
 
 GOODPUT_EVERY_S = 60.0
-"""Between two computations of the goodput that is exported: with a thousand restarts, one takes a second."""
+"""Between two computations of the exported goodput: with a thousand restarts, one takes a second."""
 
 
 class Reporter:
-    """Rank 0's word to everybody else."""
+    """Reports rank 0's progress."""
 
     def __init__(
         self,
         run: Run,
-        settings: Settings,
+        plan: Plan,
         start: Start,
         state: State,
         control: Any,
         journals: dict[str, Journal],
-        snapshots: Snapshots,
-        saver: CheckpointCommitter,
-        about: Status,
+        checkpoints: CheckpointManager,
     ) -> None:
-        self._run, self._settings, self._start, self._state = run, settings, start, state
-        self._control, self._journals, self._snapshots, self._saver = control, journals, snapshots, saver
-        self.pace = SnapshotInterval(settings.snapshot_cost, start.attempt.step)
-        self.save_timer = Timer(overdue=state.tier == "memory")  # storage is behind what was recovered
-        self.report_timer = Timer()
-        self.hurry: Callable[[], None] = lambda: None
-        "Makes `publish` come at once."
+        self._run, self._settings, self._start, self._state = run, plan.settings, start, state
+        self._control, self._journals, self._checkpoints = control, journals, checkpoints
+        self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
+        "For the caller to enter."
+        self._timer = Timer()
         self._shown = 0.0
         self._heartbeat: float | None = None
-        self._restarted = self._paced = self._warned = False
-        self._status = about
+        self._recovered = self._summarized = self._warned = False
+        self._status = first_status(start, plan)
         self._receipts = read_receipts(start.events)
         self._interval_s: float | None = None
         self._goodput: float | None = None
         self._goodput_of: tuple[int, float] | None = None
-        "The receipts, and the minute, that it was computed for."
+        "Number of receipts and minute that `_goodput` was computed for."
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
         self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
 
-    @property
-    def save_every_s(self) -> float:
-        """Seconds between two checkpoints: fewer than were asked for when a save no longer fits into the notice."""
-        wanted = self._settings.checkpoint_every_s
-        return min(wanted, self._saver.commit_s or wanted) if self._warning() else wanted
+    def due(self) -> bool:
+        """Whether a record of the metric history is due."""
+        return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
         """Progress was made: a step, or some rows evaluated."""
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
-        """The first step closes the incident; about once a second, the terminal hears how far the run is."""
+        """Close the incident after the first step, and show the newest step about once a second."""
         self.heartbeat()
-        if not self._restarted:
+        self._warn_of_notice()
+        if not self._recovered:
             self._close_incident()
         if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
             self._shown = time.monotonic()
-            newest = self._saver.last_committed.name if self._saver.last_committed else self._status.checkpoint
+            newest = self._checkpoints.newest.name if self._checkpoints.newest else self._status.checkpoint
             state = {"step": step, "loss": window.mean_loss, "committed": step_of(newest) if newest else 0}
             self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
 
@@ -96,7 +84,7 @@ class Reporter:
         """Add a record to the metric history."""
         self._journals["metrics"].append(record)
         self._control.record.remote(scalars(record))
-        self._say_pace()
+        self._summarize_copies()
         self._status = replace(
             self._status,
             step=record["step"],
@@ -104,17 +92,17 @@ class Reporter:
             loss=record["loss"],
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
-            save_s=self._saver.commit_s,
+            save_s=self._checkpoints.commit_s,
             notice_s=self._settings.notice_s or None,
-            memory_every=self.pace.every if self._snapshots.memory.shared and self.pace.cost else 0,
-            warning=self._warning(),
+            memory_every=self._checkpoints.interval_steps,
+            warning=self._warn_of_notice(),
         )
         steps = min(self._settings.checkpoint_every_steps or math.inf, self._status.steps_per_epoch)
-        step_s, commit_s = record["seconds"] / record["steps"], self._saver.commit_s or 0.0
-        self._interval_s = checkpoint_interval(self.save_every_s, steps * step_s, commit_s)
+        step_s, commit_s = record["seconds"] / record["steps"], self._checkpoints.commit_s or 0.0
+        self._interval_s = checkpoint_interval(self._checkpoints.save_every_s, steps * step_s, commit_s)
 
-    def catch_up(self, record: dict[str, Any]) -> None:
-        """Add the evaluation of an epoch whose steps other workers took."""
+    def add_evaluation(self, record: dict[str, Any]) -> None:
+        """Add the evaluation of an epoch whose steps another worker group took."""
         self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._control.record.remote(scalars(record))
         self._close_incident()
@@ -122,24 +110,24 @@ class Reporter:
     def drain(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
         self._control.note.remote(save_began=time.time())
-        if self._saver.drain(time_left_s) and self._saver.last_committed:
-            self._control.note.remote(committed=self._saver.last_committed.time)
+        if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
+            self._control.note.remote(committed=self._checkpoints.newest.time)
 
     def publish(self) -> None:
-        """Write the newest numbers to storage; raises `SupersededError` when they are no news any more."""
+        """Write the newest numbers to storage; raises `SupersededError` when another process owns the run."""
         ensure_owner(self._run, self._start.attempt)
         for journal in self._journals.values():
             journal.flush()
-        committed = self._saver.last_committed
+        committed = self._checkpoints.newest
         if committed:
             self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
         write_status(self._run, replace(self._status, heartbeat=self._heartbeat))
 
     def gauges(self) -> RunGauges:
-        """What is exported of the whole run; asked by another thread."""
+        """The whole run's figures to export; called by another thread."""
         status, start, receipts = self._status, self._start, list(self._receipts)
         attempts = [*start.before, start.attempt]
-        newest = self._saver.last_committed or start.checkpoint
+        newest = self._checkpoints.newest or start.checkpoint
         if self._goodput_of != (of := (len(receipts), time.time() // GOODPUT_EVERY_S)):
             self._goodput_of, self._goodput = of, goodput(attempts, receipts, time.time())
         known = {
@@ -151,7 +139,7 @@ class Reporter:
             "goodput_ratio": self._goodput,
             "checkpoint_timestamp_seconds": newest.time if newest else status.checkpoint_time or attempts[0].time,
             "checkpoint_interval_seconds": self._interval_s,
-            "checkpoint_commit_seconds": self._saver.commit_s,
+            "checkpoint_commit_seconds": self._checkpoints.commit_s,
         }
         causes = [receipt.cause for receipt in receipts]
         return RunGauges(
@@ -160,28 +148,24 @@ class Reporter:
         )
 
     def _close_incident(self) -> None:
-        self._restarted = True
+        self._recovered = True
         receipt = make_receipt(self._start, self._state, self._incident, time.time())
         self._journals["events"].append(receipt.record())
         self._receipts.append(receipt)
         self._control.recovered.remote()
         if receipt.cause.incident:
             self._control.say.remote(describe(receipt))
-        self.hurry()
+        self.publisher.run_now()
 
-    def _say_pace(self) -> None:
-        """Once it is known what a copy costs: how many steps a loss without notice goes back at most."""
-        if self._paced or not self._snapshots.memory.shared or len(self._snapshots.costs) < SURE_AFTER:
-            return
-        self._paced = True
-        self._control.say.remote(
-            f"  copies in memory: every {self.pace.every} steps, {self._snapshots.size / 1e6:.3g} MB each, "
-            f"{self.pace.cost:.1%} of the time"
-        )
+    def _summarize_copies(self) -> None:
+        """Say once what copies in memory cost: a loss without notice goes back by as many steps as lie between two."""
+        if not self._summarized and (text := self._checkpoints.memory_summary):
+            self._summarized = True
+            self._control.say.remote(f"  copies in memory: {text}")
 
-    def _warning(self) -> str:
-        """What the user should know before it matters; said once on the terminal and in the events, too."""
-        text = warn_of_notice(self._saver.commit_s, self._settings.notice_s)
+    def _warn_of_notice(self) -> str:
+        """The status's warning; shown once on the terminal and in the events, too."""
+        text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
         if text and not self._warned:
             self._warned = True
             self._control.say.remote(f"warning: {text}")
@@ -191,8 +175,8 @@ class Reporter:
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:
-    """What to tell when a save of `save_s` seconds does not fit into a notice (0: unknown); empty when it does."""
-    if not save_s or not notice_s or save_s + NOTICE_MARGIN_S <= notice_s:
+    """A warning when a save of `save_s` seconds takes longer than a notice (0: unknown); empty when it does not."""
+    if not exceeds_notice(save_s, notice_s):
         return ""
     return (
         f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
@@ -201,16 +185,16 @@ def warn_of_notice(save_s: float | None, notice_s: float) -> str:
 
 
 def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> float:
-    """The longest time, in seconds, that should pass between two checkpoints.
+    """The longest expected time between two checkpoints, in seconds.
 
-    They are due every `every_s` (0: never) and after the steps that take `steps_s`; one takes `commit_s` to save, and
-    the next waits for it.
+    One is due every `every_s` (0: never) and after steps that take `steps_s`; the next waits for its commit of
+    `commit_s`.
     """
     return max(min(every_s or math.inf, steps_s), commit_s)
 
 
-def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status:
-    """The status of a worker group that has just been claimed."""
+def first_status(start: Start, plan: Plan) -> Status:
+    """The status of a worker group that has not taken a step yet."""
     before = start.status or Status(RunState.RUNNING, start.attempt.owner)
     return replace(
         before,
@@ -222,6 +206,6 @@ def first_status(start: Start, total_steps: int, steps_per_epoch: int) -> Status
         step=start.attempt.step,
         heartbeat=None,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
-        total_steps=total_steps,
-        steps_per_epoch=steps_per_epoch,
+        total_steps=plan.total_steps,
+        steps_per_epoch=plan.steps.per_epoch,
     )

@@ -1,4 +1,4 @@
-"""How a process becomes a worker of the run: the control channel, the claim, the state, and all that the loop needs."""
+"""Makes a process a worker of the run: claims it with the group, loads the state, builds what a step needs."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ import torch.distributed as dist
 from ray.exceptions import RayError
 
 from app.background import Background
-from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import Files, load_weights, write_whole
-from app.checkpoint.ledger import Ledger
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.sharded import PartWriter, load_parts, parameter_names
-from app.checkpoint.snapshot import Snapshot, Snapshots
-from app.data.order import MIN_ROWS, Steps
+from app.checkpoint import CheckpointManager, NodeMemory
+from app.checkpoint.files import load_weights
+from app.checkpoint.sharded import load_parts
+from app.data.order import MIN_ROWS
 from app.data.ray_loader import RayLoader
 from app.data.source import Batch, Source
 from app.data.torch_loader import TorchLoader
+from app.elastic.claim import Start, agree_on_start
 from app.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
 from app.elastic.receipts import RESTARTING
-from app.elastic.restore import Start, State, agree_on_start, load_start, read_init
+from app.elastic.restore import State, load_start, read_init
 from app.elastic.watchdog import Watchdog
 from app.errors import SettingsError, StorageError, SupersededError, find_in
 from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
 from app.parallel import shard_model, shard_optimizer_state
+from app.plan import Plan
 from app.run import Run, open_run
-from app.run.attempts import record_error
-from app.run.failures import Failure, describe_failure, record_failure
+from app.run.attempts import Attempt, record_error
+from app.run.failures import describe_failure, record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
-from app.run.status import STATUS_EVERY_S
 from app.settings import Settings
 from app.storage.base import retry_storage
-from app.tasks import load_task
-from app.train.reporter import Reporter, first_status
+from app.tasks import Task, load_task
+from app.train.reporter import Reporter
 from app.train.worker import Worker
 
 FAILURE_S = 5.0
-"""The most that a worker which has failed waits for storage to take its traceback."""
+"""The longest that a failed worker waits for storage to take its traceback."""
+
+Warn = Callable[[str], None]
 
 
 @contextmanager
 def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     """Make this process a worker of the run; None when the run is no longer this job's to train.
 
-    An error that no retry can mend is recorded, so that the next worker group of this job ends at once: on the control
-    channel, as it may be storage that has failed, and in storage, for the job's next driver.
+    `config` is that of app/train/trainer.py. An error that no retry can fix is recorded, so that the next worker group
+    of this job ends at once.
     """
-    settings: Settings = config["settings"]
+    plan, control = config["plan"], config["control"]
+    settings: Settings = plan.settings
     run = open_run(settings.storage_path, settings.run_name)
     torch.set_num_threads(config["threads"])
     quiet_ray_train()
     # Rank 0 may wait for storage while the others wait for it.
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
-    control_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-    control = config["control"]
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
 
     def warn(text: str) -> None:
         print(f"warning: {text}", flush=True)
@@ -77,43 +77,32 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     if ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S):
         yield None
         return
-    memory = _node_memory(settings, run, warn)
-    dist.barrier(group=control_group)  # what a node's processes before left has been put in order
-    start, found = agree_on_start(run, config["owner"], settings, control_group, warn)
+    memory = open_memory(run, settings, warn)
+    dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
+    start, found = agree_on_start(run, config["owner"], settings, group, warn)
     if start is None:
         yield None
         return
     attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
     with ExitStack() as stack:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
-        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(_hung, control))
+        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(note_hang, control))
         try:
-            state = load_start(run, settings, start, found, control_group, warn)
+            state = load_start(run, settings, start, found, group, warn)
             stack.enter_context(watchdog)
-            worker = _make_worker(config, run, start, state, control_group, memory, watchdog, warn)
+            worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
             place = f"{worker.device} of {socket.gethostname()}"
             print(
                 f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}, "
                 f"{state.tier}"
             )
-            if worker.news:
-                every = min(settings.report_every_s, STATUS_EVERY_S)
-                worker.news.hurry = stack.enter_context(Background(every, worker.news.publish)).hurry
+            if worker.reporter:
+                stack.enter_context(worker.reporter.publisher)
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except Exception as error:
-            final = find_in(error)
-            if RESTARTING in str(error):
-                raise  # it goes on with the next group
-            if final:
-                with suppress(RayError):  # the driver is gone, and with it the control channel
-                    ray.get(control.fail.remote(final), timeout=CONTROL_TIMEOUT_S)
-            if isinstance(final, SupersededError):
-                raise  # it writes nothing more
-            if final:
-                with suppress(StorageError):
-                    record_error(run, attempt.number, final)
-            _keep_failure(run, describe_failure(error, attempt.number, rank, watchdog.step))
+            if RESTARTING not in str(error):  # then training goes on with the next group
+                record_end(error, run, control, attempt, rank, watchdog.step)
             raise
 
 
@@ -124,60 +113,125 @@ def quiet_ray_train() -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _keep_failure(run: Run, failure: Failure) -> None:
-    """Leave the error in storage, which may be what has failed; the others wait for this one's end."""
-    thread = threading.Thread(target=_record_quietly, args=(run, failure), daemon=True)
+def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:
+    """Where this worker's copies outlive it: on one worker of each node under DDP, as each has the whole state."""
+    shared = settings.snapshot_cost and settings.parallel == "ddp" and ray.train.get_context().get_local_rank() == 0
+    return NodeMemory(run.location, warn) if shared else None
+
+
+def note_hang(control: Any, detail: str) -> None:
+    """Note a hang as the cause of the incident; which rank is to blame is told by the events of all ranks."""
+    control.note.remote(cause=Cause.HUNG, noticed=time.time())
+
+
+def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank: int, step: int) -> None:
+    """Record the error that ends this worker, unless another process owns the run.
+
+    One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
+    next driver.
+    """
+    fatal = find_in(error)
+    if fatal:
+        with suppress(RayError):  # the driver is gone, and with it the control channel
+            ray.get(control.fail.remote(fatal), timeout=CONTROL_TIMEOUT_S)
+    if isinstance(fatal, SupersededError):
+        return
+    if fatal:
+        with suppress(StorageError):
+            record_error(run, attempt.number, fatal)
+    failure = describe_failure(error, attempt.number, rank, step)
+
+    def record() -> None:
+        with suppress(StorageError):
+            record_failure(run, failure)
+
+    thread = threading.Thread(target=record, daemon=True)  # the others wait for this worker's end, and not for storage
     thread.start()
     thread.join(FAILURE_S)
 
 
-def _record_quietly(run: Run, failure: Failure) -> None:
-    with suppress(StorageError):
-        record_failure(run, failure)
+# ------------------------------------------------------------------------------------------------- making the worker
 
 
-def _hung(control: Any, detail: str) -> None:
-    """Which rank is to blame, all ranks' events tell together."""
-    control.note.remote(cause=Cause.HUNG, noticed=time.time())
-
-
-def _node_memory(settings: Settings, run: Run, warn: Callable[[str], Any]) -> NodeMemory | None:
-    """Where this worker keeps its copies; None under DDP on all but one worker of each node."""
-    if settings.parallel == "fsdp":
-        return NodeMemory(run.location, False, warn)  # a node's parts are no state, and the others' are none without
-    if ray.train.get_context().get_local_rank() != 0:
-        return None
-    return NodeMemory(run.location, bool(settings.snapshot_cost), warn)
-
-
-def _make_worker(
-    config: dict[str, Any],
+def make_worker(
+    plan: Plan,
     run: Run,
     start: Start,
     state: State,
-    control_group: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     memory: NodeMemory | None,
     watchdog: Watchdog,
-    warn: Callable[[str], Any],
+    control: Any,
+    warn: Warn,
 ) -> Worker:
-    settings: Settings = config["settings"]
-    source: Source = config["train"]
-    test: Source | None = config["test"]
-    steps: Steps = config["steps"]
-    context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    device = ray.train.torch.get_device()
-    attempt = start.attempt
+    """Build all that a step needs, from the state that the group starts from."""
+    settings, attempt, context = plan.settings, start.attempt, ray.train.get_context()
+    rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
     task = load_task(settings)
+    model = build_model(plan, task, state, attempt, device)
+    optimizer = build_optimizer(run, settings, task, model, state, warn)
+    journals = open_journals(run, attempt, warn) if rank == 0 else {}
+    checkpoints = CheckpointManager(
+        run,
+        attempt,
+        plan,
+        model,
+        optimizer,
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        memory=memory,
+        windows=state.ledger,
+        journals=journals,
+        warn=warn,
+        paused=watchdog.paused,
+    )
+    telemetry = Telemetry(settings.run_name, rank, device, lambda: checkpoints.stall_s)
+    reporter = Reporter(run, plan, start, state, control, journals, checkpoints) if rank == 0 else None
+    if reporter:
+        telemetry.about_run = reporter.gauges
+    return Worker(
+        settings=settings,
+        task=task,
+        steps=plan.steps,
+        total_steps=plan.total_steps,
+        start=attempt.step,
+        evaluated=state.evaluated,
+        metrics=state.metrics,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        loader=make_loader(plan, world_size, rank, device),
+        has_test=plan.test is not None,
+        padding_batch=make_padding_batch(plan.source, device),
+        control_group=group,
+        checkpoints=checkpoints,
+        commands=CommandPoller(control),
+        watchdog=watchdog,
+        telemetry=telemetry,
+        reporter=reporter,
+    )
 
+
+def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: torch.device) -> torch.nn.Module:
+    """The task's model on its device, with the state's weights, those of INIT_FROM, or the seed's."""
+    settings = plan.settings
     torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
-    model = task.build_model(settings, source)
+    model = task.build_model(settings, plan.source)
     if state.model:
         load_weights(model, state.model, str(attempt.starts_from))
     elif settings.init_from and not state.parts:
         load_weights(model, read_init(settings), settings.init_from)
     refuse_small_micro_batches(model, settings)
-    model = shard_model(model, settings, device)
+    return shard_model(model, settings, device)
+
+
+def build_optimizer(
+    run: Run, settings: Settings, task: Task, model: torch.nn.Module, state: State, warn: Warn
+) -> torch.optim.Optimizer:
+    """The task's optimizer with the state's; a state in parts is read here, into the model too."""
     optimizer = task.build_optimizer(model, settings)
     peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
     if state.optimizer:
@@ -187,69 +241,36 @@ def _make_worker(
         retry_storage(lambda: load_parts(run, parts, model, optimizer), limit_s, "reading a checkpoint's parts", warn)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["initial_lr"] = peak
-
-    if settings.loader == "ray":
-        loader: TorchLoader | RayLoader = RayLoader(steps, world_size, rank, device, test is not None)
-    else:
-        loader = TorchLoader(source, test, steps, settings.seed, world_size, rank)
-    snapshots = Snapshots(memory) if memory else None
-    worker = Worker(
-        settings=settings,
-        task=task,
-        source=source,
-        steps=steps,
-        total_steps=config["total_steps"],
-        attempt=attempt,
-        start=attempt.step,
-        evaluated=state.evaluated,
-        metrics=state.metrics,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        model=model,
-        optimizer=optimizer,
-        loader=loader,
-        has_test=test is not None,
-        stand_in={name: column.to(device) for name, column in _padding_batch(source).items()},
-        control_group=control_group,
-        commands=CommandPoller(config["control"]),
-        watchdog=watchdog,
-        ledger=Ledger(control_group, attempt.number, attempt.step, state.ledger, settings.audit),
-        telemetry=Telemetry(settings.run_name, rank, device, lambda: snapshots.spent_s if snapshots else 0.0),
-        snapshots=snapshots,
-    )
-    write: Callable[[Run, Snapshot], Files | None] = write_whole
-    if worker.in_parts:
-        names = parameter_names(model, optimizer)
-        write = PartWriter(rank, world_size, names, settings.storage_timeout_s, warn)
-        worker.saver = CheckpointCommitter(run, attempt, settings, {}, warn, write=write) if rank else None
-    if rank == 0 and worker.snapshots:
-        journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
-        for text in attempt.skipped:
-            journals["events"].append(
-                {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
-            )
-            warn(f"skipped {text}")
-        worker.saver = CheckpointCommitter(run, attempt, settings, journals, warn, worker.ledger.write, write)
-        first = first_status(start, worker.total_steps, steps.per_epoch)
-        worker.news = Reporter(
-            run, settings, start, state, config["control"], journals, worker.snapshots, worker.saver, first
-        )
-        worker.telemetry.about_run = worker.news.gauges
-    return worker
+    return optimizer
 
 
-def _padding_batch(source: Source) -> Batch:
+def make_loader(plan: Plan, world_size: int, rank: int, device: torch.device) -> TorchLoader | RayLoader:
+    """This worker's loader, as LOADER says."""
+    if plan.settings.loader == "ray":
+        return RayLoader(plan.steps, world_size, rank, device, plan.test is not None)
+    return TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank)
+
+
+def make_padding_batch(source: Source, device: torch.device) -> Batch:
+    """The source's first row, as often as batch norm needs it."""
     group = next(number for number, rows in enumerate(source.row_groups) if rows)
-    columns = source.read(group, np.zeros(MIN_ROWS, np.int64))
-    return {
-        "row": torch.zeros(MIN_ROWS, dtype=torch.int64),
-        **{name: torch.from_numpy(v) for name, v in columns.items()},
-    }
+    first = np.zeros(MIN_ROWS, np.int64)
+    columns = {"row": first, **source.read(group, first)}
+    return {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
+
+
+def open_journals(run: Run, attempt: Attempt, warn: Warn) -> dict[str, Journal]:
+    """The attempt's metric history and its events, which begin with the checkpoints it skipped."""
+    journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
+    for text in attempt.skipped:
+        event = {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
+        journals["events"].append(event)
+        warn(f"skipped {text}")
+    return journals
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
-    """Three rows cut into parts of at most two would leave batch norm one alone; from three on, no cut does."""
+    """Refuse micro batches of 1 or 2 rows with batch norm: three rows would be split into 2 + 1."""
     norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
         raise SettingsError(

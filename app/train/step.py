@@ -1,4 +1,4 @@
-"""What surrounds an optimizer step, whoever takes it: app/train/loop.py, or Lightning's Trainer."""
+"""What surrounds an optimizer step, taken by app/train/loop.py or by Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from app.data.source import Batch
-from app.observe.metrics import MetricWindow, Sums, mean_over_workers
+from app.observe.metrics import MetricWindow, Sums, mean_over_workers, scalars
 from app.parallel import StepConsensus, any_rank, sync_buffers
 from app.train.worker import Worker
 
 
 def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
-    """Each batch with the seconds that were waited for it, and when the wait for it began (`perf_counter`)."""
+    """Each batch with the seconds waited for it, and when that wait began (`perf_counter`)."""
     while True:
         began = time.perf_counter()
         batch = next(batches, None)
@@ -26,9 +26,9 @@ def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Make what dropout or augmentation draws in a step a function of (seed, step, rank).
+    """Make the random numbers of a step (dropout, augmentation) a function of (seed, step, rank).
 
-    A resumed run draws what an uninterrupted one would have drawn, and no generator's state has to be stored.
+    A resumed run draws what an uninterrupted one would have drawn, without storing any generator's state.
     """
     word = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     torch.manual_seed(word)
@@ -38,40 +38,40 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
 def after_step(
     worker: Worker,
-    agreement: StepConsensus,
+    consensus: StepConsensus,
     window: MetricWindow,
     step: int,
     rows: torch.Tensor | None,
     learning_rate: float,
 ) -> bool:
-    """Note that `step` has been taken, and do what is due; all workers call this together. True: the run is to stop.
+    """Record that `step` was taken and do what is due; all workers call this together. Returns whether the run stops.
 
-    `rows`: the ids of those that this worker consumed. The window has counted the step. Does not return when the
-    workers are to restart.
+    `rows` are the ids that this worker consumed, and `window` includes the step. Raises to end the group when it
+    restarts.
     """
     per_epoch, has_more = worker.steps.per_epoch, step < worker.total_steps
     epoch_ends = not has_more or step % per_epoch == 0
     worker.took_step(step, rows, window, epoch_ends)
-    due = agreement.exchange(worker.due(step, window.last_step_s))
-    restart, evaluated = due.restart and has_more, not (epoch_ends and worker.has_test)
-    by_interval = due.save or is_multiple(step, worker.settings.checkpoint_every_steps)
-    save = due.stop or restart or epoch_ends or (by_interval and not due.busy)
-    record = window.close(step, (step - 1) // per_epoch + 1, learning_rate) if save or due.report else {}
-    if not evaluated and not due.stop and not restart:
+    agreed = consensus.reduce(worker.due(step, window.last_step_s))
+    restart, evaluated = agreed.restart and has_more, not (epoch_ends and worker.has_test)
+    by_interval = agreed.save or is_multiple(step, worker.settings.checkpoint_every_steps)
+    save = agreed.stop or restart or epoch_ends or (by_interval and not agreed.busy)
+    record = window.close(step, (step - 1) // per_epoch + 1, learning_rate) if save or agreed.report else {}
+    if not evaluated and not agreed.stop and not restart:
         results = evaluate(worker)
         restart, evaluated = results is None, results is not None
         record |= results or {}
     if record:
         worker.report(record)
-    if save or due.copy:
-        worker.keep(step, record, evaluated, for_storage=save)
+    if save or agreed.copy:
+        worker.checkpoints.save(step, scalars(record), evaluated=evaluated, to_storage=save)
     if restart:
-        worker.restart()
-    return due.stop
+        worker.restart_group()
+    return agreed.stop
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Whether something done every so many steps (0: never) is due at `step`."""
+    """Whether `step` is a multiple of `every` (0: never)."""
     return every > 0 and step % every == 0
 
 
@@ -79,37 +79,37 @@ def is_multiple(step: int, every: int) -> bool:
 def evaluate(worker: Worker) -> dict[str, float] | None:
     """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows.
 
-    None when the workers were told to restart meanwhile: a notice may be shorter than an evaluation.
+    None when a restart was requested meanwhile: a notice may be shorter than an evaluation.
     """
     if not worker.has_test:
         return {}
     model = worker.model
-    sync_buffers(model)  # rank 0's are those of the checkpoint
+    sync_buffers(model)  # a checkpoint has rank 0's
     model.eval()
     sums = Sums()
     for batch in _batches(worker):
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.settings.precision == "bf16"):
-            losses, metrics = worker.task.loss(model, batch or worker.stand_in)
+            losses, metrics = worker.task.loss(model, batch or worker.padding_batch)
         if batch:
             sums.add({"loss": losses, **metrics})
         worker.heartbeat()
     model.train()
-    [broken_off] = any_rank(worker.control_group, worker.commands.look().restart)
-    if broken_off:
+    [interrupted] = any_rank(worker.control_group, worker.commands.poll().restart)
+    if interrupted:
         return None
     return {f"test_{name}": value for name, value in mean_over_workers(sums, worker.control_group).items()}
 
 
 def _batches(worker: Worker) -> Iterator[Batch]:
-    """This worker's held-out rows, until it is told to restart.
+    """This worker's held-out rows, until a restart is requested.
 
-    Under FSDP a forward pass is a joint one: all workers get as many batches, {} those that have no more rows.
+    Under FSDP workers make each forward pass together: all get the same number of batches, {} when they have no rows.
     """
     batches = worker.loader.test(worker.settings.global_batch_size)
     while True:
         batch = next(batches, None)
-        restart, more = worker.commands.look().restart, batch is not None
-        if worker.in_parts:
+        restart, more = worker.commands.poll().restart, batch is not None
+        if worker.sharded:
             restart, more = any_rank(worker.control_group, restart, more)
         if restart or not more:
             return

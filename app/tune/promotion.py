@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from app.checkpoint.commit import versions
+from app.checkpoint import versions
 from app.checkpoint.files import upload
 from app.errors import ConflictError, DamageError, NotFoundError
 from app.run import Run
@@ -28,7 +28,6 @@ from app.run.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from app.storage.base import CHUNK, Writer
 
 
 def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
@@ -90,13 +89,7 @@ def _content(checkpoint: Checkpoint) -> Any:
 def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
     """Copy one file; returns its entry for the manifest."""
     key, expected = trial.key("checkpoints", wanted.name, file), wanted.files[file]
-
-    def write(writer: Writer) -> None:
-        with trial.storage.open(key) as source:
-            while chunk := source.read(CHUNK):
-                writer.write(chunk)
-
-    copied = upload(run, name, file, write)
+    copied = upload(run, name, file, lambda writer: trial.storage.digest(key, writer.write))
     if (copied["size"], copied["sha256"]) != (expected["size"], expected["sha256"]):
         raise DamageError(f"{trial.storage.locate(key)}: does not match its manifest")
     return copied

@@ -16,9 +16,10 @@ import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from app.checkpoint.commit import CheckpointCommitter, describe
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.snapshot import Snapshots
+from app.checkpoint import CheckpointManager
+from app.data.order import Steps
+from app.data.source import EmptySource
+from app.plan import Plan
 from app.run import open_run
 from app.run.attempts import Attempt, claim, read_attempts
 from app.run.history import Journal
@@ -53,8 +54,8 @@ def on_worker(config: dict[str, Any]) -> None:
     attempt = Attempt(1, "bench", None, 0)
     claim(run, read_attempts(run), attempt)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    snapshots = Snapshots(NodeMemory(run.location, shared=False))
-    saver = CheckpointCommitter(run, attempt, Settings(checkpoints_to_keep=1), journals, print)
+    plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((WIDTH,), WIDTH), None, Steps(6400, 64), 100)
+    checkpoints = CheckpointManager(run, attempt, plan, model, optimizer, journals=journals)
     with open(config["out"], "w") as out:
         for step in range(1, 2 + PAIRS):
             model(rows).square().mean().backward()
@@ -67,19 +68,16 @@ def on_worker(config: dict[str, Any]) -> None:
             theirs = time.perf_counter() - began
 
             began = time.perf_counter()
-            about = describe(attempt, step, 100, 100, {"loss": 0.0})
-            snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], needed=True, for_storage=True)
-            assert snapshot
-            saver.commit(snapshot)
+            checkpoints.save(step, {"loss": 0.0})
             ours = time.perf_counter() - began
             model(rows).square().mean().backward()
             began = time.perf_counter()
-            snapshots.wait_for_copy()
+            checkpoints.wait_for_copy()
             ours += time.perf_counter() - began
-            saver.drain()
+            checkpoints.drain()
             if step > 1:  # the first one allocates
                 print(1000 * theirs, 1000 * ours, file=out)
-    saver.finish()
+    checkpoints.close(finished=True)
 
 
 @contextmanager

@@ -11,12 +11,12 @@ import pytest
 import ray
 
 from app.elastic.control import open_control
-from app.ray_internals import answering
+from app.ray_internals import reachable_nodes
 from app.run.attempts import read_attempts
 from app.run.failures import read_failures
 from app.run.history import read_journal
 from app.run.incidents import Cause, read_receipts
-from app.train.trainer import prove_on_all_nodes
+from app.train.probe import probe_all_nodes
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis
 from tests.harness.nodes import start_node
@@ -184,8 +184,8 @@ def test_a_node_that_is_gone_keeps_no_run_from_starting(
     with start_node(ray_address) as node:
         nodes = [one for one in ray.nodes() if one["Alive"]]
         node.lose()
-        assert node.node_id not in {one["NodeID"] for one in answering(nodes)}
-        prove_on_all_nodes(str(tmp_path), "run", nodes)
+        assert node.node_id not in {one["NodeID"] for one in reachable_nodes(nodes)}
+        probe_all_nodes(str(tmp_path), "run", nodes)
         assert f"node {node.node_id[:12]} did not say" in capsys.readouterr().out
 
 

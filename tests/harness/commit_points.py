@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from app.checkpoint.commit import CheckpointCommitter, describe
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.snapshot import Snapshots
+from app.checkpoint import CheckpointManager
+from app.data.order import Steps
+from app.data.source import EmptySource
+from app.plan import Plan
 from app.run import Run
 from app.run.attempts import Attempt, claim, read_attempts
 from app.run.checkpoints import find_faults, find_newest_good, list_checkpoints
@@ -85,20 +86,16 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())
-    settings = Settings(checkpoints_to_keep=1)
+    plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((4,), 4), None, Steps(20, 2), 10)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    snapshots = Snapshots(NodeMemory(run.location, shared=False))
-    saver = CheckpointCommitter(run, attempt, settings, journals, print)
+    checkpoints = CheckpointManager(run, attempt, plan, model, optimizer, journals=journals)
     for step in range(1, 2 + SAVES):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         journals["metrics"].append({"step": step, "loss": float(step)})
-        about = describe(attempt, step, 10, 10, {"loss": float(step)})
-        snapshot = snapshots.take(about, model, optimizer, {"step": step}, [], needed=True, for_storage=True)
-        assert snapshot
-        saver.commit(snapshot)
+        checkpoints.save(step, {"loss": float(step)})
         # The first save stands before the killing begins; each is committed before the next, so that none is skipped.
-        saver.drain()
+        checkpoints.drain()
         if step == 1:
             run.storage._left = dies_at  # type: ignore[attr-defined]
 

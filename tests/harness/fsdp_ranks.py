@@ -16,15 +16,14 @@ import torch
 import torch._dynamo  # torch imports it on first use: not in each child
 import torch.distributed as dist
 
-from app.checkpoint.commit import CheckpointCommitter, describe
-from app.checkpoint.files import load_state, write_whole
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.sharded import PartWriter, is_sharded, load_parts, load_whole, parameter_names
-from app.checkpoint.snapshot import Snapshots
+from app.checkpoint import CheckpointManager
+from app.checkpoint.files import load_state
+from app.checkpoint.sharded import is_sharded, load_parts, load_whole
 from app.data.order import MIN_ROWS, Steps
 from app.data.source import read_rows
 from app.observe.metrics import Stopwatch
 from app.parallel import prepare, shard_model, shard_optimizer_state
+from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from app.run.checkpoints import read_manifest
@@ -106,7 +105,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
 
     rows = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, STEPS * BATCH).items()}
     worker: Any = SimpleNamespace(settings=settings, task=gpt, world_size=group.ranks, device=device)
-    worker.stand_in = {column: values[:MIN_ROWS] for column, values in rows.items()}
+    worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
     steps, prepared = Steps(STEPS * BATCH, BATCH), prepare_alone(model, group)
     for step in range(attempt.step, group.upto):
         begin, end = steps.share(step, group.ranks, rank)
@@ -114,8 +113,20 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
         accumulate_gradients(worker, prepared, batch, BATCH, Stopwatch(device))
         optimizer.step()
         optimizer.zero_grad()
-    commit(open_run(root, name), attempt, settings, group, rank, model, optimizer)
-    dist.barrier()
+    journals = {"events": Journal(open_run(root, name), "events", attempt.number)} if rank == 0 else {}
+    checkpoints = CheckpointManager(
+        open_run(root, name),
+        attempt,
+        Plan(settings, source, None, steps, STEPS),
+        model,
+        optimizer,
+        group=dist.group.WORLD,
+        rank=rank,
+        world_size=group.ranks,
+        journals=journals,
+    )
+    checkpoints.save(group.upto, {"loss": 1.0})
+    checkpoints.close(finished=True)
     dist.destroy_process_group()
 
 
@@ -124,31 +135,6 @@ def prepare_alone(model: torch.nn.Module, group: Group) -> torch.nn.Module:
     if group.parallel == "fsdp":
         return prepare(model)
     return torch.nn.parallel.DistributedDataParallel(model)
-
-
-def commit(
-    run: Run,
-    attempt: Attempt,
-    settings: Settings,
-    group: Group,
-    rank: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Save as app/train/worker.py does."""
-    write: Any = write_whole
-    if group.parallel == "fsdp":
-        write = PartWriter(rank, group.ranks, parameter_names(model, optimizer), 60, print)
-    elif rank:
-        return
-    journals: dict[str, Journal] = {"events": Journal(run, "events", attempt.number)} if rank == 0 else {}
-    saver = CheckpointCommitter(run, attempt, settings, journals, print, write=write)
-    about = describe(attempt, group.upto, STEPS, STEPS, {"loss": 1.0})
-    snapshots = Snapshots(NodeMemory(run.location, shared=False))
-    snapshot = snapshots.take(about, model, optimizer, {"step": group.upto}, [], needed=True, for_storage=True)
-    assert snapshot
-    saver.commit(snapshot)
-    saver.finish()
 
 
 def main(root: str) -> None:

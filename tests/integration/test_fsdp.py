@@ -17,17 +17,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from app.checkpoint.commit import CheckpointCommitter, describe
+import app.checkpoint.sharded
+import app.checkpoint.snapshot
+from app.checkpoint import CheckpointManager
 from app.checkpoint.files import load_state
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.sharded import PartWriter, load_model, load_parts, load_whole
-from app.checkpoint.snapshot import Snapshot, Snapshots
-from app.data.source import read_rows, rows_in
+from app.checkpoint.sharded import load_model, load_parts, load_whole
+from app.data.order import Steps
+from app.data.source import EmptySource, read_rows, rows_in
 from app.data.text import REFERENCE, open_text, read_text
 from app.elastic.restore import read_init
 from app.errors import ConflictError, DamageError, DataError, SettingsError
 from app.parallel import Place, find_blocks
-from app.plan import make_plan
+from app.plan import Plan, make_plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, claim, lineage, read_attempts
 from app.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
@@ -173,44 +174,44 @@ def test_the_verbs_take_checkpoints_in_parts(copied: Run, sunspot: Command, tmp_
 class Halves:
     """A model of which each of two ranks has half of the rows, saved without a process group."""
 
-    def __init__(self, run: Run, timeout_s: float = 30) -> None:
-        self.run, self.said = run, []
-        self.attempt = Attempt(1, "me", None, 0)
-        assert claim(run, [], self.attempt)
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(app.checkpoint.sharded, "LATE_S", -28.0)  # parts are waited for 2 s
+        self._patch = monkeypatch
+        attempt = Attempt(1, "me", None, 0)
+        assert claim(run, [], attempt)
         self.weight = torch.arange(12.0).view(6, 2)
-        settings = Settings(checkpoints_to_keep=9, storage_timeout_s=timeout_s)
+        settings = Settings(parallel="fsdp", checkpoints_to_keep=9, storage_timeout_s=30)
+        plan = Plan(settings, EmptySource((2,), 3), None, Steps(1000, 10), 100)
         journals: dict[str, Any] = {"events": Journal(run, "events", 1)}
-        self.savers = [
-            CheckpointCommitter(
-                run, self.attempt, settings, {} if rank else journals, self.said.append, write=self.writer(rank)
+        self.models = [nn.Linear(2, 3, bias=False) for _ in range(2)]
+        self.checkpoints = [
+            CheckpointManager(
+                run,
+                attempt,
+                plan,
+                model,
+                torch.optim.SGD(model.parameters()),
+                rank=rank,
+                world_size=2,
+                journals={} if rank else journals,
             )
-            for rank in range(2)
+            for rank, model in enumerate(self.models)
         ]
 
-    def writer(self, rank: int) -> PartWriter:
-        writer = PartWriter(rank, 2, ["weight"], 30, self.said.append)
-        writer._timeout_s = 2.0
-        return writer
-
     def save(self, rank: int, step: int) -> None:
-        model = nn.Linear(2, 3, bias=False)
-        model.weight.data = self.weight[3 * rank : 3 * rank + 3] + step
-        snapshots = Snapshots(NodeMemory(self.run.location, shared=False))
-        about = describe(self.attempt, step, 100, 100, {"loss": 1.0})
-        snapshot = snapshots.take(about, model, torch.optim.SGD(model.parameters()), {}, [], True, True)
-        assert isinstance(snapshot, Snapshot)
-        snapshot.places = [Place((6, 2), (3 * rank, 0))]
-        self.savers[rank].commit(snapshot)
+        self.models[rank].weight.data = self.weight[3 * rank : 3 * rank + 3] + step
+        self._patch.setattr(app.checkpoint.snapshot, "find_places", lambda _: [Place((6, 2), (3 * rank, 0))])
+        self.checkpoints[rank].save(step, {"loss": 1.0})
 
 
-def test_without_every_part_there_is_no_checkpoint(run: Run) -> None:
-    halves = Halves(run)
+def test_without_every_part_there_is_no_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Halves(run, monkeypatch)
     for rank in (1, 0):
         halves.save(rank, 1)
-    halves.savers[0].drain()
+    halves.checkpoints[0].drain()
     halves.save(0, 2)  # rank 1 is killed before its part is whole
     with pytest.raises(RuntimeError, match="no part of ranks 1"):
-        halves.savers[0].drain()
+        halves.checkpoints[0].drain()
     [checkpoint] = list_checkpoints(run)
     assert checkpoint.step == 1
     assert torch.equal(load_model(run, checkpoint)["weight"], halves.weight + 1)
@@ -220,9 +221,7 @@ def test_without_every_part_there_is_no_checkpoint(run: Run) -> None:
 
 
 def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import app.checkpoint.sharded as module
-
-    written: list[int] = []
+    module, written = app.checkpoint.sharded, list[int]()
     write_part = module.write_part
     monkeypatch.setattr(module, "write_part", lambda *given: (written.append(given[-1]), write_part(*given)))
     common, failed = module.write_common, []
@@ -230,14 +229,14 @@ def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatc
     def fail_once(*given: Any) -> Any:
         if not failed:
             failed.append(True)
-            raise module.DamageError("storage had a bad moment")
+            raise DamageError("storage had a bad moment")
         return common(*given)
 
     monkeypatch.setattr(module, "write_common", fail_once)
-    halves = Halves(run)
+    halves = Halves(run, monkeypatch)
     halves.save(0, 1)
     threading.Timer(0.7, halves.save, (1, 1)).start()
-    halves.savers[0].drain()
+    halves.checkpoints[0].drain()
     [checkpoint] = list_checkpoints(run)
     assert not find_faults(run, checkpoint)
     assert sorted(written) == [0, 1]

@@ -14,11 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.checkpoint.commit import CheckpointCommitter, describe
+from app.checkpoint import CheckpointManager
+from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import load_state
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.snapshot import Snapshots
+from app.data.order import Steps
+from app.data.source import EmptySource
 from app.errors import DamageError, StorageError, SupersededError
+from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, claim, lineage, read_attempts
 from app.run.checkpoints import Checkpoint, expired, find_faults, find_newest_good, in_lineage, list_checkpoints
@@ -39,26 +41,28 @@ class Trainee:
         self.model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.journals = {"metrics": Journal(run, "metrics", number), "events": Journal(run, "events", number)}
-        self.snapshots = Snapshots(NodeMemory(run.location, shared=False))
-        self.saver = CheckpointCommitter(run, self.attempt, Settings(**settings), self.journals, self.warnings.append)
+        plan = Plan(Settings(**settings), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
+        self.checkpoints = CheckpointManager(
+            run,
+            self.attempt,
+            plan,
+            self.model,
+            self.optimizer,
+            journals=self.journals,
+            warn=self.warnings.append,
+        )
         self.step = self.attempt.step
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.model(torch.randn(8, 40)).square().sum().backward()
-            self.snapshots.wait_for_copy()
-            self.saver.raise_if_failed()
+            self.checkpoints.wait_for_copy()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
 
     def save(self, loss: float = 1.0) -> None:
-        about = describe(self.attempt, self.step, 100, 100, {"loss": loss})
-        snapshot = self.snapshots.take(
-            about, self.model, self.optimizer, {"step": self.step}, [], needed=True, for_storage=True
-        )
-        assert snapshot
-        self.saver.commit(snapshot)
+        self.checkpoints.save(self.step, {"loss": loss})
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -79,7 +83,7 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
     expected = trainee.state()
     trainee.save()
     trainee.train(2)  # goes on at once
-    trainee.saver.finish()
+    trainee.checkpoints.close(finished=True)
     checkpoint = newest(run)
     assert checkpoint
     assert (checkpoint.step, checkpoint.epoch, sorted(checkpoint.files)) == (
@@ -91,7 +95,13 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
     optimizer = torch.optim.Adam(trainee.model.parameters())
     optimizer.load_state_dict(load_state(run, checkpoint, "optimizer.pt"))
-    assert load_state(run, checkpoint, "extra_state.pt") == {"step": 3}
+    extra_state = load_state(run, checkpoint, "extra_state.pt")
+    assert (extra_state["step"], extra_state["epoch"]) == (3, 1)
+    assert extra_state["loader"] == {"name": "torch", "rows": 1000, "batch": 10}
+    assert extra_state["rng"] == {"seed": 0, "step": 3}
+    assert extra_state["settings"] == Settings().environment()
+    assert extra_state["data"] == {"shape": [1, 40], "classes": 10}
+    assert sorted(extra_state["versions"]) == ["numpy", "python", "ray", "torch"]
 
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +117,7 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
     trainee.model(torch.randn(8, 40)).sum().backward()  # changes the averages
     threading.Timer(0.2, go.set).start()
     trainee.train()
-    trainee.saver.finish()
+    trainee.checkpoints.close(finished=True)
     stored = load_state(run, newest(run), "model.pt")
     assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
 
@@ -115,23 +125,23 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
 def test_newest_wins_when_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee(run, checkpoints_to_keep=9)
     go, begun = threading.Event(), threading.Event()
-    commit = trainee.saver._commit
+    commit = CheckpointCommitter._commit
 
-    def slow_commit(snapshot: Any) -> None:
+    def slow_commit(committer: CheckpointCommitter, snapshot: Any) -> None:
         begun.set()
         go.wait(30)
-        commit(snapshot)
+        commit(committer, snapshot)
 
-    monkeypatch.setattr(trainee.saver, "_commit", slow_commit)
+    monkeypatch.setattr(CheckpointCommitter, "_commit", slow_commit)
     for _ in range(5):
         trainee.train()
         trainee.save()
         assert begun.wait(10)
     go.set()
-    trainee.saver.finish()
+    trainee.checkpoints.close(finished=True)
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, 5]
     assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
-    assert len(trainee.snapshots.memory._slots) <= 4
+    assert len(trainee.checkpoints._snapshots.memory._slots) <= 4
 
 
 def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None:
@@ -154,17 +164,17 @@ def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
     old = Trainee(run, checkpoints_to_keep=1)
     old.train()
     old.save()
-    old.saver.drain()
+    old.checkpoints.drain()
     new = Trainee(run, 2, "another", start=newest(run))
     before = run.storage.list(run.key())
     old.train()
     old.save()
     with pytest.raises(SupersededError, match="another owns the run"):
-        old.saver.finish()
+        old.checkpoints.close(finished=True)
     assert run.storage.list(run.key()) == before
     new.train()
     new.save()
-    new.saver.finish()
+    new.checkpoints.close(finished=True)
     assert newest(run).attempt == 2
 
 
@@ -175,7 +185,7 @@ def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: 
     old = Trainee(run)
     old.train()
     old.save()
-    old.saver.drain()
+    old.checkpoints.drain()
     start = newest(run)
     write_manifest = module.write_manifest
     taken = []
@@ -189,7 +199,7 @@ def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: 
     old.train(5)
     old.save()
     with pytest.raises(SupersededError):
-        old.saver.finish()
+        old.checkpoints.close(finished=True)
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, 6]
     assert newest(run) == start
 
@@ -265,12 +275,12 @@ def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: Faul
     operation, act = FAULTS[fault]
     s3_proxy.on(operation, act, times=5)
     trainee.save()
-    trainee.saver.finish()
+    trainee.checkpoints.close(finished=True)
     checkpoint = newest(s3_run)
     assert checkpoint
     assert checkpoint.step == 1
     assert trainee.warnings, "the user heard of it"
-    trainee.saver._journals["events"].flush()
+    trainee.journals["events"].flush()
     assert [event["event"] for event in read_journal(s3_run, "events")] == ["commit failed", "commits go on"]
 
 
@@ -279,7 +289,7 @@ def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_ru
     trainee = large_trainee(s3_run, storage_timeout_s=1)
     trainee.train()
     trainee.save()
-    trainee.saver.drain()
+    trainee.checkpoints.drain()
     operation, act = FAULTS[fault]
     s3_proxy.on(operation, act)
     trainee.train()
@@ -287,7 +297,7 @@ def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_ru
     with pytest.raises(
         StorageError, match=r"no checkpoint could be committed for .*SUNSPOT_STORAGE_TIMEOUT_S=1.*s3://.*/run/"
     ):
-        trainee.saver.finish()
+        trainee.checkpoints.close(finished=True)
     s3_proxy._rules.clear()
     assert newest(s3_run).step == 1
     assert [
@@ -300,7 +310,7 @@ def test_loading_checks_the_bytes(run: Run) -> None:
     trainee = Trainee(run)
     trainee.train()
     trainee.save()
-    trainee.saver.finish()
+    trainee.checkpoints.close(finished=True)
     checkpoint = newest(run)
     path = Path(run.storage.locate(run.key("checkpoints", checkpoint.name, "model.pt")))
     path.write_bytes(path.read_bytes()[:-1])

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import app.checkpoint.memory
 import app.checkpoint.snapshot
-from app.checkpoint.commit import describe
 from app.checkpoint.manager import SnapshotInterval
 from app.checkpoint.memory import MOST_SLOTS, NodeMemory, as_bytes, find_heartbeats, find_snapshot
 from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
-from app.run.attempts import Attempt
+from app.run.attempts import checkpoint_name
+from app.run.checkpoints import Checkpoint
 
 RUN = "s3://bucket/runs/run"
 
@@ -37,12 +37,12 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 class Trainee:
     """A model whose state is copied, without a worker group."""
 
-    def __init__(self, number: int = 1, shared: bool = True) -> None:
+    def __init__(self, number: int = 1) -> None:
         torch.manual_seed(number)
-        self.said: list[str] = []
-        self.memory = NodeMemory(RUN, shared, self.said.append)
+        self.warnings: list[str] = []
+        self.memory = NodeMemory(RUN, self.warnings.append)
         self.snapshots = Snapshots(self.memory)
-        self.attempt = Attempt(number, "me", None, 0)
+        self.number = number
         self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
         self.optimizer = torch.optim.Adam(self.model.parameters())
 
@@ -53,9 +53,15 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def take(self, step: int, for_storage: bool = False, evaluated: bool = True) -> Snapshot | None:
-        about = describe(self.attempt, step, 100, 100, {"loss": 0.5}, evaluated=evaluated)
+        name = checkpoint_name(step, self.number)
         return self.snapshots.take(
-            about, self.model, self.optimizer, {"step": step}, [(1, 1, step, [])], for_storage, for_storage
+            Checkpoint(name, step, 1, 100, 100, self.number, {"loss": 0.5}, evaluated=evaluated),
+            self.model,
+            self.optimizer,
+            {"step": step},
+            [(1, 1, step, [])],
+            needed=for_storage,
+            for_storage=for_storage,
         )
 
     def state(self) -> Any:
@@ -64,7 +70,7 @@ class Trainee:
 
     def die(self) -> None:
         """Leave everything as a process leaves it that is killed."""
-        self.snapshots.wait_until_whole()
+        self.snapshots.wait_until_complete()
         self.memory._lock.close()
 
 
@@ -80,7 +86,7 @@ def test_what_is_found_is_the_state_at_its_step() -> None:
     expected = trainee.state()
     trainee.take(3, evaluated=False)
     trainee.train()
-    trainee.snapshots.wait_until_whole()
+    trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
     assert found
     held, data, beside = found
@@ -96,7 +102,7 @@ def test_the_newest_stays_until_a_newer_one_is_whole() -> None:
     for step in (1, 2, 3):
         first.train()
         first.take(step)
-        first.snapshots.wait_until_whole()
+        first.snapshots.wait_until_complete()
     first.die()
 
     second = Trainee(2)
@@ -106,7 +112,7 @@ def test_the_newest_stays_until_a_newer_one_is_whole() -> None:
     assert (held[0].attempt, held[0].step) == (1, 3)
     second.train()
     second.take(4)
-    second.snapshots.wait_until_whole()
+    second.snapshots.wait_until_complete()
     held = find_snapshot(RUN)
     assert held
     assert (held[0].attempt, held[0].step) == (2, 4)
@@ -120,7 +126,7 @@ def test_a_living_process_keeps_its_directory() -> None:
     for trainee in (one, other):
         trainee.train()
         trainee.take(1)
-        trainee.snapshots.wait_until_whole()
+        trainee.snapshots.wait_until_complete()
     assert one.memory.directory
     assert list(one.memory.directory.glob("slot-*.json"))
     one.die()
@@ -129,7 +135,7 @@ def test_a_living_process_keeps_its_directory() -> None:
     third = Trainee(3)
     third.train()
     third.take(5)
-    third.snapshots.wait_until_whole()
+    third.snapshots.wait_until_complete()
     assert not list(one.memory.directory.glob("slot-*.json")) or third.memory.directory == one.memory.directory
 
 
@@ -139,7 +145,7 @@ def test_a_damaged_copy_is_passed_over(damage: str) -> None:
     for step in (1, 2):
         trainee.train()
         trainee.take(step)
-        trainee.snapshots.wait_until_whole()
+        trainee.snapshots.wait_until_complete()
     assert trainee.memory.directory
     found = find_snapshot(RUN)
     assert found
@@ -156,7 +162,7 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     trainee.train()
     trainee.take(1)
-    trainee.snapshots.wait_until_whole()
+    trainee.snapshots.wait_until_complete()
     go, copy = threading.Event(), app.checkpoint.snapshot._copy
 
     def late_copy(*arguments: Any) -> None:
@@ -169,7 +175,7 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found
     assert found[0].step == 1
     go.set()
-    trainee.snapshots.wait_until_whole()
+    trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
     assert found
     assert found[0].step == 2
@@ -185,14 +191,14 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
             held.append(snapshot)
             expected = trainee.state()
         trainee.train()
-    trainee.snapshots.wait_until_whole()
+    trainee.snapshots.wait_until_complete()
     assert len(trainee.memory._slots) <= MOST_SLOTS
     assert_same(held[-1].state, expected)
     found = find_snapshot(RUN)
     assert found
     assert 5 < found[0].step <= 19, "while all slots are busy, a copy may be left out"
     trainee.take(20, for_storage=True)
-    trainee.snapshots.wait_until_whole()
+    trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
     assert found
     assert found[0].step == 20, "one that is needed never is"
@@ -201,18 +207,18 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
 
 
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.checkpoint.memory, "_memory_left", lambda: 1000.0)
+    monkeypatch.setattr(app.checkpoint.memory, "memory_left", lambda: 1000)
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
-    assert "no copies in shared memory" in trainee.said[0]
+    assert "no copies in shared memory" in trainee.warnings[0]
     snapshot = trainee.take(2, for_storage=True)
     assert snapshot
     snapshot.copied.result()
     assert_same(snapshot.state, trainee.state())
     assert not trainee.memory.shared
     assert find_snapshot(RUN) is None
-    assert len(trainee.said) == 1
+    assert len(trainee.warnings) == 1
 
 
 def test_heartbeats_outlive_the_process() -> None:
@@ -233,7 +239,7 @@ def _train_and_kill_yourself(root: str) -> None:
     trainee = Trainee()
     trainee.train()
     trainee.take(7)
-    trainee.snapshots.wait_until_whole()
+    trainee.snapshots.wait_until_complete()
     trainee.memory.heartbeat(1, 8)
     os.kill(os.getpid(), 9)
 

@@ -11,8 +11,8 @@ import torch
 from app.errors import SettingsError
 from app.run import open_run
 from app.settings import Settings
+from app.train.probe import probe_here
 from app.train.setup import refuse_small_micro_batches
-from app.train.trainer import try_storage
 
 
 def test_small_micro_batches_are_refused_with_batch_norm() -> None:
@@ -27,6 +27,6 @@ def test_small_micro_batches_are_refused_with_batch_norm() -> None:
 def test_a_node_that_does_not_see_the_storage_is_found(tmp_path: Path) -> None:
     run = open_run(str(tmp_path / "here"), "run")
     run.storage.write(run.key("probe"), b"content")
-    assert try_storage(str(tmp_path / "here"), "run", run.key("probe"), b"content") == ""
-    assert "not found" in try_storage(str(tmp_path / "there"), "run", run.key("probe"), b"content")
-    assert "something else" in try_storage(str(tmp_path / "here"), "run", run.key("probe"), b"other")
+    assert probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"content") == ""
+    assert "not found" in probe_here(str(tmp_path / "there"), "run", run.key("probe"), b"content")
+    assert "something else" in probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"other")
