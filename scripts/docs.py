@@ -88,8 +88,7 @@ A run keeps its settings marked {KEPT} to its last step: a change is refused wit
 change from one start to the next. The same `SUNSPOT_RUN_NAME` and `SUNSPOT_STORAGE_PATH` are the same run, which is
 resumed.
 
-Secrets are never settings. In S3, the endpoint and the credentials come from the usual AWS environment; the server must
-honour conditional writes (`If-None-Match`), which is proven before training starts.
+Secrets are never settings: a service's credentials come from its own usual environment.
 
 {_table(["variable", "default", "meaning", "takes"], rows)}"""
 
