@@ -53,7 +53,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("app", "submitter", "k8s", "requirements", "Makefile", "pyproject.toml"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, folder / name)
-    # The same programs behind stamps of its own, all new: make must not install this copy into the environment of the tests.
+    # Stamps of its own, all new: make must not install this copy into the environment of the tests.
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(REPOSITORY / ".venv" / "bin")
     for stamp in ("uv", "submitter", "train", "dev"):
