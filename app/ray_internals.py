@@ -1,6 +1,10 @@
-"""Everything used of Ray that its public API does not offer; each use was checked against Ray 2.60.
+"""Private APIs of Ray, checked against Ray 2.60.0; where a Ray has changed one, runs do without it, with a warning.
 
-In a Ray that has changed such a name the run goes on without the feature, with a warning.
+ray._private.state.state.get_draining_nodes   which nodes are preempted, and until when: no public API tells
+ray._private.state.actors                     whether a Ray Train controller lives: the public ray.util.state asks the
+                                              dashboard, which local sessions do not have
+ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes worker groups; ours counts neither
+                                              preempted nor unreachable nodes
 """
 
 from __future__ import annotations
@@ -16,33 +20,31 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.errors import shorten
 
 COORDINATOR = "AutoscalingCoordinator"
-"""Ray's name, and namespace, of the actor that tells Ray Train which nodes it may count on."""
+"""Name and namespace of the actor that tells Ray Train which nodes it may use."""
 
 COORDINATOR_START_TIMEOUT_S = 60.0
 """Starting an actor's process takes some seconds, and on a busy machine tens of them."""
 
-RAYS_OWN_LOOKS_EVERY_S = 20.0
+RAY_TICK_S = 20.0
 """AutoscalingCoordinator.TICK_INTERVAL_S (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py)."""
 
-ANSWER_TIMEOUT_S = 1.0
-"""A machine that lives takes a connection at once, however busy it is: that is its kernel's doing."""
+CONNECT_TIMEOUT_S = 1.0
+"""The kernel of a live machine accepts a connection at once, however busy the machine is."""
 
-ASKED_AT_ONCE = 32
-"""Nodes that are asked at the same time, lest many silent ones add up."""
+CONNECTIONS = 32
+"""Nodes that are tried at the same time, as the timeouts of unreachable ones would add up."""
 
 ROUNDING = 1e-6
-"""Ray Train divides sums of floats: three times 0.33 CPU is 0.99 CPU, and 0.99 // 0.33 is 2. Ray counts in 1e-4."""
+"""Added to amounts before a division, as Ray Train does not: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
 
 TRAIN_REQUESTER = "train-"
-"""How the names begin under which Ray Train's controllers ask the coordinator."""
+"""Prefix of the names by which Ray Train's controllers are known to the coordinator."""
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """The nodes that were told to go and are still there, by Ray's id.
+    """The deadlines of draining nodes, by Ray's id of the node, in seconds since the epoch; None: not known.
 
-    The value is when the node will be gone, in seconds since the epoch; None: nobody said. In Ray's public API such
-    a node looks like any other; this is how Ray Train's own preemption watcher asks
-    (ray/train/v2/_internal/execution/preemption.py).
+    As Ray Train's own preemption watcher asks (ray/train/v2/_internal/execution/preemption.py).
     """
     import ray._private.state
 
@@ -54,35 +56,34 @@ def draining_nodes() -> dict[str, float | None]:
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}
 
 
-def answering(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the nodes (as `ray.nodes()` has them) that live and whose raylet takes connections.
+def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the nodes (as in `ray.nodes()`) that are alive and whose raylet accepts connections.
 
-    A node that was lost lives to Ray until its health checks have failed a few times, which takes 14 s by default
-    when it was killed, and 64 s when its power went; its workers are known to be gone within 2 s.
+    To Ray a lost node is alive until its health checks have failed a few times: by default 14 s after it was killed,
+    and 64 s after its power failed. The loss of its workers is known within 2 s.
     """
     nodes = [node for node in nodes if node["Alive"]]
-    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        return [node for node, answers in zip(nodes, pool.map(_answers, nodes), strict=True) if answers]
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        return [node for node, reachable in zip(nodes, pool.map(_is_reachable, nodes), strict=True) if reachable]
 
 
-def _answers(node: dict[str, Any]) -> bool:
+def _is_reachable(node: dict[str, Any]) -> bool:
     try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_TIMEOUT_S).close()
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
     return True
 
 
 def install_coordinator() -> float:
-    """Make Ray Train size worker groups by the nodes as they are at that moment; call it before `fit`.
+    """Make Ray Train size worker groups by the nodes that stay; call it before `fit`.
 
-    The answer is how old Ray Train's view of the nodes may be, in seconds.
+    Returns how far Ray Train's view of the nodes may be behind, in seconds.
 
-    Ray's own coordinator looks at the nodes every 20 s, and counts those that were told to go and those that no longer
-    answer: after a loss, the worker group is first sized for nodes that are gone, and waits for them. Ray takes an
-    actor of its name that is already there
-    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours comes first. If Ray's own is
-    there, other jobs may depend on it: it stays.
+    Ray's own coordinator updates every 20 s and counts draining and unreachable nodes: after a loss, it first sizes a
+    worker group for nodes that are gone, and waits for them. Ray uses an existing actor of that name
+    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. Ray's own
+    stays if it is there already, as other jobs may depend on it.
     """
     try:
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
@@ -90,25 +91,25 @@ def install_coordinator() -> float:
         )
 
         _create_coordinator()
-        found = get_or_create_autoscaling_coordinator()  # what Ray Train will do
+        found = get_or_create_autoscaling_coordinator()  # as Ray Train does
         if not _is_ours(found):
             _warn_once(
                 "restarts after a lost node may take up to 20 s more: Ray's own autoscaling coordinator already counts "
                 "this cluster's nodes"
             )
-            return RAYS_OWN_LOOKS_EVERY_S
+            return RAY_TICK_S
         ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
         if not _someone_trains():
             ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
         return 0.0
-    except Exception as error:  # whatever a Ray with other internals raises
+    except Exception as error:  # another Ray may raise anything
         _warn_once(f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}")
         _remove_coordinator()
-        return RAYS_OWN_LOOKS_EVERY_S
+        return RAY_TICK_S
 
 
 def _create_coordinator() -> None:
-    """Create ours, with Ray's own options, unless one is there."""
+    """Create ours, with Ray's own options, unless there is one."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import _AutoscalingCoordinatorActor
 
     class Coordinator(_AutoscalingCoordinatorActor):
@@ -116,7 +117,7 @@ def _create_coordinator() -> None:
             super().__init__(get_cluster_nodes=_staying_nodes)
 
         def get_reserved_resources(self, requester_id: str, recompute: bool = False) -> Any:
-            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time: a rough figure will do
+            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time: an old answer will do
                 return super().get_reserved_resources(requester_id, recompute)
             reserved = super().get_reserved_resources(requester_id, recompute=True)
             return {
@@ -140,11 +141,11 @@ def _create_coordinator() -> None:
 
 def _staying_nodes() -> list[dict[str, Any]]:
     draining = draining_nodes()
-    return answering([node for node in ray.nodes() if node["NodeID"] not in draining])
+    return reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in draining])
 
 
 def _someone_trains() -> bool:
-    """Whether a Ray Train controller lives. What a killed one had reserved, the coordinator would keep for 180 s."""
+    """Whether a Ray Train controller lives; the coordinator keeps the reservations of a killed one for 180 s."""
     import ray._private.state
 
     alive = ray._private.state.actors(actor_state_name="ALIVE").values()
@@ -152,10 +153,10 @@ def _someone_trains() -> bool:
 
 
 def _remove_coordinator() -> None:
-    """Make room for Ray's own."""
+    """Remove ours, so that Ray creates its own."""
     try:
         found = ray.get_actor(COORDINATOR, COORDINATOR)
-    except ValueError:  # there is none
+    except ValueError:  # no such actor
         return
     if _is_ours(found):
         ray.kill(found)

@@ -1,4 +1,4 @@
-"""Where the driver and rank 0 leave word for each other: an actor beside the driver, which workers cannot call."""
+"""The control channel between driver and workers: a Ray actor on the driver's node, as workers cannot call a driver."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from app.run import Run
 from app.run.status import stop_requested
 
 COMMAND_EVERY_S = 0.5
-"""Seconds between two questions whether to go on: a notice may be as short as 15 s."""
+"""Seconds between two polls of the command: a notice may be as short as 15 s."""
 
 CONTROL_TIMEOUT_S = 60
-"""The control channel is beside the driver: if it does not answer for so long, the driver is gone."""
+"""A control channel that does not answer for so long is gone, and with it the driver."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the driver wants of the worker group."""
+    """What the driver asks of the worker group."""
 
     stop: bool = False
-    "Save and return: the run is to end here."
+    "Save and return: the run ends here."
     restart: bool = False
-    "Save and end: Ray starts a new worker group, as a node goes or more have come."
+    "Save and end: Ray starts a new worker group, without the preempted nodes or with the new ones."
     deadline: float | None = None
-    "When the node that goes is gone, in seconds since the epoch."
+    "When the first preempted node is gone, in seconds since the epoch."
 
 
 @ray.remote(num_cpus=0)
 class ControlChannel:
-    """Holds the newest news of the worker group, and what is wanted of it."""
+    """Holds the newest state of the worker group, the command for it, and the facts of the open incident."""
 
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
@@ -48,81 +48,81 @@ class ControlChannel:
         self._command = Command()
         self._group: dict[str, Any] = {}
         self._incident: dict[str, Any] = {}
-        "What is known of why the worker group ends."
+        "Why the present group ends, as far as is known."
         self._fatal_error: Exception | None = None
         self._restart: dict[str, Any] = {}
-        "What is known of why it began; empty once it has taken a step."
+        "Why it began; empty once it has taken a step."
 
     # ------------------------------------------------------------------------------------------------- by the workers
 
     def begin(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A new worker group is there: its `attempt`, `world_size` and `nodes` (Ray's id for each rank).
+        """Register a new worker group: its `attempt`, `world_size` and `nodes` (Ray's id for each rank).
 
-        The answer is what is known of the incident that ended the one before: its facts, and `seen`, its last state.
+        Returns the facts of the incident that ended the group before, and that group's `last_state`.
         """
         self._group = group
         self._command = replace(self._command, restart=False, deadline=None)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
-        return {**self._restart, "seen": self._state}
+        return {**self._restart, "last_state": self._state}
 
     def recovered(self) -> None:
-        """The new group has taken its first step: the incident is closed."""
+        """Close the incident: the new group has taken its first step."""
         self._restart = {}
 
     def command(self) -> Command:
-        """What the driver wants."""
+        """The newest command."""
         return self._command
 
     def fail(self, error: Exception) -> None:
-        """An error that no new worker group can mend: the first one stands."""
+        """Keep an error that no restart can fix; the first one stands."""
         self._fatal_error = self._fatal_error or error
 
     def fatal_error(self) -> Exception | None:
-        """The error that ended the training for good, if one did."""
+        """The error that ends the training for good, if there is one."""
         return self._fatal_error
 
     def show(self, state: dict[str, Any]) -> None:
-        """Take the newest state: `attempt`, `step`, `loss`, `committed` (step of the last checkpoint) and `time`."""
+        """Keep the newest state: `attempt`, `step`, `loss`, `committed` (step of the last checkpoint) and `time`."""
         self._state = state
 
     def record(self, record: dict[str, Any]) -> None:
-        """Take a record of the metric history."""
+        """Keep a record of the metric history for the terminal."""
         self._records.append(record)
 
     def say(self, line: str) -> None:
-        """Take a line for the user."""
+        """Keep a line for the user."""
         self._lines.append(line)
 
     # -------------------------------------------------------------------------------------------------- by the driver
 
     def stop(self) -> None:
-        """From now on, every worker group hears that the run is to stop."""
+        """Ask this worker group, and any after it, to stop."""
         self._command = replace(self._command, stop=True)
 
     def restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
-        """The worker group hears that it is to save and end; times are in seconds since the epoch."""
+        """Ask the worker group to save and end; times are in seconds since the epoch."""
         self.note(cause=cause, detail=detail, noticed=noticed)
         self._command = replace(self._command, restart=True, deadline=deadline)
         self._group = {}
 
     def note(self, **facts: Any) -> None:
-        """Add to what is known of the open incident; what was known first stands."""
+        """Add facts of the open incident; what was noted first stands."""
         self._incident = {**facts, **self._incident}
 
     def group(self) -> dict[str, Any]:
-        """The newest worker group; empty before there is one, and once it was told to end."""
+        """The newest worker group; empty before the first, and once it was asked to end."""
         return self._group
 
     def fetch(self) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
         """The newest state, and the records and lines since the last fetch."""
-        news = self._state, self._records, self._lines
+        fetched = self._state, self._records, self._lines
         self._records, self._lines = [], []
-        return news
+        return fetched
 
 
 @contextmanager
 def open_control() -> Iterator[Any]:
-    """A control channel on the driver's node, where no spot node takes it along; for as long as the context lasts."""
+    """A control channel while the context lasts; on the driver's node, where no preemption ends it."""
     here = ray.get_runtime_context().get_node_id()
     control = ControlChannel.options(  # type: ignore[attr-defined]
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
@@ -134,7 +134,7 @@ def open_control() -> Iterator[Any]:
 
 
 class CommandPoller:
-    """One worker's view of what the driver wants, never more than about a second old; asking does not wait."""
+    """One worker's view of the command, at most about a second old; polling never waits."""
 
     def __init__(self, control: Any) -> None:
         self._control = control
@@ -142,8 +142,8 @@ class CommandPoller:
         self._asked = 0.0
         self._known = Command()
 
-    def look(self) -> Command:
-        """The newest answer; sends the next question when it is time."""
+    def poll(self) -> Command:
+        """The newest answer; asks again when it is time."""
         if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
             self._known, self._answer = ray.get(self._answer), None
         if self._answer is None and time.monotonic() - self._asked >= COMMAND_EVERY_S:
@@ -152,20 +152,20 @@ class CommandPoller:
 
 
 STOP_CHECK_EVERY_S = 1.0
-"""Seconds between two looks at the signal: a stopped Ray job has RAY_JOB_STOP_WAIT_TIME_S left to save."""
+"""Seconds between two checks for SIGTERM: a stopped Ray job has RAY_JOB_STOP_WAIT_TIME_S left to save."""
 
 MARKER_READ_EVERY_S = 5.0
-"""Seconds between two looks at the marker: each is a request to storage."""
+"""Seconds between two checks for the stop marker: each is a request to storage."""
 
 
 class StopRequest:
-    """Why the run is to stop; both are false while it is not."""
+    """Whether, and why, the run stops."""
 
     def __init__(self) -> None:
         self.marked = False
-        "`sunspot stop` left its marker: no later start may train either."
+        "`sunspot stop` left its marker: later starts may not train either."
         self.terminated = False
-        "This process got SIGTERM: a later start goes on."
+        "This process got SIGTERM: a later start resumes the run."
 
     def __bool__(self) -> bool:
         return self.marked or self.terminated
@@ -173,10 +173,10 @@ class StopRequest:
 
 @contextmanager
 def watch_stop(run: Run, control: Any, stop_request: StopRequest) -> Iterator[None]:
-    """Fill in `stop_request`, and tell the workers to save and return as soon as it is true."""
+    """Watch for SIGTERM and the stop marker while the context lasts; once there is either, ask the workers to stop."""
     read = 0.0
 
-    def look() -> None:
+    def check() -> None:
         nonlocal read
         if time.monotonic() - read >= MARKER_READ_EVERY_S:
             read = time.monotonic()
@@ -185,12 +185,12 @@ def watch_stop(run: Run, control: Any, stop_request: StopRequest) -> Iterator[No
             control.stop.remote()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        stop_request.terminated = True  # no more: a signal may come in the middle of anything
+        stop_request.terminated = True  # and no more: a signal may interrupt anything
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, terminate) if in_main_thread else None
     try:
-        with Background(STOP_CHECK_EVERY_S, look):
+        with Background(STOP_CHECK_EVERY_S, check):
             yield
     finally:
         if in_main_thread:

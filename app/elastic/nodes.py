@@ -1,4 +1,4 @@
-"""What happens to the cluster's nodes and matters to the workers: one is told to go, is lost, or more have come."""
+"""Watches the cluster's nodes for what matters to the workers: a preemption, a loss, or room to scale up."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ import ray
 
 from app.background import Background
 from app.errors import shorten
-from app.ray_internals import ROUNDING, answering, draining_nodes
+from app.ray_internals import ROUNDING, draining_nodes, reachable_nodes
 from app.run.incidents import Cause
 from app.settings import Workers
 
 NODE_CHECK_EVERY_S = 0.5
-"""Seconds between two looks at the nodes: a notice may be as short as 15 s."""
+"""Seconds between two checks: a notice may be as short as 15 s."""
 
 SETTLED_S = 5.0
-"""How long room for more workers must stay as it is before they make way: nodes that were asked for together join
-within seconds of each other, and a restart stops all workers for several seconds. Ray has to know of them, too: what
-its view of the nodes may be behind comes on top."""
+"""How long room for more workers must last before a restart, which stops all workers for several seconds: nodes that
+were asked for together join within seconds of each other. The lag of Ray's own view of the nodes comes on top."""
 
-IN_VAIN_FACTOR = 4
-"""How much longer the room must stay after each time that Ray made no larger group of it: when another job holds
-those nodes, say. With one try alone they would never be used, and with tries all the time nothing would be trained."""
+BACKOFF_FACTOR = 4
+"""How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
+those nodes. After one try alone they would never be used; trying all the time, nothing would be trained."""
 
 GROUP_QUERY_TIMEOUT_S = 5.0
-"""How long a look waits for the control channel, which answers at once unless it is gone."""
+"""Limit of one query to the control channel, which answers at once unless it is gone."""
 
-BLIND_AFTER_S = 30.0
-"""How long looks may fail before the user is told. One that fails now and then does no harm."""
+WARN_AFTER_S = 30.0
+"""How long checks may fail before the user is warned. One that fails now and then does no harm."""
 
 HEAD = "node:__internal_head__"
 """A resource that only the head has."""
@@ -40,7 +39,7 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """What a look at the nodes found out about a worker group."""
+    """What a check of the nodes found for a worker group."""
 
     cause: Cause
     detail: str
@@ -50,51 +49,52 @@ class NodeEvent:
 
 
 class NodeMonitor:
-    """Turns looks at the nodes into at most one finding for each worker group.
+    """Finds at most one event for each worker group, which ends then.
 
-    One is enough: from then on the group is about to end.
+    `reachable` filters nodes for those that answer; `lag_s` is how far Ray Train's view of the nodes may be behind.
     """
 
     def __init__(
         self,
         resources_per_worker: dict[str, float],
         workers: Workers,
-        answering: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
-        behind_s: float = 0.0,
+        reachable: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
+        lag_s: float = 0.0,
     ) -> None:
-        self._per_worker, self._most, self._answering = resources_per_worker, workers.most, answering
-        self._settled_s = SETTLED_S + behind_s
-        self._done_with = 0  # attempts count from 1
+        self._per_worker, self._most, self._reachable = resources_per_worker, workers.most, reachable
+        self._settled_s = SETTLED_S + lag_s
+        self._ended = 0
+        "Attempt of the last group with an event; they count from 1."
         self._room: dict[str, int] = {}
         self._since = 0.0
         self._tries = 0
 
-    def look(
+    def check(
         self, group: dict[str, Any], nodes: list[dict[str, Any]], draining: dict[str, float | None], now: float
     ) -> NodeEvent | None:
-        """What the worker group must hear of, if anything.
+        """The event for this worker group, if there is one.
 
-        `group` is `Board.group()`, `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in seconds of
-        any clock that goes evenly.
+        `group` is `ControlChannel.group()`, `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in
+        seconds of a monotonic clock.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self._per_worker)
         if room != self._room:
             self._room, self._since, self._tries = room, now, 0
-        if not group or group["attempt"] == self._done_with:
+        if not group or group["attempt"] == self._ended:
             return None
-        found = find_lost(group, nodes) or find_preempted(group, draining) or self._find_growth(group, nodes, now)
+        found = find_lost(group, nodes) or find_preempted(group, draining) or self._find_scale_up(group, nodes, now)
         if found:
-            self._done_with = group["attempt"]
+            self._ended = group["attempt"]
         return found
 
-    def _find_growth(self, group: dict[str, Any], nodes: list[dict[str, Any]], now: float) -> NodeEvent | None:
+    def _find_scale_up(self, group: dict[str, Any], nodes: list[dict[str, Any]], now: float) -> NodeEvent | None:
         size = group["world_size"]
         if size >= self._possible(nodes):
             self._tries = 0
             return None
-        if now - self._since < self._settled_s * IN_VAIN_FACTOR**self._tries:
+        if now - self._since < self._settled_s * BACKOFF_FACTOR**self._tries:
             return None
-        possible = self._possible(self._answering(nodes))  # a lost node may not be known to be one yet
+        possible = self._possible(self._reachable(nodes))  # Ray may not know yet that a node is lost
         if size >= possible:
             return None
         self._since, self._tries = now, self._tries + 1
@@ -112,24 +112,26 @@ def find_lost(group: dict[str, Any], nodes: list[dict[str, Any]]) -> NodeEvent |
 
 
 def find_preempted(group: dict[str, Any], draining: dict[str, float | None]) -> NodeEvent | None:
-    """The group's nodes that were told to go, and the earliest of their deadlines."""
-    leaving = set(group["nodes"].values()) & set(draining)
-    deadlines = [deadline for node in leaving if (deadline := draining[node]) is not None]
-    return NodeEvent(Cause.PREEMPTED, _name(leaving, group), min(deadlines, default=None)) if leaving else None
+    """The group's nodes that are draining, and the earliest of their deadlines."""
+    preempted = set(group["nodes"].values()) & set(draining)
+    if not preempted:
+        return None
+    deadlines = [deadline for node in preempted if (deadline := draining[node]) is not None]
+    return NodeEvent(Cause.PREEMPTED, _name(preempted, group), min(deadlines, default=None))
 
 
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
-    """How many workers each node could hold, by its id, of those that could hold any.
+    """How many workers each node has room for, by its id; nodes without any are left out.
 
-    Counted as Ray Train does it (ElasticScalingPolicy): by a node's total resources, as the group's own workers are
-    on these nodes, and without a head that has no CPU and no GPU.
+    Counts as Ray Train does (ElasticScalingPolicy): by a node's total resources, as the group's own workers are on
+    these nodes, and without a head that has no CPU and no GPU.
     """
     room = {}
     for node in nodes:
-        there = node["Resources"]
-        if node["Alive"] and not (HEAD in there and not there.get("CPU") and not there.get("GPU")):
+        total = node["Resources"]
+        if node["Alive"] and not (HEAD in total and not total.get("CPU") and not total.get("GPU")):
             fits = [
-                (there.get(name, 0.0) + ROUNDING) // amount for name, amount in resources_per_worker.items() if amount
+                (total.get(name, 0.0) + ROUNDING) // amount for name, amount in resources_per_worker.items() if amount
             ]
             room[node["NodeID"]] = int(min(fits, default=0))
     return {node: workers for node, workers in room.items() if workers}
@@ -144,33 +146,29 @@ def _name(nodes: set[str], group: dict[str, Any]) -> str:
 
 
 @contextmanager
-def watch_nodes(
-    control: Any, resources_per_worker: dict[str, float], workers: Workers, behind_s: float
-) -> Iterator[None]:
-    """Tell the control channel (`app.elastic.control`) what happens to the nodes, while the context lasts.
+def watch_nodes(control: Any, resources_per_worker: dict[str, float], workers: Workers, lag_s: float) -> Iterator[None]:
+    """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
 
-    `behind_s` is how old the view of the nodes may be, in seconds, by which Ray Train sizes a group.
-    The worker group is to leave nodes that go, and for nodes that have come; a lost one is only noted, as Ray Train
-    restarts the group by itself.
+    A lost node is only noted: Ray Train restarts the group itself. `lag_s` as for `NodeMonitor`.
     """
-    watch = NodeMonitor(resources_per_worker, workers, answering, behind_s)
-    seen = time.monotonic()
-    blind = False
+    monitor = NodeMonitor(resources_per_worker, workers, reachable_nodes, lag_s)
+    checked = time.monotonic()
+    warned = False
 
-    def look() -> None:
-        nonlocal seen, blind
+    def check() -> None:
+        nonlocal checked, warned
         try:
             group = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S)
-            found = watch.look(group, ray.nodes(), draining_nodes(), time.monotonic())
-            if found and found.cause is Cause.NODE_LOST:
-                control.note.remote(cause=found.cause, detail=found.detail, noticed=time.time())
-            elif found:
-                control.restart_group.remote(found.cause, found.detail, time.time(), found.deadline)
-            seen = time.monotonic()
-        except Exception as error:  # the next look may do better
-            if not blind and time.monotonic() - seen > BLIND_AFTER_S:
-                blind = True
+            event = monitor.check(group, ray.nodes(), draining_nodes(), time.monotonic())
+            if event and event.cause is Cause.NODE_LOST:
+                control.note.remote(cause=event.cause, detail=event.detail, noticed=time.time())
+            elif event:
+                control.restart_group.remote(event.cause, event.detail, time.time(), event.deadline)
+            checked = time.monotonic()
+        except Exception as error:  # the next check may do better
+            if not warned and time.monotonic() - checked > WARN_AFTER_S:
+                warned = True
                 print(f"warning: notices of nodes may be missed: {shorten(error)}", flush=True)
 
-    with Background(NODE_CHECK_EVERY_S, look):
+    with Background(NODE_CHECK_EVERY_S, check):
         yield

@@ -1,4 +1,4 @@
-"""What a restart cost: the receipt that the new worker group's rank 0 writes after its first step."""
+"""The receipt of a restart: what it cost, written by rank 0 of the new worker group after its first step."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 import ray.train
 
-from app.elastic.restore import Start, State
+from app.elastic.claim import Start
+from app.elastic.restore import State
 from app.run.attempts import Attempt
 from app.run.incidents import HUNG, Cause, Receipt, read_receipts, suspects, worker_seconds
 from app.run.status import Status
 
-RESTARTING = "the workers make way for a new group"
-"""What workers say that were told to leave."""
+RESTARTING = "the worker group ends, for a restart"
+"""In the error that ends a worker which was asked to restart."""
 
-LONGEST_GIST, LONGEST_DETAIL = 160, 500
-"""Characters of what one worker, and of what all of them said as they failed."""
+MAX_REASON, MAX_DETAIL = 160, 500
+"""Characters kept of one worker's error, and of all of them."""
 
 
 def make_receipt(start: Start, state: State, incident: dict[str, Any], first_step: float) -> Receipt:
     """The receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
-    `incident` is what the control channel knows (`ControlChannel.begin`).
+    `incident` has the facts of what ended the group before (`ControlChannel.begin`).
     """
     attempt, before = start.attempt, start.before
     since = max((receipt.attempt for receipt in read_receipts(start.events)), default=0)
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
-    seen = incident.get("seen", {})
     last_steps = [step for number, step, _ in start.heartbeats if number >= since and before]
-    last_steps += [seen.get("step", 0), incident.get("last_step", 0)]
+    last_steps += [incident.get("last_state", {}).get("step", 0), incident.get("last_step", 0)]
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
     paused_since = incident.get("paused_since")
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
@@ -57,13 +57,11 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
     )
 
 
-def _cause(before: list[Any], incident: dict[str, Any]) -> Cause:
-    making_way = incident.get("cause") == Cause.SCALE_UP
-    if "cause" in incident and not (making_way and "loss" in incident):  # lost before it had left
+def _cause(before: list[Attempt], incident: dict[str, Any]) -> Cause:
+    lost_first = incident.get("cause") == Cause.SCALE_UP and "loss" in incident  # before it could restart
+    if "cause" in incident and not lost_first:
         return Cause(incident["cause"])
-    if not before:
-        return Cause.BEGIN
-    return Cause.WORKER_LOST
+    return Cause.WORKER_LOST if before else Cause.BEGIN
 
 
 def _detail(cause: Cause, start: Start, incident: dict[str, Any]) -> str:
@@ -74,7 +72,7 @@ def _detail(cause: Cause, start: Start, incident: dict[str, Any]) -> str:
 
 
 def _blame(start: Start) -> str:
-    """Which rank hung, and where; all of them, when that cannot be told."""
+    """Which rank hung, and where; all ranks, when none can be singled out."""
     hung = [e for e in start.events if e["event"] == HUNG and e["attempt"] == start.before[-1].number]
     blamed = suspects(hung, start.before[-1].metadata["world_size"])
     details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
@@ -83,7 +81,7 @@ def _blame(start: Start) -> str:
 
 
 def first_incident(attempts: list[Attempt], before: Status | None) -> dict[str, Any]:
-    """What a driver knows of why it begins, for its first worker group: `before` is the status it found."""
+    """Why a driver starts its first worker group; `before` is the status it found."""
     if not attempts:
         return {"cause": Cause.BEGIN}
     if before and before.state.terminal:
@@ -94,21 +92,20 @@ def first_incident(attempts: list[Attempt], before: Status | None) -> dict[str, 
 
 
 class FailureRecorder(ray.train.UserCallback):
-    """Notes on the control channel when Ray's controller sees a worker fail; it runs in the controller."""
+    """Notes failures of workers on the control channel; runs in Ray Train's controller."""
 
     def __init__(self, control: Any) -> None:
         self._control = control
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called at every poll while there are errors; what was noted first stands."""
+        """Called at every poll while there are errors; the control channel keeps the first."""
         lost = {rank: error for rank, error in worker_exceptions.items() if RESTARTING not in str(error)}
-        if not lost:
-            return  # they were told to leave, and did
-        lines = [f"rank {rank}: {_gist(error)}" for rank, error in sorted(lost.items())]
-        self._control.note.remote(loss="; ".join(lines)[:LONGEST_DETAIL], noticed=time.time())
+        if lost:
+            lines = [f"rank {rank}: {_reason(error)}" for rank, error in sorted(lost.items())]
+            self._control.note.remote(loss="; ".join(lines)[:MAX_DETAIL], noticed=time.time())
 
 
-def _gist(error: Exception) -> str:
-    """The line that says why: of a lost worker, Ray puts a page about it before."""
+def _reason(error: Exception) -> str:
+    """The line of an error that says why: for a lost worker, Ray puts a page of text before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if line.startswith("The actor")), lines[0])[:LONGEST_GIST]
+    return next((line for line in lines if line.startswith("The actor")), lines[0])[:MAX_REASON]

@@ -13,8 +13,8 @@ import ray
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as rays
 
 from app import ray_internals
-from app.elastic import nodes as capacity
-from app.elastic.nodes import IN_VAIN_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
+from app.elastic import nodes as elastic_nodes
+from app.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
 from app.ray_internals import COORDINATOR, draining_nodes, install_coordinator
 from app.run.incidents import Cause
 from app.settings import Workers
@@ -56,26 +56,26 @@ def group(attempt: int, *nodes: str) -> dict[str, Any]:
         ([HEAD, A, B, node("c", alive=False)], {}, None),
         ([HEAD, DEAD_A, B], {}, NodeEvent(Cause.NODE_LOST, "node a (ranks 0, 2)")),
         ([HEAD, A], {}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
-        # The group ends by itself, so that nothing is won by having it leave.
+        # The group ends by itself, so a restart would gain nothing.
         ([HEAD, A, DEAD_B], {"a": 50.0}, NodeEvent(Cause.NODE_LOST, "node b (rank 1)")),
     ],
 )
 def test_what_happens_to_a_groups_nodes(
     nodes: list[dict[str, Any]], draining: dict[str, float | None], found: NodeEvent | None
 ) -> None:
-    watch = NodeMonitor(PER_WORKER, Workers(3, 3), list)
-    assert watch.look(group(1, "a", "b", "a"), nodes, draining, 0.0) == found
-    assert watch.look(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "said twice"
-    assert watch.look({}, nodes, draining, 2.0) is None
-    assert watch.look(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, "the next group has to hear it too"
+    monitor = NodeMonitor(PER_WORKER, Workers(3, 3), list)
+    assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 0.0) == found
+    assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "said twice"
+    assert monitor.check({}, nodes, draining, 2.0) is None
+    assert monitor.check(group(2, "a", "b", "a"), nodes, draining, 3.0) == found, "the next group has to hear it too"
 
 
 def test_a_node_that_was_told_to_go_is_not_lost() -> None:
-    watch = NodeMonitor(PER_WORKER, Workers(1, 3), list)
-    found = watch.look(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
+    monitor = NodeMonitor(PER_WORKER, Workers(1, 3), list)
+    found = monitor.check(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
     assert found
     assert found.cause is Cause.PREEMPTED
-    assert watch.look(group(1, "a", "b"), [HEAD, A, DEAD_B], {}, 1.0) is None
+    assert monitor.check(group(1, "a", "b"), [HEAD, A, DEAD_B], {}, 1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_the_workers_that_a_node_could_hold(
 class Story:
     """Looks at a changing cluster, one second apart."""
 
-    def __init__(self, workers: Workers, behind_s: float = 0.0) -> None:
+    def __init__(self, workers: Workers, lag_s: float = 0.0) -> None:
         self.silent: set[str] = set()
-        self.watch, self.now = NodeMonitor(PER_WORKER, workers, self.answering, behind_s), 0.0
+        self.monitor, self.now = NodeMonitor(PER_WORKER, workers, self.reachable, lag_s), 0.0
 
-    def answering(self, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reachable(self, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [node for node in nodes if node["NodeID"] not in self.silent]
 
     def go_on(
@@ -118,13 +118,13 @@ class Story:
         """What was found, and after how many seconds."""
         found = []
         for second in range(int(seconds)):
-            one = self.watch.look(group, [HEAD, *nodes], dict.fromkeys(draining), self.now)
+            one = self.monitor.check(group, [HEAD, *nodes], dict.fromkeys(draining), self.now)
             found += [(second, f"{one.cause}: {one.detail}")] if one else []
             self.now += 1
         return found
 
 
-def test_workers_make_way_for_nodes_that_have_come() -> None:
+def test_a_group_restarts_to_scale_up() -> None:
     story = Story(Workers(1, 3))
     assert story.go_on(60, group(1, "a"), A) == []
     assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S, "growth: 1 -> 2 workers")]
@@ -135,11 +135,11 @@ def test_workers_make_way_for_nodes_that_have_come() -> None:
     assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "growth: 2 -> 3 workers")]
     assert story.go_on(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
     # Ray Train would make a group of the nodes that it knew 20 s before.
-    story = Story(Workers(1, 3), behind_s=20)
+    story = Story(Workers(1, 3), lag_s=20)
     assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "growth: 1 -> 2 workers")]
 
 
-def test_nodes_that_come_together_cost_one_restart() -> None:
+def test_nodes_that_join_together_cost_one_restart() -> None:
     story = Story(Workers(1, 4))
     assert story.go_on(4, group(1, "a"), A) + story.go_on(4, group(1, "a"), A, B) == []
     assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
@@ -154,11 +154,13 @@ def test_nodes_that_come_together_cost_one_restart() -> None:
         pytest.param(Workers(1, 3), (A, DEAD_B), (), id="dead"),
     ],
 )
-def test_nothing_is_won_by_growing(workers: Workers, nodes: tuple[dict[str, Any], ...], draining: tuple[str]) -> None:
+def test_no_restart_without_room_for_more_workers(
+    workers: Workers, nodes: tuple[dict[str, Any], ...], draining: tuple[str]
+) -> None:
     assert Story(workers).go_on(60, group(1, "a"), *nodes, draining=draining) == []
 
 
-def test_a_lost_node_that_still_seems_to_live_is_not_grown_for() -> None:
+def test_an_unreachable_node_has_no_room() -> None:
     story = Story(Workers(1, 4))
     story.silent = {"b"}
     assert story.go_on(60, group(1, "a"), A, B) == []
@@ -171,13 +173,13 @@ def test_a_node_that_comes_and_goes_is_not_worth_a_restart() -> None:
         assert story.go_on(4, group(1, "a"), A, B) + story.go_on(2, group(1, "a"), A) == []
 
 
-def test_growing_in_vain_is_tried_ever_more_rarely() -> None:
+def test_scaling_up_backs_off_while_it_fails() -> None:
     story = Story(Workers(1, 3))
     tried = [story.now + after for attempt in range(1, 601) for after, _ in story.go_on(10, group(attempt, "a"), A, B)]
     waits = [after - before for before, after in zip([0.0, *tried], tried, strict=False)]
     assert len(waits) == 5
     for tries, wait in enumerate(waits):
-        assert SETTLED_S * IN_VAIN_FACTOR**tries <= wait <= SETTLED_S * IN_VAIN_FACTOR**tries + 11
+        assert SETTLED_S * BACKOFF_FACTOR**tries <= wait <= SETTLED_S * BACKOFF_FACTOR**tries + 11
     # Another node makes it worth a try at once, and so does a group that has grown.
     assert story.go_on(60, group(601, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
     assert story.go_on(60, group(602, "a", "b", "c"), A, B, C) == []
@@ -248,7 +250,7 @@ def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
 
 
 def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "SETTLED_S", 1.0)
+    monkeypatch.setattr(elastic_nodes, "SETTLED_S", 1.0)
 
     @ray.remote(num_cpus=1)
     class Rank:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from app.elastic import watchdog as hang
-from app.elastic.watchdog import STACKS_CHARACTERS, Watchdog, carry_dumps, describe
+from app.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
 from app.run import Run, open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
@@ -180,7 +180,7 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
     assert read_journal(run, "events") == [], "who wrote this?"
 
     told: list[str] = []
-    carry_dumps(run, 3, told.append)
+    upload_dumps(run, 3, told.append)
     assert read_journal(run, "events") == [], "an attempt took what its own ranks may still need"
     with Watchdog(run, Attempt(4, "job", None, 40), 0, 300, told.append):
         pass
@@ -194,7 +194,7 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
 
 
 @pytest.mark.slow
-def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
+def test_storage_and_a_control_channel_that_hang_keep_no_rank_from_ending(run: Run) -> None:
     hangs = """
         def never(*words):
             print("asked", flush=True)
@@ -209,7 +209,7 @@ def test_storage_and_board_that_hang_keep_no_rank_from_ending(run: Run) -> None:
     assert output.count("asked") == 2
     assert seconds < 20
     told: list[str] = []
-    carry_dumps(run, 9, told.append)
+    upload_dumps(run, 9, told.append)
     assert [event["step"] for event in read_journal(run, "events")] == [41], "what storage did not take was lost"
     assert told == [], "an incident of long ago was told as the newest"
 
@@ -297,8 +297,8 @@ ABOUT = {"attempt": 3, "rank": 1, "step": 41, "beat": 1000.0, "thread": 2}
         (["/w/app/tasks/mnist.py"], False, "/w/app/tasks/mnist.py"),
         (["/usr/lib/python3.11/socket.py", "/w/my_task.py"], False, "/w/my_task.py"),
         (["/v/site-packages/torch/distributed/distributed_c10d.py", "/w/app/metrics.py"], True, "/w/app/metrics.py"),
-        (["/w/app/agreement.py", "/w/app/train_loop.py"], True, "/w/app/agreement.py"),
-        (["/v/site-packages/torch/autograd/graph.py", "/w/app/train_loop.py"], True, "/w/app/train_loop.py"),
+        (["/w/app/parallel.py", "/w/app/train/loop.py"], True, "/w/app/parallel.py"),
+        (["/v/site-packages/torch/autograd/graph.py", "/w/app/train/loop.py"], True, "/w/app/train/loop.py"),
         (["/w/my_layer.py", "/v/site-packages/torch/autograd/graph.py", "/w/a.py"], False, "/w/my_layer.py"),
         (
             [
@@ -323,8 +323,8 @@ def test_where_a_rank_stands(files: list[str], waiting: bool, place: str) -> Non
 def test_stacks_are_bounded_and_begin_with_the_training_thread() -> None:
     deep = ["/w/recursive.py"] * 100
     event = describe(ABOUT, dump(*[deep] * 100), 1300)
-    assert len(event["stacks"]) == STACKS_CHARACTERS
-    assert len(json.dumps(event)) < STACKS_CHARACTERS + 2000
+    assert len(event["stacks"]) == MAX_STACKS
+    assert len(json.dumps(event)) < MAX_STACKS + 2000
     assert event["stacks"].startswith('Training thread (most recent call first):\n  File "/w/recursive.py"')
 
 

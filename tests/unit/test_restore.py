@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from app.checkpoint.memory import MemorySnapshot
+from app.elastic.claim import Machine, Start, begin_attempt, choose_snapshot
 from app.elastic.receipts import first_incident, make_receipt
-from app.elastic.restore import Machine, Start, State, begin_attempt, choose_held
+from app.elastic.restore import State
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, read_attempts
 from app.run.incidents import HUNG, Cause, Receipt
@@ -25,7 +26,7 @@ def run(tmp_path: Path) -> Run:
     return begin(open_run(str(tmp_path), "run"))
 
 
-def held(attempt: int, step: int, evaluated: bool = True, crc32: int = 1) -> MemorySnapshot:
+def copy(attempt: int, step: int, evaluated: bool = True, crc32: int = 1) -> MemorySnapshot:
     return MemorySnapshot(attempt, step, evaluated, 0.0, 100, crc32, "file")
 
 
@@ -42,26 +43,26 @@ def begun(run: Run, *copies: MemorySnapshot | None) -> Start:
 def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
-    found = begun(run, None, held(1, 7), held(1, 9))
-    assert (found.attempt.step, found.attempt.starts_from, found.source) == (9, checkpoint_name(9, 1), 2)
+    found = begun(run, None, copy(1, 7), copy(1, 9))
+    assert (found.attempt.step, found.attempt.starts_from, found.snapshot_rank) == (9, checkpoint_name(9, 1), 2)
     assert found.attempt.metadata["tier"] == "memory"
     assert found.checkpoint is None
     # What the second attempt did before it had a copy of its own is lost; the copy that it came from still leads on.
-    found = begun(run, held(1, 9), None)
-    assert (found.attempt.number, found.attempt.step, found.source) == (3, 9, 0)
+    found = begun(run, copy(1, 9), None)
+    assert (found.attempt.number, found.attempt.step, found.snapshot_rank) == (3, 9, 0)
     found = begun(run, None)
     assert (found.attempt.step, found.attempt.metadata["tier"]) == (5, "storage")
     # From here on, step 9 of the first attempt is outside the lineage.
-    found = begun(run, held(1, 9))
-    assert (found.attempt.step, found.held) == (5, None)
+    found = begun(run, copy(1, 9))
+    assert (found.attempt.step, found.snapshot) == (5, None)
 
 
 def test_a_copy_of_a_superseded_attempt_is_left(run: Run) -> None:
     first = start(run, "other")
     commit(run, first, 5)
     start(run, "me", checkpoint_name(5, 1))
-    assert choose_held(read_attempts(run), [held(1, 8), None]) == (0, None)
-    assert choose_held(read_attempts(run), [held(1, 8), held(2, 6)]) == (1, held(2, 6))
+    assert choose_snapshot(read_attempts(run), [copy(1, 8), None]) == (0, None)
+    assert choose_snapshot(read_attempts(run), [copy(1, 8), copy(2, 6)]) == (1, copy(2, 6))
 
 
 def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:
@@ -69,15 +70,15 @@ def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:
     commit(run, first, 5)
     name = commit(run, first, 10).name
     Path(run.storage.locate(run.key("checkpoints", name, "model.pt"))).write_bytes(b"")
-    found = begun(run, held(1, 8))
+    found = begun(run, copy(1, 8))
     assert (found.attempt.step, found.attempt.metadata["tier"]) == (8, "memory")
     assert name in found.attempt.skipped[0]
 
 
 def test_storage_wins_at_the_same_step_when_only_it_is_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
-    assert begun(run, held(1, 5, evaluated=False)).held is None
-    assert begun(run, held(1, 5, evaluated=True)).held
+    assert begun(run, copy(1, 5, evaluated=False)).snapshot is None
+    assert begun(run, copy(1, 5, evaluated=True)).snapshot
 
 
 def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
@@ -91,7 +92,13 @@ def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | N
 def test_a_receipt_says_what_a_restart_cost() -> None:
     begin_receipt = Receipt(1, 0, Cause.BEGIN, "", None, None, None, 10, 12, 10, 0, 0, "beginning", 0, 2)
     now = a_start(at(2, 105, 1, step=12), at(1, 10), events=[{**begin_receipt.record(), "attempt": 1}])
-    incident = {"cause": "reclaim", "detail": "node x", "noticed": 100.0, "committed": 101.0, "seen": {"step": 13}}
+    incident = {
+        "cause": "reclaim",
+        "detail": "node x",
+        "noticed": 100.0,
+        "committed": 101.0,
+        "last_state": {"step": 13},
+    }
     receipt = make_receipt(now, State(taken=98.0, tier="memory"), incident, first_step=110.0)
     assert (receipt.since, receipt.cause, receipt.replayed) == (1, Cause.PREEMPTED, 2)
     assert receipt.recovery_s == 10
