@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from app.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
@@ -74,7 +75,7 @@ def train_and_promote(
     from app.background import Background
     from app.driver import keep_identity
     from app.elastic.control import StopRequest, open_control, watch_stop
-    from app.ray_internals import answering
+    from app.ray_internals import reachable_nodes
     from app.ray_session import ray_session
     from app.run.attempts import fatal_error
     from app.tune.concurrency import await_nodes
@@ -92,7 +93,7 @@ def train_and_promote(
     stop_request = StopRequest()
     with ray_session():
         at_once, trials, concurrency = await_nodes(
-            search.trials, lambda: (ray.cluster_resources(), len(answering(ray.nodes())))
+            search.trials, lambda: (ray.cluster_resources(), len(reachable_nodes(ray.nodes())))
         )
         print_plan(search, concurrency)
         with open_control() as control, watch_stop(run, control, stop_request):
@@ -129,15 +130,10 @@ def promote_best(search: Search, run: Run, owner: str, progress: Progress) -> No
         lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
         raise SunspotError(f"no trial succeeded:\n{lines}")
     for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
-        origin, name = Run(run.storage, trial.run), str(trial.checkpoint)
         environment = next(s for s in search.trials if s.run_name == trial.run).environment()
+        copy = partial(promote, run, owner, environment, Run(run.storage, trial.run), str(trial.checkpoint))
         try:
-            checkpoint = retry_storage(
-                lambda origin=origin, name=name, env=environment: promote(run, owner, env, origin, name),  # type: ignore[misc]
-                limit_s,
-                "promoting a checkpoint",
-                print,
-            )
+            checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint", print)
         except (DamageError, NotFoundError) as error:
             print(f"warning: {trial.run} skipped: {error}", flush=True)
             continue

@@ -110,7 +110,7 @@ def run_trial(
         ended = False
         while not ended:
             ended = training.done()  # checked first, so that its last records are reported
-            stop_request.marked = stop_request.marked or commands.look().stop
+            stop_request.marked = stop_request.marked or commands.poll().stop
             with suppress(StorageError):  # tried again the next time
                 for result in history.new():
                     tune.report({ERROR: "", **result})
