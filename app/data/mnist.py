@@ -25,7 +25,7 @@ from app.errors import DataError, shorten
 CLASSES = 10
 
 GROUP_ROWS = 4096
-"""The files have no row groups: they are cut into groups of so many rows."""
+"""Rows of a row group: the files themselves have none."""
 
 FILES = tuple(f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 

@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -86,14 +85,14 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
         with model_worker(
             run.name, checkpoint.name, plan.settings.storage_path, resources=resources, limit_s=LIMIT_S
         ) as worker:
-            sent: deque[tuple[dict[str, np.ndarray], Any]] = deque()
+            sent = ((part, worker.predict.remote(part["image"])) for part in read_parts(plan.test, rows))
+            in_flight = deque(itertools.islice(sent, PARTS_AT_ONCE))
             try:
-                for part in read_parts(plan.test, rows):
-                    sent.append((part, worker.predict.remote(part["image"])))
-                    if len(sent) == PARTS_AT_ONCE:
-                        summary.add(*_await(*sent.popleft(), deadline))
-                while sent:
-                    summary.add(*_await(*sent.popleft(), deadline))
+                while in_flight:
+                    part, reference = in_flight.popleft()
+                    limit_s = max(0.0, deadline - time.monotonic())
+                    summary.add(part, *get_result(reference, limit_s, "predictions"))
+                    in_flight.extend(itertools.islice(sent, 1))
             except GaveUpError:
                 if not summary.rows:
                     raise
@@ -106,13 +105,6 @@ def read_parts(source: Source, rows: int) -> Iterator[dict[str, np.ndarray]]:
     each = max(1, min(READ_ROWS, READ_BYTES // math.prod(source.shape)))
     for first in range(0, rows, each):
         yield read_rows(source, first, min(first + each, rows))
-
-
-def _await(
-    part: dict[str, np.ndarray], reference: Any, deadline: float
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """A part with its predictions and probabilities."""
-    return part, *get_result(reference, max(0.0, deadline - time.monotonic()), "predictions")
 
 
 class Summary:
