@@ -66,7 +66,7 @@ smoke: .venv/dev  ## the CPU smoke test, on kind or: make smoke KUBE_CONTEXT=NAM
 STRIKE = KUBE_CONTEXT='$(KUBE_CONTEXT)' PROFILE='$(PROFILE)' IMAGE='$(IMAGE)' \
   RECLAIM='$(RECLAIM)' KILL='$(KILL)' ADD='$(ADD)' ADD_HEAD='$(ADD_HEAD)'
 
-recovery: .venv/dev  ## what lost nodes cost a run on a cluster: make recovery KILL='COMMAND {node}' OPTIONS='--blow kill'
+recovery: .venv/dev  ## what lost nodes cost a run on a cluster: make recovery KILL='COMMAND {node}' OPTIONS='--fault kill'
 	@$(SETTINGS) $(STRIKE) $(BIN)/python -m scripts.recovery $(OPTIONS)
 
 soak: .venv/dev  ## half an hour of incidents: make soak RECLAIM='COMMAND {node}' KILL='COMMAND {node}'

@@ -1,4 +1,4 @@
-"""The cluster that a script strikes: its pods, and the user's commands about its nodes."""
+"""The cluster of a script: its pods, and the user's commands that take and add nodes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """`make recovery`: what the loss of a node costs a live run on a real cluster, in seconds and in steps taken again.
 
-A run is submitted to the cluster of KUBE_CONTEXT. When all its workers train, a command of yours takes nodes from it:
-RECLAIM with notice, KILL without. The clock begins right before the command and ends with the first step after it, as
-the run itself timed that. ADD (for the head's node ADD_HEAD) brings the nodes back, or others like them, and the next
-blow waits until all workers train again. In the commands, {node} stands for the node's name.
+A run is submitted to the cluster of KUBE_CONTEXT. Once all its workers train, a command of yours takes nodes from it:
+RECLAIM with notice, KILL without. The clock starts right before the command and stops at the first step after it, by
+the run's own record. ADD (for the head's node ADD_HEAD) brings the nodes back, or others like them, and the next fault
+waits until all workers train again. In the commands, {node} stands for the node's name.
 
-With --stock, the same blows against the usual loop under the defaults of Ray and KubeRay (scripts/stock.yaml).
+With --stock, the same faults against the usual loop under the defaults of Ray and KubeRay (scripts/stock.yaml).
 
 The namespace has k8s/base and the Secret sunspot-storage; SUNSPOT_STORAGE_PATH and the AWS_ variables reach the same
 storage from here.
@@ -29,17 +29,17 @@ from app.settings import PREFIX
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
 from scripts.subjects import START_S, Group, Ours, Stock, Subject, running, wait_until_complete
 
-BLOWS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
+KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")
-"""Targets without which no run goes on: their nodes come back at once, the others' after the first step."""
+"""No run goes on without these: their nodes come back at once, the others' after the first step."""
 
 PHASES = ("noticed", "save_began", "committed", "restarted")
 
 RECOVER_S = 1200
-"""For the first step after a blow: with Ray's defaults, seven minutes have been seen until one was noticed."""
+"""For the first step after a fault: Ray's defaults have taken seven minutes to notice one."""
 
 SETTINGS = {
-    # Enough for any number of blows: the script ends the run.
+    # Enough for any number of faults: the script ends the run.
     "EPOCHS": "1000",
     "MAX_FAILURES": "100",
     "AUDIT": "true",
@@ -47,10 +47,10 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Blow:
-    """One blow, and what it cost. Times are in seconds from the signal."""
+class Fault:
+    """One fault, and what it cost. Times are in seconds from the signal."""
 
-    blow: str
+    kind: str
     target: str
     nodes: list[str]
     signal: float
@@ -58,7 +58,7 @@ class Blow:
     first_step_s: float
     "The first step after it."
     replayed: int
-    "Steps that were taken again for that."
+    "Steps taken again."
     world_before: int
     world_after: int
     complete_s: float | None = None
@@ -68,31 +68,31 @@ class Blow:
     receipt: dict[str, Any] = field(default_factory=dict)
 
 
-def strike(subject: Subject, blow: str, target: str, commands: dict[str, str], chance: random.Random) -> Blow:
-    """Strike once, wait for the first step after it, and bring the nodes back."""
+def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], chance: random.Random) -> Fault:
+    """Take the nodes, wait for the first step after that, and bring them back."""
 
     def find_nodes() -> list[str]:
         return choose(target, pods(subject.job, subject.namespace), subject.rank0(), chance)
 
     nodes = until(f"node with {target} of {subject.job}", START_S, find_nodes)
     before: Group = until("worker group", START_S, subject.groups)[-1]
-    print(f"== {time.strftime('%H:%M:%S')} {blow} {', '.join(nodes)} ({target})", flush=True)
+    print(f"== {time.strftime('%H:%M:%S')} {kind} {', '.join(nodes)} ({target})", flush=True)
     signal = time.time()
-    under_way = [begin(commands[blow], node) for node in nodes]
+    under_way = [begin(commands[kind], node) for node in nodes]
 
     def first_after() -> Group | None:
         return next((g for g in subject.groups() if g.number > before.number and g.first_step > signal), None)
 
     if target in NEEDED:
         bring_back(nodes, target, under_way, commands)
-    after: Group = until("step after the blow", RECOVER_S, first_after)
+    after: Group = until("step after the fault", RECOVER_S, first_after)
     if target not in NEEDED:
         bring_back(nodes, target, under_way, commands)
-    return measure(blow, target, nodes, signal, before, after)
+    return measure(kind, target, nodes, signal, before, after)
 
 
 def bring_back(nodes: list[str], target: str, under_way: list[subprocess.Popen[str]], commands: dict[str, str]) -> None:
-    """Once the nodes are gone, have them back, if there is a command for that."""
+    """Once the nodes are gone, bring them back, if there is a command for that."""
     for command in under_way:
         finish(command)
     back = commands["add_head" if target == "head" else "add"]
@@ -101,7 +101,7 @@ def bring_back(nodes: list[str], target: str, under_way: list[subprocess.Popen[s
 
 
 def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random) -> list[str]:
-    """The nodes to strike: none while no such pod runs, or only on the head's node, or nobody knows which it is."""
+    """The nodes to take; none while no such pod runs, it runs only on the head's node, or is not known."""
     heads = {pod.node for pod in alive if pod.head}
     workers = {pod.name: pod.node for pod in alive if not pod.head}
     if target == "head":
@@ -115,12 +115,12 @@ def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random)
     return [chance.choice(others)] if others else []
 
 
-def measure(blow: str, target: str, nodes: list[str], signal: float, before: Group, after: Group) -> Blow:
-    """What a blow cost, by the first group after it."""
+def measure(kind: str, target: str, nodes: list[str], signal: float, before: Group, after: Group) -> Fault:
+    """What a fault cost, by the first group after it."""
     receipt = asdict(after.receipt) if after.receipt else {}
     times = {name: receipt[name] for name in PHASES if receipt.get(name) is not None}
-    return Blow(
-        blow=blow,
+    return Fault(
+        kind=kind,
         target=target,
         nodes=nodes,
         signal=signal,
@@ -133,22 +133,22 @@ def measure(blow: str, target: str, nodes: list[str], signal: float, before: Gro
     )
 
 
-def table(blows: Sequence[Blow]) -> str:
-    """A line for each blow, and the medians."""
-    names = ["blow", "target", "workers", *(name.replace("_", " ") for name in PHASES), "first step", "replayed"]
+def table(faults: Sequence[Fault]) -> str:
+    """A line for each fault, and the medians."""
+    names = ["fault", "target", "workers", *(name.replace("_", " ") for name in PHASES), "first step", "replayed"]
     lines = [[*names, "all workers"], ["---"] * (len(names) + 1)]
-    for b in blows:
-        phases = [f"{b.phases[name]:.1f}" if name in b.phases else "" for name in PHASES]
-        last = f"{b.complete_s:.1f}" if b.complete_s is not None else ""
-        about = [b.blow, b.target, f"{b.world_before} to {b.world_after}"]
-        lines.append([*about, *phases, f"{b.first_step_s:.1f}", str(b.replayed), last])
-    middle = [f"{median(b.first_step_s for b in blows):.1f}", f"{median(b.replayed for b in blows):g}"]
+    for f in faults:
+        phases = [f"{f.phases[name]:.1f}" if name in f.phases else "" for name in PHASES]
+        last = f"{f.complete_s:.1f}" if f.complete_s is not None else ""
+        columns = [f.kind, f.target, f"{f.world_before} to {f.world_after}"]
+        lines.append([*columns, *phases, f"{f.first_step_s:.1f}", str(f.replayed), last])
+    middle = [f"{median(f.first_step_s for f in faults):.1f}", f"{median(f.replayed for f in faults):g}"]
     lines.append(["median", *[""] * (len(names) - 3), *middle, ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def add_options(parser: argparse.ArgumentParser, run: str) -> None:
-    """What decides the run that is struck."""
+    """Add the options that decide which run is submitted."""
     parser.add_argument("--profile", default=os.environ.get("PROFILE") or "kind")
     parser.add_argument("--image", default=os.environ.get("IMAGE") or None)
     parser.add_argument("--namespace", default="sunspot")
@@ -164,27 +164,27 @@ def settings_of(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict
 
 
 def main() -> int:
-    """Strike as often as asked, and print what it cost."""
-    parser = argparse.ArgumentParser("recovery", description="Strikes a live run, and prints what it cost.")
-    parser.add_argument("--blow", choices=BLOWS, default="reclaim")
+    """Inject the faults, and print what they cost."""
+    parser = argparse.ArgumentParser("recovery", description="Takes nodes from a live run, and prints what that cost.")
+    parser.add_argument("--fault", choices=KINDS, default="reclaim")
     parser.add_argument("--target", choices=TARGETS, default="worker", help="whose node")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
-    parser.add_argument("--stock", action="store_true", help="strike the usual loop instead")
+    parser.add_argument("--stock", action="store_true", help="take them from the usual loop instead")
     add_options(parser, "recovery")
     arguments = parser.parse_args()
-    commands = commands_of_the_environment(arguments.blow)
+    commands = commands_of_the_environment(arguments.fault)
     settings = settings_of(arguments, SETTINGS)
-    kind = Stock if arguments.stock else Ours
-    subject: Subject = kind(arguments.profile, settings, arguments.image, arguments.namespace)
+    make = Stock if arguments.stock else Ours
+    subject: Subject = make(arguments.profile, settings, arguments.image, arguments.namespace)
     chance = random.Random(0)
-    blows = []
+    faults = []
     with running(subject):
         for _ in range(arguments.repeat):
-            blow = strike(subject, arguments.blow, arguments.target, commands, chance)
-            complete = wait_until_complete(subject, blow.signal)
-            blows.append(replace(blow, complete_s=round(complete.first_step - blow.signal, 1)))
-            print(json.dumps(asdict(blows[-1])), flush=True)
-    print(table(blows))
+            fault = inject(subject, arguments.fault, arguments.target, commands, chance)
+            complete = wait_until_complete(subject, fault.signal)
+            faults.append(replace(fault, complete_s=round(complete.first_step - fault.signal, 1)))
+            print(json.dumps(asdict(faults[-1])), flush=True)
+    print(table(faults))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a script strikes: a run of ours, or the usual loop under the defaults of Ray and KubeRay."""
+"""What faults are injected into: a run of ours, or the usual loop under the defaults of Ray and KubeRay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START_S = 900
 """For all workers to train: pods have to start, a lost one to be replaced, and the image may have to be pulled."""
 
 SETTLE_S = 20
-"""Training before the next blow: time for a snapshot, and for what the last blow did to be over."""
+"""Training before the next fault: time for a snapshot, and to get over the last fault."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Group:
 
     number: int
     from_step: int
-    "The step that it went on from."
+    "The step it went on from."
     world_size: int
     first_step: float
     "When its first step was done, in seconds since the epoch."
     replayed: int
-    "Steps that the group before had taken already."
+    "Steps that the previous group had taken already."
     receipt: Receipt | None = None
 
 
 class Subject(Protocol):
-    """What is struck."""
+    """A job on the cluster that loses nodes."""
 
     job: str
     namespace: str
@@ -59,10 +59,10 @@ class Subject(Protocol):
         """Have the cluster run it."""
 
     def groups(self) -> list[Group]:
-        """Its worker groups so far, oldest first; raises `SunspotError` when there can be no other."""
+        """Its worker groups so far, oldest first; raises `SunspotError` if there can be no more."""
 
     def rank0(self) -> str:
-        """The pod of rank 0; empty when nobody knows."""
+        """The pod of rank 0; empty if unknown."""
 
     def end(self) -> None:
         """Take it off the cluster."""
@@ -94,7 +94,7 @@ class Ours:
         snapshot = observe_run(self._cluster, self.run)
         state, reason = snapshot.state()
         if state.terminal and not snapshot.cluster_trouble and not snapshot.storage_trouble:
-            raise SunspotError(f"{self.run.name} {state}, with no more to strike: {reason}")
+            raise SunspotError(f"{self.run.name} {state}, with nothing left to interrupt: {reason}")
         return [
             Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
             for receipt in read_receipts(read_journal(self.run, "events"))
@@ -142,7 +142,7 @@ class Stock:
         kubectl("apply", "-f", "-", namespace=self.namespace, text=self._objects)
 
     def groups(self) -> list[Group]:
-        """By what the driver printed; what it did between the last look and the loss of its head is not known."""
+        """By the driver's output; what it printed between the last read and the loss of its head is unknown."""
         job = kubectl_json("get", "rayjob", self.job, namespace=self.namespace).get("status", {})
         heads = [pod.name for pod in pods(self.job, self.namespace) if pod.head]
         if heads and job.get("jobId"):
@@ -155,7 +155,7 @@ class Stock:
         return read_groups(self._lines)
 
     def rank0(self) -> str:
-        """By the address that Ray puts before the line of the newest start."""
+        """By the address that Ray puts before the newest start's line."""
         starts = [ip for line in self._lines if '"start"' in line for ip in re.findall(r"ip=([\d.]+)", line)]
         return next((pod.name for pod in pods(self.job, self.namespace) if pod.ip in starts[-1:]), "")
 
@@ -166,7 +166,7 @@ class Stock:
 
 @contextmanager
 def running(subject: Subject) -> Iterator[None]:
-    """The subject on the cluster, all its workers training to begin with; off it however this ends."""
+    """Submit the subject, wait until all its workers train, and take it off the cluster at the end in any case."""
     began = time.time()
     subject.submit()
     try:
@@ -177,7 +177,7 @@ def running(subject: Subject) -> Iterator[None]:
 
 
 def wait_until_complete(subject: Subject, since: float) -> Group:
-    """The newest group, when it has begun after `since`, has all workers, and has trained for SETTLE_S."""
+    """The newest group, once it has begun after `since`, has all workers, and has trained for SETTLE_S."""
 
     def newest() -> Group | None:
         group = next(reversed(subject.groups()), None)

@@ -1,33 +1,38 @@
-"""What the command prints: on stdout a table for people or one JSON document, on stderr everything else."""
+"""What the command prints: a table or a JSON document on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.errors import StorageError
 
+SILENT_S = 2.0
+"""What takes longer than this is announced."""
+
 WIDEST_LINE = 10_000
-"""Width of a table that does not go to a terminal: no cell is ever broken or cut there."""
+"""Width of a table that does not go to a terminal: no cell is broken or cut there."""
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document. What is not a finite number becomes null: NaN is not JSON."""
+    """Print one JSON document; NaN and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON value on a line of its own, at once: for a reader that follows."""
+    """Print one JSON value on its own line and flush it, for readers that follow."""
     print(json.dumps(_finite(value), allow_nan=False), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print rows under their columns; numbers to the right, and nothing ever cut."""
+    """Print rows under their columns: numbers aligned right, nothing cut."""
     from rich.console import Console
     from rich.table import Table
 
@@ -41,12 +46,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDEST_LINE, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
-    # Not by the console: it would end the process with 1 when the reader of our output went away.
+    # Not by the console, which would exit with 1 when the reader of the output goes away.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def write_file(path: Path, content: bytes) -> Path:
-    """Write a file of this machine whole, or not at all; returns its absolute path. Raises `StorageError`."""
+    """Write a local file whole or not at all; returns its absolute path. Raises `StorageError`."""
     path = path.expanduser().absolute()
     unfinished = path.with_name(f".{path.name}.part")
     try:
@@ -58,8 +63,20 @@ def write_file(path: Path, content: bytes) -> Path:
 
 
 def warn(text: str) -> None:
-    """Print a line for the user that is no part of the answer."""
+    """Print a line for the user that is not part of the answer."""
     print(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Announce on stderr what the context does, once it has taken SILENT_S."""
+    timer = threading.Timer(SILENT_S, warn, (f"{what} ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _as_text(value: Any) -> str:

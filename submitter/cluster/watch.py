@@ -1,4 +1,4 @@
-"""All that is known of a run at one moment, from its cluster and its storage: once, or as it changes."""
+"""What cluster and storage know of a run: once, as a snapshot, or as it changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.errors import ClusterError, StorageError
+from app.errors import ClusterError, ConflictError, NotFoundError, StorageError
 from app.formatting import in_words
 from app.run import Run
 from app.run.attempts import owner_of
@@ -23,36 +23,36 @@ from submitter.cluster.api import Cluster, RefusedError, UnreachableError, newes
 from submitter.cluster.state import is_of, judge
 from submitter.cluster.views import JobView, PodView, WarningEvent
 from submitter.manifest.render import settings_of
-from submitter.output import warn
+from submitter.output import doing, print_json, warn
 from submitter.runs import named_run
 
 STORAGE_PATH, NUM_WORKERS = PREFIX + "STORAGE_PATH", PREFIX + "NUM_WORKERS"
 
 WATCH_S = 5
-"""One watch of the RayJobs; between two of them, the pods and their warnings are listed (nobody may watch those)."""
+"""One watch of the RayJobs; pods and their warnings, which the Role may only list, are listed between two."""
 
 STORAGE_EVERY_S = 3.0
 
 TICK_S = 1.0
 
 LONGEST_OUTAGE_S = 300.0
-"""How long an API server may be gone before following it is given up."""
+"""How long an API server may be out of reach before following gives up."""
 
 OUTAGE_PAUSE_S = 2.0
 
 OUTAGE_EVERY_S = 30.0
-"""How often a line says that the API server or storage is still gone."""
+"""How often a line says that the API server or storage is still out of reach."""
 
 GONE_WITHIN_S = 180.0
-"""How long a deleted RayJob and its pods may take to go: longer than the grace period of any profile."""
+"""How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
 
-STORAGE_PATIENCE_S = 3.0
-"""How long news of the cluster is held back until storage, asked anew, has said what that means."""
+STORAGE_WAIT_S = 3.0
+"""How long a change in the cluster is held back until storage has been read again, which explains it."""
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What is known of a run; what could not be asked is as it was, or missing, and says why."""
+    """What is known of a run. What could not be read is old or missing, and the reason is given."""
 
     jobs: tuple[JobView, ...] = ()
     "Newest first."
@@ -62,12 +62,12 @@ class RunSnapshot:
     "Why the cluster's part is missing or old."
     status: Status | None = None
     owner: str = ""
-    "Who a process of the newest job would be in storage."
+    "The owner in storage that a process of the newest job has."
     stop_wanted: bool = False
     deleting: bool = False
-    "Whether somebody has begun to delete the run."
-    by_storage: tuple[RunState, str] | None = None
-    "The run's state and why, by storage alone; None: there is no run, or a RayJob to ask."
+    "Whether a deletion has begun."
+    stored_state: tuple[RunState, str] | None = None
+    "State and reason by storage alone; None if there is no run, or a RayJob to ask."
     storage_trouble: str = ""
     "Why the storage's part is missing or old."
     time: float = field(default_factory=time.time)
@@ -80,12 +80,12 @@ class RunSnapshot:
 
     @property
     def known(self) -> bool:
-        """Whether there is such a run at all."""
-        return bool(self.jobs or self.status or self.by_storage or self.deleting)
+        """Whether the run exists at all."""
+        return bool(self.jobs or self.status or self.stored_state or self.deleting)
 
     @property
     def driver_began(self) -> bool:
-        """Whether a driver of the newest RayJob has ever begun."""
+        """Whether the newest RayJob has ever had a driver."""
         return bool(self.job and self.status and is_of(self.status, self.job, self.owner))
 
     def state(self) -> tuple[RunState, str]:
@@ -94,29 +94,29 @@ class RunSnapshot:
             return RunState.DELETING, HALF_DELETED
         if self.job:
             return judge(self.job, self.pods, self.warnings, self.status, self.owner, self.stop_wanted, self.time)
-        state, reason = self.by_storage or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
+        state, reason = self.stored_state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
         if state is RunState.PENDING and not self.cluster_trouble:
             return RunState.LOST, "it was submitted, but its RayJob is gone; submit it again"
         return state, reason
 
 
 def reach_run(args: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
-    """The cluster, or None; the run RUN, there or not; and why there is no cluster."""
+    """The cluster or None, the run RUN whether it exists or not, and why there is no cluster."""
     cluster, cluster_error = try_connect(args)
     return cluster, locate_run(cluster, args.run, args.storage), cluster_error
 
 
 def locate_run(cluster: Cluster | None, name: str, storage_path: str | None) -> Run:
-    """The run `name`, there or not: in `storage_path`, by SUNSPOT_STORAGE_PATH, or where its RayJob keeps it."""
+    """The run `name`, existing or not: in `storage_path`, SUNSPOT_STORAGE_PATH, or where its RayJob keeps it."""
     if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
-        with contextlib.suppress(ClusterError):  # whoever asks next will say so
+        with contextlib.suppress(ClusterError):  # the next request reports it
             jobs, _ = cluster.list_jobs(name)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
     return named_run(name, storage_path)
 
 
 def command_arguments(cluster: Cluster | None, run: Run) -> str:
-    """The run as the words of a command that finds it again from here."""
+    """The arguments with which a command finds this run from here."""
     words = run.name
     if named_run(run.name).location != run.location:
         words += f" --storage {run.storage.locate('').rstrip('/')}"
@@ -124,86 +124,111 @@ def command_arguments(cluster: Cluster | None, run: Run) -> str:
 
 
 def observe_run(
-    cluster: Cluster | None, run: Run, cluster_error: str = "", counts: Callable[[JobView], bool] = lambda job: True
+    cluster: Cluster | None, run: Run, cluster_error: str = "", include: Callable[[JobView], bool] = lambda job: True
 ) -> RunSnapshot:
-    """What is known now; `cluster_error` says why there is no cluster to ask. Trouble is noted, not raised.
+    """What is known now, of the RayJobs that `include` accepts. `cluster_error`: why there is no cluster to ask.
 
-    Of the RayJobs with the run's name, those are looked at that `counts` holds for.
+    Errors of cluster and storage are recorded, not raised.
     """
     snapshot = RunSnapshot(cluster_trouble=cluster_error)
     if cluster:
         try:
             jobs, _ = cluster.list_jobs(run.name)
-            snapshot = replace(snapshot, **_about(cluster, [job for job in jobs if counts(job)]))
+            snapshot = replace(snapshot, **_read_cluster(cluster, [job for job in jobs if include(job)]))
         except ClusterError as error:
             snapshot = replace(snapshot, cluster_trouble=str(error))
     try:
-        return replace(snapshot, **_stored(run, snapshot.job.name if snapshot.job else ""), time=time.time())
+        return replace(snapshot, **_read_storage(run, snapshot.job.name if snapshot.job else ""), time=time.time())
     except StorageError as error:
         return replace(snapshot, storage_trouble=str(error), time=time.time())
 
 
-class Follower:
-    """Follows a run: iterating gives what is known at every change, and every second. Ends when the caller does.
+def observe_existing(cluster: Cluster | None, run: Run, cluster_error: str) -> RunSnapshot:
+    """What is known of a run that is to be stopped or resumed.
 
-    The iteration raises `ClusterError` when the API server refuses, or was gone for LONGEST_OUTAGE_S.
+    Raises `StorageError` when storage does not answer, `NotFoundError`, and `ConflictError` for one being deleted.
+    """
+    with doing("looking at the run"):
+        snapshot = observe_run(cluster, run, cluster_error)
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    require_known(cluster, run, snapshot)
+    if snapshot.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
+    if snapshot.cluster_trouble:
+        warn(f"only the storage was asked: {snapshot.cluster_trouble}")
+    return snapshot
+
+
+def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
+    """Print where a run stands now, and why."""
+    if as_json:
+        print_json({"run": run.name, "state": state, "reason": reason})
+    else:
+        print(f"{run.name}: {state}, {reason}")
+
+
+class Follower:
+    """Iterates over snapshots of a run, one at every change and every second, until the caller stops.
+
+    Iterating raises `ClusterError` when the API server refuses, or is out of reach for LONGEST_OUTAGE_S.
     """
 
     def __init__(self, cluster: Cluster | None, run: Run, cluster_error: str = "") -> None:
         self._cluster, self._run = cluster, run
-        self._news: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
+        self._updates: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
         self._wake_storage, self._ended = threading.Event(), threading.Event()
         self._snapshot = RunSnapshot(cluster_trouble=cluster_error)
         self._clock = 0
         "Counts the changes of the RayJobs."
         self._storage_clock = -1
-        "The change that storage was asked after."
+        "The change after which storage was last read."
         self._held_since = time.monotonic()
 
     @property
     def settled(self) -> bool:
-        """Whether storage was asked (or could not be) after the last change of the RayJobs."""
+        """Whether storage was read, or failed to be, after the last change of the RayJobs."""
         return self._storage_clock >= self._clock
 
     def __iter__(self) -> Iterator[RunSnapshot]:
-        feeds = [self._follow_storage, *([self._follow_cluster] if self._cluster else [])]
-        for feed in feeds:
-            threading.Thread(target=self._pass_on_errors, args=(feed,), daemon=True).start()
+        followers = [self._follow_storage, *([self._follow_cluster] if self._cluster else [])]
+        for follow in followers:
+            threading.Thread(target=self._pass_on_errors, args=(follow,), daemon=True).start()
         listed = self._cluster is None
         try:
             while True:
                 try:
-                    news = self._news.get(timeout=TICK_S)
-                    if isinstance(news, Exception):
-                        raise news
-                    self._take(news)
-                    listed = listed or "jobs" in news
+                    update = self._updates.get(timeout=TICK_S)
+                    if isinstance(update, Exception):
+                        raise update
+                    self._take(update)
+                    listed = listed or "jobs" in update
                 except queue.Empty:
                     pass
                 held = time.monotonic() - self._held_since
-                if (listed and (self.settled or held > STORAGE_PATIENCE_S)) or self._snapshot.cluster_trouble:
+                if (listed and (self.settled or held > STORAGE_WAIT_S)) or self._snapshot.cluster_trouble:
                     yield replace(self._snapshot, time=time.time())
         finally:
             self._ended.set()
             self._wake_storage.set()
 
-    def _take(self, news: dict[str, Any]) -> None:
+    def _take(self, update: dict[str, Any]) -> None:
         before = self._snapshot
-        self._storage_clock = news.pop("asked_after", self._storage_clock)
-        self._snapshot = replace(before, **news)
-        if "jobs" in news and before.jobs != self._snapshot.jobs:
+        self._storage_clock = update.pop("read_after", self._storage_clock)
+        self._snapshot = replace(before, **update)
+        if "jobs" in update and before.jobs != self._snapshot.jobs:
             self._clock += 1
             self._held_since = time.monotonic()
             self._wake_storage.set()
             if before.job and self._snapshot.job and before.job.uid != self._snapshot.job.uid:
                 self._snapshot = replace(self._snapshot, status=None, owner="")
 
-    def _pass_on_errors(self, feed: Callable[[], None]) -> None:
-        """A feed that ended in silence would be waited for in vain."""
+    def _pass_on_errors(self, follow: Callable[[], None]) -> None:
+        """Raise a thread's error in the caller, which would wait for it for ever."""
         try:
-            feed()
+            follow()
         except Exception as error:
-            self._news.put(error)
+            self._updates.put(error)
 
     def _follow_cluster(self) -> None:
         assert self._cluster
@@ -213,7 +238,7 @@ class Follower:
                 if not version:
                     listed, version = self._cluster.list_jobs(self._run.name)
                     jobs = {job.name: job for job in listed}
-                self._news.put({**_about(self._cluster, list(jobs.values())), "cluster_trouble": ""})
+                self._updates.put({**_read_cluster(self._cluster, list(jobs.values())), "cluster_trouble": ""})
                 gone_since = 0.0
                 for kind, job in self._cluster.watch_jobs(self._run.name, version, WATCH_S):
                     version = job.version
@@ -221,16 +246,16 @@ class Follower:
                         jobs.pop(job.name, None)
                     elif kind != "BOOKMARK":
                         jobs[job.name] = job
-                    self._news.put({"jobs": tuple(newest_first(list(jobs.values())))})
+                    self._updates.put({"jobs": tuple(newest_first(list(jobs.values())))})
             except UnreachableError as error:
                 gone_since = gone_since or time.monotonic()
                 version = ""
                 if time.monotonic() - gone_since > LONGEST_OUTAGE_S:
                     raise
-                self._news.put({"cluster_trouble": str(error)})
+                self._updates.put({"cluster_trouble": str(error)})
                 self._ended.wait(OUTAGE_PAUSE_S)
             except RefusedError as error:
-                if error.status != 410:  # 410: the version to watch from is too old
+                if error.status != 410:  # the version to watch from is too old
                     raise
                 version = ""
 
@@ -239,14 +264,14 @@ class Follower:
             self._wake_storage.clear()
             clock, job = self._clock, self._snapshot.job
             try:
-                news = {**_stored(self._run, job.name if job else ""), "storage_trouble": ""}
+                update = {**_read_storage(self._run, job.name if job else ""), "storage_trouble": ""}
             except StorageError as error:
-                news = {"storage_trouble": str(error)}
-            self._news.put({**news, "asked_after": clock})
+                update = {"storage_trouble": str(error)}
+            self._updates.put({**update, "read_after": clock})
             self._wake_storage.wait(STORAGE_EVERY_S)
 
 
-def _about(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
+def _read_cluster(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
     newest = newest_first(jobs)
     return {
         "jobs": tuple(newest),
@@ -255,49 +280,61 @@ def _about(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
     }
 
 
-def _stored(run: Run, job: str) -> dict[str, Any]:
-    status = read_statuses(run.storage, [run.name])[run.name]  # None, too, when it cannot be used
+def _read_storage(run: Run, job: str) -> dict[str, Any]:
+    status = read_statuses(run.storage, [run.name])[run.name]  # None also if it is malformed
     return {
         "status": status,
         "stop_wanted": stop_requested(run),
         "deleting": deletion_begun(run),
         "owner": owner_of(run, job) if job else "",
-        "by_storage": read_state(run) if not job and (status or is_there(run)) else None,
+        "stored_state": read_state(run) if not job and (status or is_there(run)) else None,
     }
 
 
 def await_gone(cluster: Cluster, jobs: Sequence[JobView], seconds: float) -> bool:
-    """Wait until deleted RayJobs and the pods of their clusters are gone; whether they are."""
+    """Wait until deleted RayJobs and their clusters' pods are gone; returns whether they are."""
     deadline = time.monotonic() + seconds
-    made = [job for job in jobs if not job.spec.get("clusterSelector")]  # a cluster that was borrowed stays
-    while any((now := cluster.find_job(job.name)) and now.uid == job.uid for job in jobs) or cluster.list_pods(made):
+    own = [job for job in jobs if not job.spec.get("clusterSelector")]  # a cluster of somebody else stays
+    while any((now := cluster.find_job(job.name)) and now.uid == job.uid for job in jobs) or cluster.list_pods(own):
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_S)
     return True
 
 
-def not_found_message(cluster: Cluster | None, run: Run, snapshot: RunSnapshot) -> str:
-    """Where a run was looked for and not found."""
+def require_known(cluster: Cluster | None, run: Run, snapshot: RunSnapshot) -> None:
+    """Raise `NotFoundError` if there is no such run, or the error that keeps it from being seen."""
+    if snapshot.known:
+        return
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
+    if cluster and snapshot.cluster_trouble:
+        raise ClusterError(snapshot.cluster_trouble)
     in_cluster = f", nor in namespace {cluster.namespace} of {cluster.server}" if cluster else ""
     trouble = f" (the cluster was not asked: {snapshot.cluster_trouble})" if snapshot.cluster_trouble else in_cluster
     place = run.storage.locate("").rstrip("/")
-    return f"no run {run.name} in {place}{trouble}; check the name, --storage and --namespace"
+    raise NotFoundError(f"no run {run.name} in {place}{trouble}; check the name, --storage and --namespace")
+
+
+def require_answers(snapshot: RunSnapshot) -> None:
+    """Raise the error that kept the cluster or storage from answering."""
+    if snapshot.cluster_trouble:
+        raise ClusterError(snapshot.cluster_trouble)
+    if snapshot.storage_trouble:
+        raise StorageError(snapshot.storage_trouble)
 
 
 class Outage:
-    """Says on stderr that the API server or storage is out of reach, now and then, and that it is back."""
+    """Says on stderr, now and then, that the API server or storage is out of reach, and when it is back."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self._said: dict[str, float] = {}
 
-    def note(self, snapshot: RunSnapshot | None) -> None:
-        """Look at what is known; None: there is no cluster to be gone."""
-        if snapshot:
-            self._note("the API server", snapshot.cluster_trouble)
-            self._note("storage", snapshot.storage_trouble)
+    def note(self, snapshot: RunSnapshot) -> None:
+        """Report what this snapshot says of them."""
+        self._note("the API server", snapshot.cluster_trouble)
+        self._note("storage", snapshot.storage_trouble)
 
     def _note(self, what: str, trouble: str) -> None:
         now = time.monotonic()

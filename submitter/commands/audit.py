@@ -1,7 +1,7 @@
-"""`sunspot audit`: proves which rows each epoch consumed, and that no checkpoint is damaged and no receipt missing.
+"""`sunspot audit`: proves which rows each epoch consumed, and finds damaged checkpoints and missing receipts.
 
-The rows are proved from the record of the steps that made the newest whole checkpoint. Every attempt that took a step
-owes a receipt, one that was superseded too; only versions that wrote none owe none.
+The rows are proved from the recorded steps that led to the newest whole checkpoint. Every attempt that took a step must
+have a receipt, superseded or not, unless its version wrote none.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from app.run.checkpoints import MANIFEST, classify, list_directories, read_back
 from app.run.history import read_audit, read_journal
 from app.run.incidents import find_gaps, read_receipts, without_receipts
 from submitter.commands.arguments import add_run
-from submitter.output import print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
 
 if TYPE_CHECKING:
     import pyarrow
 
 MOST_NAMED = 5
-"""Faults of one kind that are named one by one; the others are counted."""
+"""Faults of one kind that are named; the others are counted."""
 
 NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
 
 
 @dataclass(frozen=True)
 class Data:
-    """How an epoch is cut into optimizer steps, as `run.json` has it."""
+    """How an epoch is divided into optimizer steps, from `run.json`."""
 
     rows: int
     steps_per_epoch: int
@@ -44,7 +44,7 @@ class Data:
         return (step - 1) // self.steps_per_epoch + 1
 
     def rows_of(self, step: int) -> int:
-        """How many rows a step consumes: the last of an epoch takes what is left, be it less or one more."""
+        """How many rows a step consumes: the last of an epoch takes the rest, which is less, or one row more."""
         before = (step - 1) % self.steps_per_epoch
         return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch
 
@@ -56,36 +56,36 @@ class Epoch:
     epoch: int
     rows: int
     missing: int
-    "Rows of the data that it did not consume; 0 while it is unfinished."
+    "Rows of the data it did not consume; 0 while it is unfinished."
     repeated: int
-    "Rows that it consumed again."
+    "Rows it consumed again."
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a run's records prove of it, up to its newest whole checkpoint."""
+    """What a run's records prove up to its newest whole checkpoint."""
 
     step: int
     "Of that checkpoint."
     epochs: list[Epoch]
     "Empty: its rows were not recorded."
     wrong_rows: list[str]
-    "A line for each record of rows that cannot be right."
+    "A line for each impossible record of rows."
     damaged: list[str]
-    "A line for each checkpoint that stands and is not whole."
+    "A line for each damaged checkpoint."
     gaps: list[str]
-    "A line for each receipt that is missing."
+    "A line for each missing receipt."
     notes: list[str]
     "What could not be proved, and why."
 
     @property
     def faults(self) -> list[str]:
-        """Everything that is off, besides rows that are missing or repeated."""
+        """Everything wrong but missing and repeated rows."""
         return [*self.wrong_rows, *self.damaged, *self.gaps]
 
     @property
     def summary(self) -> str:
-        """What is off, in a sentence; empty when nothing is."""
+        """What is wrong, in a sentence; empty if nothing is."""
         missing, repeated = sum(e.missing for e in self.epochs), sum(e.repeated for e in self.epochs)
         parts = []
         if missing or repeated or self.wrong_rows:
@@ -102,16 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    audit(find_run(args.run, args.storage), args.json)
-
-
-def audit(run: Run, as_json: bool) -> None:
     """Print what each epoch consumed up to the newest whole checkpoint.
 
-    Raises `DamageError` for rows, checkpoints or receipts that are off, and `NotFoundError` when no rows were recorded.
+    Raises `DamageError` for wrong rows, checkpoints or receipts, and `NotFoundError` when no rows were recorded.
     """
+    run = find_run(args.run, args.storage)
     proof = prove(run)
-    if proof.epochs and as_json:
+    if proof.epochs and args.json:
         print_json([asdict(epoch) for epoch in proof.epochs])
     elif proof.epochs:
         print_epochs(proof)
@@ -121,16 +118,17 @@ def audit(run: Run, as_json: bool) -> None:
 
 
 def prove(run: Run) -> Proof:
-    """Check all that a run has recorded of its rows, its receipts and its checkpoints, of which every byte is read.
+    """Check a run's rows, receipts and checkpoints, reading every byte of the latter.
 
-    Raises `NotFoundError` when there is no whole checkpoint, `DamageError` when what there is cannot be read.
+    Raises `NotFoundError` when there is no whole checkpoint, `DamageError` when records cannot be read.
     """
-    # In this order: whoever committed what is listed had begun before, and is among the attempts.
+    # In this order: the attempt that committed a listed checkpoint began before, so it is among the attempts.
     directories = list_directories(run)
     attempts = read_attempts(run)
     spans = lineage(attempts)
     counted, _, _ = classify(directories, spans)
-    checked = read_back(run, counted)
+    with doing("reading every byte of the checkpoints"):
+        checked = read_back(run, counted)
     damaged = [f"{checkpoint.name}: damaged, {'; '.join(faults)}" for checkpoint, faults in checked if faults]
     whole = [checkpoint for checkpoint, faults in checked if not faults]
     if not whole:
@@ -159,7 +157,7 @@ def print_epochs(proof: Proof) -> None:
 
 
 def conclude(run: Run, proof: Proof) -> None:
-    """Name on stderr all that is off, and raise `DamageError` for it."""
+    """Print everything wrong on stderr, and raise `DamageError` for it."""
     for text in (*proof.notes, *proof.faults):
         warn(text)
     if proof.summary:
@@ -167,9 +165,9 @@ def conclude(run: Run, proof: Proof) -> None:
 
 
 def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
-    """The attempts that have left a trace of a step they took: in the metric history, or as a checkpoint.
+    """The attempts known to have taken a step, by the metric history and by checkpoints.
 
-    What an attempt writes of the very step that it starts from, it has only evaluated.
+    What an attempt writes about the step it starts from is only an evaluation.
     """
     traces = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics")]
     traces += [(attempt_of(name), step_of(name)) for name in committed]
@@ -181,7 +179,7 @@ def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set
 
 
 def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
-    """What each epoch consumed up to step `end`, and a line for each record that cannot be right; none, if none is.
+    """What each epoch consumed up to step `end`, and a line for each impossible record.
 
     Raises `DamageError` for a record that cannot be read.
     """
@@ -190,7 +188,7 @@ def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list
         return [], []
     record = run.read_json("run.json")
     data = Data(record["rows"], record["steps_per_epoch"], int(record["settings"]["SUNSPOT_GLOBAL_BATCH_SIZE"]))
-    wrong = [*find_strangers(tables, data), *find_wrong_steps(tables, data, end)]
+    wrong = [*find_foreign_rows(tables, data), *find_wrong_steps(tables, data, end)]
     return list(count_rows(tables, data, end)), wrong
 
 
@@ -199,7 +197,7 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
     import pyarrow
     import pyarrow.compute as pc
 
-    # Epoch by epoch: a set of one epoch's rows stays in the cache, one of all (epoch, row) takes ten times as long.
+    # One epoch at a time: its set of rows stays in the cache; a set of all (epoch, row) takes ten times as long.
     consumed: dict[int, list[pyarrow.Array]] = {epoch: [] for epoch in range(1, data.epoch_of(end) + 1)}
     for table in tables:
         of_row = pc.add(pc.divide(pc.subtract(table["step"], 1), data.steps_per_epoch), 1)
@@ -213,19 +211,19 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
         yield Epoch(epoch, len(rows), data.rows - distinct if finished else 0, len(known) - distinct)
 
 
-def find_strangers(tables: list[pyarrow.Table], data: Data) -> list[str]:
+def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
     """A line for each row that is not in the data."""
     import pyarrow.compute as pc
 
-    strangers: list[tuple[int, int]] = []
+    foreign: list[tuple[int, int]] = []
     for table in tables:
         found = table.filter(pc.invert(_in_data(table["row"], data)))
-        strangers += zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True)
-    return _shorten(f"step {step}: row {row} is not one of 0..{data.rows - 1}" for step, row in strangers)
+        foreign += zip(found["step"].to_pylist(), found["row"].to_pylist(), strict=True)
+    return _shorten(f"step {step}: row {row} is not one of 0..{data.rows - 1}" for step, row in foreign)
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[str]:
-    """A line for each step up to `end` that consumed another number of rows than it had to."""
+    """A line for each step up to `end` that consumed the wrong number of rows."""
     import pyarrow
 
     counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])

@@ -1,4 +1,4 @@
-"""`sunspot chaos`: reclaims and kills parts of a live run on purpose, says what each blow cost, then audits the run."""
+"""`sunspot chaos`: reclaims and kills parts of a live run on purpose, prints what each fault cost, then audits it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from app.run.incidents import Receipt, describe, read_receipts
 from app.run.status import RunState
 from submitter.cluster.api import Cluster, UnreachableError
 from submitter.cluster.views import PodView
-from submitter.cluster.watch import Outage, RunSnapshot, command_arguments, not_found_message, observe_run, reach_run
+from submitter.cluster.watch import (
+    Outage,
+    RunSnapshot,
+    command_arguments,
+    observe_run,
+    reach_run,
+    require_answers,
+    require_known,
+)
 from submitter.commands.arguments import add_run, count
 from submitter.commands.audit import NO_ROWS, conclude, print_epochs, prove
 from submitter.output import print_json_line, warn
@@ -29,25 +37,25 @@ from submitter.output import print_json_line, warn
 LOOK_EVERY_S = 2.0
 
 READY_WITHIN_S = 600.0
-"""How long a blow waits for a pod that it may hit: a cloud takes minutes to bring a node."""
+"""How long a fault waits for a ready pod: a cloud takes minutes to bring a node."""
 
 RECOVERED_WITHIN_S = 600.0
-"""How long a run may take to come back from the last blow, and to commit a checkpoint."""
+"""How long a run may take to recover from the last fault and commit a checkpoint."""
 
 AT_ONCE_S = 1
-"""The grace period of a kill, the shortest there is: with 0, only the object goes at once, and kubelets give what runs
-in it a SIGTERM and its whole own grace period (kubernetes#120449), which is a notice."""
+"""The grace period of a kill, the shortest there is: with 0 the object goes at once, but the kubelet sends SIGTERM and
+waits for the pod's own grace period (kubernetes#120449), which is a notice."""
 
 
 class Kind(enum.StrEnum):
     """What is done to a run."""
 
     RECLAIM = "reclaim"
-    "The pod of a training worker is told to go, with its own grace period: what a cloud's notice comes to."
+    "A training worker's pod is deleted with its own grace period, as by a cloud's preemption notice."
     KILL = "kill"
-    "The pod of a training worker is ended at once."
+    "A training worker's pod is ended at once."
     HEAD = "head"
-    "The head's pod, and with it the driver, is ended at once."
+    "The head's pod, with the driver, is ended at once."
 
     @property
     def verb(self) -> str:
@@ -60,12 +68,12 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """The blows that a run is to take; its text completes "this would"."""
+    """The faults to inject; its text completes "this would"."""
 
     kinds: tuple[Kind, ...]
-    "Of each blow, in their order."
+    "Of each fault, in order."
     every_s: float
-    "From one blow to the next."
+    "Seconds between two faults."
     seed: int
 
     def __str__(self) -> str:
@@ -82,9 +90,9 @@ class Fault:
     kind: Kind
     pod: PodView
     step: int
-    "The newest that the run's own processes had told of."
+    "The newest step the run had reported."
     attempt: int
-    "The newest attempt when it fell: any later one is its consequence. No clocks are compared, as they may disagree."
+    "The newest attempt then; any later one follows from the fault. Clocks are not compared, as they may disagree."
     receipt: Receipt | None = None
 
 
@@ -112,7 +120,9 @@ def run(args: argparse.Namespace) -> None:
         where = f"of the run {args.run}" + (f" in {args.namespace}" if args.namespace else "")
         raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
     cluster, run, cluster_error = reach_run(args)
-    chaos(cluster, run, plan, args.json, cluster_error)
+    if cluster is None:
+        raise ClusterError(cluster_error)
+    chaos(cluster, run, plan, args.json)
 
 
 def _seconds(text: str) -> float:
@@ -126,43 +136,45 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def make_plan(kinds: Sequence[str], every_s: float, blows: int, seed: int | None) -> Plan:
-    """So many blows: each kind as often as any other, in random order. `kinds` are words or comma lists of them.
+def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
+    """A plan of so many faults, each kind as often as the others, in random order. `kinds` are words or comma lists.
 
-    Raises `SettingsError` for a word that is none.
+    Raises `SettingsError` for an unknown word.
     """
     words = [word.strip() for text in kinds for word in text.split(",")]
     unknown = [word for word in words if word not in list(Kind)]
     if unknown:
         raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(Kind)}")
     seed = secrets.randbelow(10**6) if seed is None else seed
-    order = [Kind(words[number % len(words)]) for number in range(blows)]
+    order = [Kind(words[number % len(words)]) for number in range(faults)]
     Random(seed).shuffle(order)
     return Plan(tuple(order), every_s, seed)
 
 
-def chaos(cluster: Cluster | None, run: Run, plan: Plan, as_json: bool, cluster_error: str = "") -> None:
-    """Strike a live run as planned, wait until it has recovered, and audit it; ends early when the run does.
+def chaos(cluster: Cluster, run: Run, plan: Plan, as_json: bool) -> None:
+    """Inject the plan's faults into a live run, wait until it has recovered, and audit it; end early if the run ends.
 
     Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
     checkpoints and receipts are audited. Raises `NotFoundError` when the run is not live, `ClusterError`, `GaveUpError`
-    when a pod or the recovery is waited for in vain, and `DamageError` when the audit finds a fault.
+    when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
     """
-    if cluster is None:
-        raise ClusterError(cluster_error)
-    storm = FaultInjector(cluster, run, as_json)
-    storm.refuse_unless_live()
-    storm.say({"event": "begin", "seed": plan.seed, "kinds": plan.kinds}, f"seed {plan.seed}: {', '.join(plan.kinds)}")
+    injector = FaultInjector(cluster, run, as_json)
+    injector.refuse_unless_live()
+    kinds = plan.kinds
+    injector.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
     random = Random(plan.seed)
-    for number, kind in enumerate(plan.kinds, 1):
+    for number, kind in enumerate(kinds, 1):
         if number > 1:
-            storm.watch(plan.every_s)
-        if not storm.ended:
-            storm.strike(kind, random)
-    storm.watch_recovery()
-    if storm.ended:
-        about = f"the run has ended after {plural(len(storm.blows), 'blow')} of {len(plan.kinds)}: {storm.ended}"
-        storm.say({"event": "ended", "reason": storm.ended, "blows": len(storm.blows)}, about)
+            injector.watch(plan.every_s)
+        if not injector.ended:
+            injector.inject(kind, random)
+    injector.watch_recovery()
+    if injector.ended:
+        injected = len(injector.faults)
+        injector.say(
+            {"event": "ended", "reason": injector.ended, "blows": injected},
+            f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {injector.ended}",
+        )
 
     proof = prove(run)
     if as_json:
@@ -176,36 +188,32 @@ def chaos(cluster: Cluster | None, run: Run, plan: Plan, as_json: bool, cluster_
 
 
 class FaultInjector:
-    """The blows that a run has taken so far, and what became of them."""
+    """Injects faults into one run, and follows how it recovers from them."""
 
     def __init__(self, cluster: Cluster, run: Run, as_json: bool) -> None:
         self._cluster, self._run, self._as_json = cluster, run, as_json
-        self._outage = Outage(run)
+        self._outage = Outage()
         self._step = 0
         self._attempt = 0
-        self.blows: list[Fault] = []
+        self.faults: list[Fault] = []
         self.ended = ""
-        "How the run has ended; empty while it lives."
+        "How the run has ended; empty while it is live."
 
     def refuse_unless_live(self) -> None:
-        """Raise what keeps the run from being struck."""
+        """Raise why no fault may be injected."""
         snapshot = observe_run(self._cluster, self._run)
-        if snapshot.cluster_trouble:
-            raise ClusterError(snapshot.cluster_trouble)
-        if snapshot.storage_trouble:
-            raise StorageError(snapshot.storage_trouble)
-        if not snapshot.known:
-            raise NotFoundError(not_found_message(self._cluster, self._run, snapshot))
+        require_answers(snapshot)
+        require_known(self._cluster, self._run, snapshot)
         self._take_step(snapshot)
         live = next((job for job in snapshot.jobs if job.live), None)
-        if not live or snapshot.state()[0].terminal:
-            state, reason = snapshot.state()
+        state, reason = snapshot.state()
+        if not live or state.terminal:
             raise NotFoundError(f"{self._run.name} is not live but {state}: {reason}; submit it first")
         if live.spec.get("clusterSelector"):
             raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
 
-    def strike(self, kind: Kind, random: Random) -> None:
-        """Delete a pod of this kind as soon as one is ready, unless the run ends before."""
+    def inject(self, kind: Kind, random: Random) -> None:
+        """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
         deadline, waiting = time.monotonic() + READY_WITHIN_S, False
         while not (pod := self._delete_one(kind, random)):
             if not waiting:
@@ -213,34 +221,35 @@ class FaultInjector:
                 waiting = True
             if time.monotonic() > deadline:
                 raise GaveUpError(
-                    f"{self._run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so blow "
-                    f"{len(self.blows) + 1} did not fall; "
+                    f"{self._run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault "
+                    f"{len(self.faults) + 1} was not injected; "
                     f"`sunspot status {command_arguments(self._cluster, self._run)}` says why"
                 )
             self.watch(LOOK_EVERY_S)
             if self.ended:
                 return
-        blow = Fault(len(self.blows) + 1, kind, pod, self._step, self._newest_attempt())
-        self.blows.append(blow)
+        fault = Fault(len(self.faults) + 1, kind, pod, self._step, self._newest_attempt())
+        self.faults.append(fault)
+        number, step = fault.number, fault.step
         self.say(
-            {"event": "blow", "blow": blow.number, "kind": kind, "pod": pod.name, "node": pod.node, "step": blow.step},
-            f"blow {blow.number}: {kind}, {pod.name} on {pod.node}, at step {blow.step}",
+            {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": step},
+            f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {step}",
         )
 
     def watch(self, seconds: float) -> None:
-        """Let time pass, telling of receipts as they appear; less of it when the run ends."""
+        """Wait, printing receipts as they appear; return early if the run ends."""
         until = time.monotonic() + seconds
         while not self.ended and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, LOOK_EVERY_S))
             self._look()
 
     def watch_recovery(self) -> None:
-        """Return when the run has come back from every blow and has committed a checkpoint since, or has ended."""
-        deadline, told = time.monotonic() + RECOVERED_WITHIN_S, ""
+        """Return when the run has recovered from every fault and committed a checkpoint since, or has ended."""
+        deadline, printed = time.monotonic() + RECOVERED_WITHIN_S, ""
         while not self.ended and (missing := self._find_missing()):
-            if missing != told:
+            if missing != printed:
                 warn(f"waiting for {missing}")
-                told = missing
+                printed = missing
             if time.monotonic() > deadline:
                 raise GaveUpError(
                     f"{self._run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
@@ -256,7 +265,7 @@ class FaultInjector:
             print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
     def _delete_one(self, kind: Kind, random: Random) -> PodView | None:
-        """The pod that was deleted; None when none is ready, or the API server is out of reach."""
+        """The pod that was deleted; None if none is ready, or the API server is out of reach."""
         try:
             pods = find_pods(self._cluster, self._run, kind)
             if not pods:
@@ -269,13 +278,13 @@ class FaultInjector:
             return None
 
     def _look(self) -> None:
-        """Take notice of all that is new."""
+        """Take in all that is new."""
         snapshot = observe_run(self._cluster, self._run)
         self._outage.note(snapshot)
         self._take_step(snapshot)
         self._take_receipts()
         state, reason = snapshot.state()
-        # Without the cluster's word, a failure may be followed by another try.
+        # As long as the cluster does not answer, a failure may be followed by another try.
         if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster_trouble):
             self.ended = f"{state}, {reason}"
 
@@ -284,23 +293,23 @@ class FaultInjector:
             self._step = snapshot.status.step
 
     def _take_receipts(self) -> None:
-        """Tell of each receipt for a blow that has none yet; storage that is away is asked again later."""
-        if all(blow.receipt for blow in self.blows):
+        """Print each new receipt with the faults it answers; if storage fails, the next look tries again."""
+        if all(fault.receipt for fault in self.faults):
             return
         try:
             receipts = read_receipts(read_journal(self._run, "events"))
         except StorageError:
             return
         for receipt in receipts:
-            blows = [blow for blow in self.blows if not blow.receipt and blow.attempt < receipt.attempt]
-            for blow in blows:
-                blow.receipt = receipt
-            if blows:
-                numbers = [blow.number for blow in blows]
+            faults = [fault for fault in self.faults if not fault.receipt and fault.attempt < receipt.attempt]
+            for fault in faults:
+                fault.receipt = receipt
+            if faults:
+                numbers = [fault.number for fault in faults]
                 times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
                 self.say(
                     {**receipt.record(), "blows": numbers, **times},
-                    f"recovered from {'blow' if len(numbers) == 1 else 'blows'} {', '.join(map(str, numbers))}: "
+                    f"recovered from {'fault' if len(numbers) == 1 else 'faults'} {', '.join(map(str, numbers))}: "
                     f"{describe(receipt)}",
                 )
 
@@ -312,20 +321,20 @@ class FaultInjector:
         return self._attempt
 
     def _find_missing(self) -> str:
-        """What is to come before the run has recovered from the last blow."""
-        last = self.blows[-1]
+        """What has not happened yet since the last fault; empty once the run has recovered."""
+        last = self.faults[-1]
         if not last.receipt:
-            return f"the receipt of blow {last.number}"
+            return f"the receipt of fault {last.number}"
         try:
             names = [name for name, files in list_directories(self._run).items() if MANIFEST in files]
         except StorageError:
             names = []
         committed = any(attempt_of(name) > last.attempt for name in names)
-        return "" if committed else f"a checkpoint after blow {last.number}"
+        return "" if committed else f"a checkpoint after fault {last.number}"
 
 
 def find_pods(cluster: Cluster, run: Run, kind: Kind) -> list[PodView]:
-    """The pods that a blow of this kind may hit now: ready, and of the RayCluster of the run's newest live RayJob."""
+    """The pods that a fault of this kind may hit: ready ones of the RayCluster of the run's newest live RayJob."""
     jobs, _ = cluster.list_jobs(run.name)
     live = next((job for job in jobs if job.live), None)
     if not live:

@@ -1,4 +1,4 @@
-"""`sunspot dashboard`: the Ray dashboard of a live run on a port of this machine, its token added on the way."""
+"""`sunspot dashboard`: the Ray dashboard of a live run on a local port, with its token added to every request."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from app.run import Run
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from submitter.cluster.forward import LocalPort
 from submitter.cluster.views import pod_view
-from submitter.cluster.watch import command_arguments, not_found_message, observe_run, reach_run
+from submitter.cluster.watch import command_arguments, observe_run, reach_run, require_known
 from submitter.commands.arguments import add_run, count
-from submitter.output import print_json_line, warn
+from submitter.output import doing, print_json_line, warn
 
 PORT = 8265
-"""Ray's own, on the head."""
+"""Ray's default, on the head."""
 
 LOOK_EVERY_S = 3.0
-"""How soon a head that went away is noticed."""
+"""How soon the loss of the head is noticed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,34 +31,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    cluster, run, cluster_error = reach_run(args)
-    show(cluster, run, args.port, args.json, cluster_error)
+    """Forward the dashboard until Ctrl-C, and print where it is.
 
-
-def show(cluster: Cluster | None, run: Run, port: int, as_json: bool, cluster_error: str = "") -> None:
-    """Forward the dashboard until Ctrl-C, and say where it is.
-
-    Raises `NotFoundError` when the run has no head, or none any more, `ClusterError` when the API server refuses, and
+    Raises `NotFoundError` when the run has no head, or loses it, `ClusterError` when the API server refuses, and
     `SettingsError` when the port is taken.
     """
+    cluster, run, cluster_error = reach_run(args)
     if cluster is None:
         raise ClusterError(cluster_error)
-    head = _find_head(cluster, run)
-    name = head["metadata"]["name"]
-    token, doubt = _read_token(cluster, head)
-    cluster.dial(name, PORT).close()  # what it refuses, it refuses now
+    with doing("looking for the head of the run"):
+        head = _find_head(cluster, run)
+        name = head["metadata"]["name"]
+        token, token_error = _read_token(cluster, head)
+        cluster.dial(name, PORT).close()  # a refusal shows now
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with LocalPort(port, lambda: cluster.dial(name, PORT), headers) as local:
+    with LocalPort(args.port, lambda: cluster.dial(name, PORT), headers) as local:
         threading.Thread(target=local.serve_forever, daemon=True).start()
         try:
-            if as_json:
+            if args.json:
                 print_json_line({"run": run.name, "url": local.url, "pod": name, "token_added": bool(token)})
             else:
                 print(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
             if token:
                 warn("its token is added to every request, so all who use this machine can use it, until Ctrl-C")
-            if doubt:
-                warn(doubt)
+            if token_error:
+                warn(token_error)
             _watch(cluster, run, head)
         except KeyboardInterrupt:
             warn("")
@@ -67,16 +64,13 @@ def show(cluster: Cluster | None, run: Run, port: int, as_json: bool, cluster_er
 
 
 def _find_head(cluster: Cluster, run: Run) -> dict[str, Any]:
-    """The pod of the run's newest head that is ready."""
+    """The pod of the run's newest ready head."""
     for job in cluster.list_jobs(run.name)[0]:
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
         if ready and (found := cluster.find("pod", ready[0].name)):
             return found
     snapshot = observe_run(cluster, run)
-    if not snapshot.known and snapshot.storage_trouble:
-        raise StorageError(snapshot.storage_trouble)
-    if not snapshot.known:
-        raise NotFoundError(not_found_message(cluster, run, snapshot))
+    require_known(cluster, run, snapshot)
     state, reason = snapshot.state()
     raise NotFoundError(
         f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; "
@@ -85,7 +79,7 @@ def _find_head(cluster: Cluster, run: Run) -> dict[str, Any]:
 
 
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
-    """The token that the head wants, and what hinders its reading; both empty where it wants none."""
+    """The head's token, and why it cannot be read; both empty if it wants none."""
     environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
     variable = environment.get("RAY_AUTH_TOKEN", {})
     if "value" in variable:
@@ -107,7 +101,7 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
 
 
 def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:
-    """Return never; raises `NotFoundError` when the head has gone."""
+    """Return never; raises `NotFoundError` when the head is gone."""
     name, away = head["metadata"]["name"], False
     while True:
         time.sleep(LOOK_EVERY_S)

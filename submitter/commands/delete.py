@@ -1,8 +1,8 @@
 """`sunspot delete`: shows what there is of a run, asks, and removes it from the cluster and from storage.
 
-A mark is put down first and goes last (`app.run.status`): interrupted anywhere in between, the run is shown as
-being deleted, nothing trains it, and the same command goes on. What a process that still lives writes meanwhile is
-removed too, or told of.
+A marker is written first and removed last (`app.run.status`): interrupted in between, the run is shown as being
+deleted, nothing trains it, and the same command goes on. What a surviving process writes meanwhile is removed too, or
+reported.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from submitter.cluster.watch import (
     RunSnapshot,
     await_gone,
     command_arguments,
-    not_found_message,
     observe_run,
     reach_run,
+    require_known,
 )
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
-from submitter.output import print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, warn
 
 MOST_ROUNDS = 3
-"""How often what was written meanwhile is removed too: who writes then still is no straggler."""
+"""How often what was written meanwhile is removed too: a writer that outlasts this is no straggler."""
 
 MOST_NAMED = 3
-"""Objects that are named when some came back."""
+"""Objects named when some came back."""
 
 RECORDS = ("run.json", "status.json", "submissions")
-"""What a run is known by: it goes last."""
+"""What identifies a run: removed last."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Remains:
     run: Run
     snapshot: RunSnapshot
     entries: tuple[Entry, ...]
-    "Every object of it in storage, without the mark."
+    "Its objects in storage, without the marker."
     unfinished: tuple[Unfinished, ...]
     copies: tuple[Path, ...]
-    "Files in this machine's shared memory, which a failed run leaves for its next start."
+    "Files in this machine's shared memory, left by a failed run for its next start."
     dataset: str
-    "Where its rows come from; empty: from no place of the user's."
+    "Where its rows come from; empty if that is not a path of the user."
     trials: tuple[str, ...] = ()
-    "Of a search: the runs that are its trials."
+    "The runs that are the trials of a search."
 
     @property
     def jobs(self) -> tuple[JobView, ...]:
@@ -74,13 +74,13 @@ class Remains:
 
     @property
     def pods(self) -> list[PodView]:
-        """Those that go with the RayJobs: a cluster that was borrowed stays."""
+        """Those that go with the RayJobs; a borrowed cluster stays."""
         own = {job.cluster for job in self.jobs if not is_borrowed(job)}
         return [pod for pod in self.snapshot.pods if pod.cluster in own]
 
     @property
     def not_submitted(self) -> list[str]:
-        """RayJobs that somebody else applied."""
+        """RayJobs that `sunspot submit` did not apply."""
         manifests = {entry.key.rpartition("/")[2].partition("-")[2] for entry in self.entries}
         return [job.name for job in self.jobs if f"{job.name}.yaml" not in manifests]
 
@@ -90,7 +90,7 @@ class Remains:
 
     @property
     def bytes(self) -> int:
-        """In storage, and in this machine's memory."""
+        """In storage and in this machine's memory."""
         stored = sum(entry.size for entry in self.entries) + sum(upload.size for upload in self.unfinished)
         return stored + sum(path.stat().st_size for path in self.copies if path.exists())
 
@@ -106,50 +106,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    cluster, run, cluster_error = reach_run(args)
-    delete(cluster, run, args.yes, args.json, cluster_error)
-
-
-def delete(cluster: Cluster | None, run: Run, yes: bool, as_json: bool, cluster_error: str = "") -> None:
-    """Print all there is of the run and, with `yes` or when the user at the terminal agrees, remove it.
+    """Print all there is of the run and, with `--yes` or the consent of the user at the terminal, remove it.
 
     Raises `NotFoundError` when nothing is there, `ConflictError` when the run is live or something goes on writing it,
-    `GaveUpError` when its pods do not go, `ClusterError` and `StorageError`; what is left then is said on stderr.
+    `GaveUpError` when its pods do not go, `ClusterError` and `StorageError`, and then says on stderr what is left.
     """
+    cluster, run, cluster_error = reach_run(args)
     remains = find_remains(cluster, run, cluster_error)
-    if not as_json:
+    if not args.json:
         _print(cluster, remains)
     if kept := remains.not_submitted:
         warn(
             f"{', '.join(kept)} did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out there "
             "first, or it is made again, and the run begins anew"
         )
-    if not yes:
-        if as_json or not _ask(run):
-            _conclude(remains, remains, False, as_json)
+    if not args.yes:
+        if args.json or not _ask(run):
+            _conclude(remains, remains, False, args.json)
             return
-        remains = find_remains(cluster, run, cluster_error)  # whoever was asked may have taken an hour
+        remains = find_remains(cluster, run, cluster_error)  # the answer may have taken an hour
     try:
         _remove(cluster, remains)
     except (SunspotError, KeyboardInterrupt):
         left = _find_left(cluster, run, cluster_error)
-        if as_json:
-            _conclude(remains, left, False, as_json)
+        if args.json:
+            _conclude(remains, left, False, True)
         what = _sum_up(left) if left else "what cannot be listed now"
         warn(f"{run.name} is half-deleted; left: {what}. `sunspot delete {command_arguments(cluster, run)}` goes on")
         raise
-    _conclude(remains, None, True, as_json)
+    _conclude(remains, None, True, args.json)
     if run.storage.keeps_versions():
         warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
 
 
-def find_remains(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Remains:
+def find_remains(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains:
     """All there is of a run that may be deleted.
 
     Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live, `ClusterError` and
     `StorageError` when that cannot be seen.
     """
-    snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
+    with doing("looking for what there is of the run"):
+        snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
     if snapshot.storage_trouble:
         raise StorageError(snapshot.storage_trouble)
     if cluster and snapshot.cluster_trouble:
@@ -157,8 +154,7 @@ def find_remains(cluster: Cluster | None, run: Run, cluster_error: str = "") -> 
             f"{snapshot.cluster_trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
             "KUBECONFIG=/dev/null deletes what is in storage"
         )
-    if not snapshot.known:
-        raise NotFoundError(not_found_message(cluster, run, snapshot))
+    require_known(cluster, run, snapshot)
     state, reason = snapshot.state()
     going = bool(snapshot.job and snapshot.job.deleting)
     if any(job.live for job in snapshot.jobs) or not (state.terminal or going):
@@ -175,7 +171,7 @@ def find_remains(cluster: Cluster | None, run: Run, cluster_error: str = "") -> 
 
 
 def keeps_in(job: JobView, run: Run) -> bool:
-    """Whether a RayJob is of this very run: another storage may have one of the same name."""
+    """Whether a RayJob is of this run, and not of one with the same name in another storage."""
     path = settings_of(job.raw).get(STORAGE_PATH)
     return path is None or path.rstrip("/") == run.storage.locate("").rstrip("/")
 
@@ -186,26 +182,17 @@ def is_borrowed(job: JobView) -> bool:
 
 
 def in_order(run: Run, keys: Sequence[str]) -> list[list[str]]:
-    """Keys of a run's objects in the order in which they go, those of a group together.
+    """Keys of a run's objects, in groups that are removed one after the other.
 
-    Attempts first: whoever still trains the run commits nothing any more. Then manifests, as a checkpoint without one
-    is none; at the end what the run is known by.
+    Attempts first, so that a surviving process commits nothing any more; then manifests, without which checkpoints do
+    not count; what identifies the run last.
     """
-    attempts: list[str] = []
-    manifests: list[str] = []
-    rest: list[str] = []
-    records: list[str] = []
+    groups: list[list[str]] = [[], [], [], []]
     for key in keys:
         top = key.removeprefix(run.key("")).partition("/")[0]
-        if top == "attempts":
-            attempts.append(key)
-        elif top in RECORDS:
-            records.append(key)
-        elif key.endswith(f"/{MANIFEST}"):
-            manifests.append(key)
-        else:
-            rest.append(key)
-    return [group for group in (attempts, manifests, rest, records) if group]
+        place = 0 if top == "attempts" else 3 if top in RECORDS else 1 if key.endswith(f"/{MANIFEST}") else 2
+        groups[place].append(key)
+    return [group for group in groups if group]
 
 
 # ------------------------------------------------------------------------------------------------------------- removing
@@ -223,7 +210,8 @@ def _remove(cluster: Cluster | None, remains: Remains) -> None:
                 f"{remains.jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}; nothing was "
                 "removed from storage, which they may still write"
             )
-    _empty(run)
+    with doing("removing it from storage"):
+        _empty(run)
     shutil.rmtree(copies_of(run.location), ignore_errors=True)
     clear_deletion(run)
     run.storage.delete_folders(run.name)
@@ -231,7 +219,7 @@ def _remove(cluster: Cluster | None, remains: Remains) -> None:
 
 
 def _empty(run: Run) -> None:
-    """Remove every object of the run but the mark, and what was written meanwhile."""
+    """Remove every object of the run but the marker, and what is written meanwhile."""
     left = _list(run)
     for _ in range(MOST_ROUNDS):
         for upload in _list_unfinished(run):
@@ -275,7 +263,7 @@ def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
 
 
 def _find_left(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains | None:
-    """What is left of a run that could not be removed; None when that cannot be seen."""
+    """What is left of a run that could not be removed; None if that cannot be seen."""
     with contextlib.suppress(SunspotError):
         snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
         entries = tuple(run.storage.list(run.name))
@@ -287,7 +275,7 @@ def _find_left(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains
 
 
 def _ask(run: Run) -> bool:
-    """Whether the user at the terminal wants it; without a terminal, nobody does."""
+    """Whether the user at the terminal agrees; False without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     print(f"remove all of it, for ever? y or {run.name}: ", end="", file=sys.stderr, flush=True)
@@ -320,7 +308,7 @@ def _count(kind: dict[str, Any]) -> str:
 
 
 def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bool) -> None:
-    """Print what became of it; `left` is what is there now."""
+    """Print the outcome; `left` is what is there now."""
     if as_json:
         print_json(
             {
@@ -351,7 +339,7 @@ def _sum_up(remains: Remains) -> str:
 
 
 def _objects(remains: Remains) -> list[dict[str, str]]:
-    """What Kubernetes has of the run: RayJobs, and what goes with them."""
+    """The run's RayJobs, and the Kubernetes objects that go with them."""
     found = [{"kind": "RayJob", "name": job.name} for job in remains.jobs]
     clusters = dict.fromkeys(pod.cluster for pod in remains.pods)  # with their Services and the Secret of their token
     found += [{"kind": "RayCluster", "name": name} for name in clusters]
@@ -359,7 +347,7 @@ def _objects(remains: Remains) -> list[dict[str, str]]:
 
 
 def _kinds(remains: Remains) -> list[dict[str, Any]]:
-    """What lies in storage and in memory, by kind: the run's folders, and what lies beside them."""
+    """What is in storage and in memory, by kind: the run's folders, and what is beside them."""
     run = remains.run
     groups: dict[str, list[Entry]] = {}
     for entry in remains.entries:

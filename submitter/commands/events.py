@@ -15,7 +15,7 @@ from app.run.attempts import Attempt, read_attempts
 from app.run.history import read_journal
 from app.run.incidents import TIER, describe, read_receipts
 from submitter.commands.arguments import add_run
-from submitter.output import print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
 
 
@@ -25,24 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    show(find_run(args.run, args.storage), args.stacks, args.json)
+    """Print the events of all attempts by time, including superseded ones.
 
-
-def show(run: Run, stacks: bool, as_json: bool) -> None:
-    """Print the events of all attempts by time, those that were superseded too: they happened.
-
-    With `stacks`, below the table, where each rank stood that hung; `as_json` has every field of every event.
+    With `--stacks`, where each hung rank stood follows the table; `--json` has every field of every event.
     """
-    events = read_events(run)
-    if as_json:
+    with doing("reading the events"):
+        events = read_events(find_run(args.run, args.storage))
+    if args.json:
         print_json(events)
         return
     rows = [[as_time(e["time"]), e["attempt"], e["step"], e["event"], _detail(e)] for e in events]
     print_table(["time", "attempt", "step", "event", "detail"], rows)
     hung = [event for event in events if event.get("stacks")]
-    if hung and not stacks:
+    if hung and not args.stacks:
         warn("--stacks shows where the ranks stood that hung")
-    for event in hung if stacks else ():
+    for event in hung if args.stacks else ():
         print(f"\nattempt {event['attempt']}, step {event['step']}: {event.get('detail')}")
         print(textwrap.indent(event["stacks"].rstrip(), "    "))
 
@@ -73,7 +70,7 @@ def _began(attempt: Attempt) -> dict[str, Any]:
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """The errors that ended attempts for good. One whose record cannot be read is told all the same."""
+    """The errors that ended attempts for good, including those whose record cannot be read."""
     steps = {attempt.number: attempt.step for attempt in attempts}
     for entry in run.storage.list(run.key("attempts")):
         number, _, kind = entry.key.rpartition("/")[2].partition("-")

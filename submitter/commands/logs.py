@@ -1,9 +1,10 @@
-"""`sunspot logs`: what a run's processes printed, from storage: a few seconds behind, and there when no cluster is."""
+"""`sunspot logs`: what a run's processes printed, from storage: a few seconds behind, with or without a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import json
 import sys
 import time
@@ -18,17 +19,19 @@ from submitter.commands.arguments import add_run
 from submitter.output import warn
 from submitter.runs import find_run
 
+StateReader = Callable[[Run], tuple[RunState, str]]
+
 POLL_S = 2.0
-"""Seconds between two looks at a stream that is followed. Processes ship what they print every 5 s."""
+"""Seconds between two reads of a followed stream. Processes ship what they print every 5 s."""
 
 FIRST_OUTPUT_S = 3600
-"""How long a run may take to print anything: longer than any profile lets its pods take to be ready."""
+"""How long a run may take to print anything: more than any profile gives its pods to be ready."""
 
-LOOK_FOR_NEW_EVERY = 3
-"""Looks at a stream for one listing of all streams, in which that of a later start of the process would be."""
+LIST_EVERY = 3
+"""Reads of a stream per listing of all streams, where a later start of the process would show."""
 
-QUIET_LOOKS = 3
-"""Looks without news after the run has ended: what its processes printed last is shipped at their very end."""
+QUIET_READS = 3
+"""Reads without new output after the run has ended: processes ship their last output at their very end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,18 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    state: Callable[[Run], tuple[RunState, str]] = read_state
-    if args.follow:
-        from submitter.cluster.api import try_connect
-        from submitter.cluster.watch import observe_run
+    """Print the newest output of the driver, or of one rank; `--previous`: of the start before the newest.
 
-        cluster, _ = try_connect(args)
-        if cluster:
+    With `-f`, goes on until the run has ended. Raises `NotFoundError` when there is no such output; output that may
+    still come is waited for.
+    """
+    if args.follow and args.previous:
+        raise SettingsError("-f and --previous: choose one; what a start before the newest printed is complete")
+    state = _state_reader(args) if args.follow else read_state
+    run = find_run(args.run, args.storage)
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end of following
+        show(run, args.rank, args.previous, args.follow, args.json, state)
+        return
+    raise SystemExit(130)
 
-            def state(run: Run) -> tuple[RunState, str]:
-                return observe_run(cluster, run).state()
 
-    show(find_run(args.run, args.storage), args.rank, args.previous, args.follow, args.json, state)
+def _state_reader(args: argparse.Namespace) -> StateReader:
+    """What tells whether a run has ended: the cluster if there is one, otherwise storage."""
+    from submitter.cluster.api import try_connect
+    from submitter.cluster.watch import observe_run
+
+    cluster, _ = try_connect(args)
+    return (lambda run: observe_run(cluster, run).state()) if cluster else read_state
 
 
 def show(
@@ -59,29 +72,9 @@ def show(
     previous: bool = False,
     follow: bool = False,
     as_json: bool = False,
-    state: Callable[[Run], tuple[RunState, str]] = read_state,
+    state: StateReader = read_state,
 ) -> None:
-    """Print the newest output of the driver, or of one rank; `previous`: of the start before the newest.
-
-    With `follow`, goes on until `state` says that the run has ended. Raises `NotFoundError` when there is no such
-    output; one that may still come is waited for.
-    """
-    if follow and previous:
-        raise SettingsError("-f and --previous: choose one; what a start before the newest printed is complete")
-    try:
-        _show(run, rank, previous, follow, as_json, state)
-    except KeyboardInterrupt:  # the usual end of following: nothing is to be said about it
-        raise SystemExit(130) from None
-
-
-def _show(
-    run: Run,
-    rank: int | None,
-    previous: bool,
-    follow: bool,
-    as_json: bool,
-    state: Callable[[Run], tuple[RunState, str]],
-) -> None:
+    """Print a stream of the run; with `follow`, and those of later starts, until `state` says that it has ended."""
     streams = _find(run, rank)
     if not streams and follow and not list_streams(run) and not state(run)[0].terminal:
         warn(f"waiting for the first output of {run.name}")
@@ -100,15 +93,15 @@ def _show(
     printer.close()
 
 
-def _follow(run: Run, rank: int | None, printer: _Printer, state: Callable[[Run], tuple[RunState, str]]) -> None:
-    looks = quiet = 0
-    while quiet < QUIET_LOOKS:
+def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -> None:
+    reads = quiet = 0
+    while quiet < QUIET_READS:
         time.sleep(POLL_S)
-        looks += 1
-        news = printer.print_new()
+        reads += 1
+        printed = printer.print_new()
         now, reason = state(run)
-        quiet = quiet + 1 if now.terminal and not news else 0
-        if looks % LOOK_FOR_NEW_EVERY == 0 or quiet == QUIET_LOOKS:
+        quiet = quiet + 1 if now.terminal and not printed else 0
+        if reads % LIST_EVERY == 0 or quiet == QUIET_READS:
             newer = [stream for stream in _find(run, rank) if stream > printer.stream]
             if newer:
                 quiet = 0
@@ -118,7 +111,7 @@ def _follow(run: Run, rank: int | None, printer: _Printer, state: Callable[[Run]
 
 
 class _Printer:
-    """Prints a stream from where it stopped the last time."""
+    """Prints a stream, each time from where it stopped."""
 
     def __init__(self, run: Run, stream: str, as_json: bool) -> None:
         self._run, self._as_json = run, as_json
@@ -132,7 +125,7 @@ class _Printer:
         warn(f"{stream}, in {self._run.storage.locate(self._run.key('logs', stream))}")
 
     def print_new(self) -> bool:
-        """Print what is there and was not printed; whether there was anything."""
+        """Print what is new; returns whether there was anything."""
         before = self._read
         for piece in read_pieces(self._run, self.stream, self._read):
             self._read += len(piece)
@@ -148,7 +141,7 @@ class _Printer:
         self.print_new()
 
     def close(self) -> None:
-        """Print a last line that has no end."""
+        """Finish an incomplete last line."""
         self._print(self._decoder.decode(b"", final=True))
         if self._unfinished:
             self._print("\n")

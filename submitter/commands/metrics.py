@@ -1,4 +1,4 @@
-"""`sunspot metrics`: how a run's numbers went, along the steps that made its model."""
+"""`sunspot metrics`: a run's metric history, along the steps that made its model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from app.run import Run
 from app.run.attempts import lineage, read_attempts
 from app.run.history import read_journal
 from submitter.commands.arguments import add_run
-from submitter.output import print_json, print_table, write_file
+from submitter.output import doing, print_json, print_table, write_file
 from submitter.runs import find_run
 
 if TYPE_CHECKING:
     import pyarrow
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
-"""What a terminal has no room for; CSV, JSON and Parquet have it."""
+"""What a terminal has no room for; CSV, JSON and Parquet include it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,16 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.json and args.csv:
         raise SettingsError("--json and --csv: choose one")
-    run = find_run(args.run, args.storage)
+    with doing("reading the metric history"):
+        run = find_run(args.run, args.storage)
+        records = read_journal(run, "metrics", lineage(read_attempts(run)))
     if args.parquet is not None:
-        write_parquet(run, args.parquet, args.json)
+        write_parquet(run, records, args.parquet, args.json)
     else:
-        show(run, "json" if args.json else "csv" if args.csv else "table")
+        show(records, "json" if args.json else "csv" if args.csv else "table")
 
 
-def show(run: Run, form: Literal["table", "csv", "json"]) -> None:
-    """Print the records of the metric history that count, oldest first."""
-    records = _read(run)
+def show(records: list[dict[str, Any]], form: Literal["table", "csv", "json"]) -> None:
+    """Print the records, oldest first."""
     columns = _columns(records)
     if form == "json":
         print_json(records)
@@ -57,14 +58,14 @@ def show(run: Run, form: Literal["table", "csv", "json"]) -> None:
         print_table(shown, [[record.get(name) for name in shown] for record in records])
 
 
-def write_parquet(run: Run, output: str, as_json: bool) -> None:
-    """Write them to a Parquet file: a row for each record, nested values (`ranks`) as lists of structs.
+def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
+    """Write a Parquet file: a row for each record, nested values (`ranks`) as lists of structs.
 
-    Raises `StorageError` when that cannot be written.
+    Raises `StorageError` when it cannot be written.
     """
     import pyarrow.parquet
 
-    table = to_table(_read(run))
+    table = to_table(records)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer, compression="zstd")
     path = write_file(Path(output), buffer.getvalue())
@@ -75,19 +76,15 @@ def write_parquet(run: Run, output: str, as_json: bool) -> None:
 
 
 def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
-    """The records as a table; what one of them lacks is null."""
+    """The records as a table; missing values are null."""
     import pyarrow
 
     names = dict.fromkeys(name for record in records for name in record)
     return pyarrow.table({name: [record.get(name) for record in records] for name in names})
 
 
-def _read(run: Run) -> list[dict[str, Any]]:
-    return read_journal(run, "metrics", lineage(read_attempts(run)))
-
-
 def _columns(records: list[dict[str, Any]]) -> list[str]:
-    """The names of all plain values, each where it first appears; a nested value has no place in a row."""
+    """The names of all plain values in order of appearance; nested values do not fit into a row."""
     columns: dict[str, bool] = {}
     for record in records:
         for name, value in record.items():

@@ -1,20 +1,19 @@
-"""`sunspot status`: where one run stands, its cluster and its storage in one view."""
+"""`sunspot status`: where one run stands, from cluster and storage together."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from app.errors import ClusterError, NotFoundError, StorageError
+from app.errors import NotFoundError, StorageError
 from app.formatting import as_time, in_words, plural
 from app.run import Run
 from app.run.overview import RunView, read_view
 from submitter.cluster.api import Cluster
 from submitter.cluster.state import count_workers
-from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, not_found_message, observe_run, reach_run
+from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, observe_run, reach_run, require_known
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import print_json, warn
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = "") -> None:
-    """Print the run's state, and all that is known of it: from both sides, or from the one that answers.
+    """Print where the run stands, from cluster and storage or from the one that answers.
 
     Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
     """
@@ -50,7 +49,7 @@ def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = 
 
 
 def gather(cluster: Cluster | None, run: Run, cluster_error: str = "") -> tuple[RunSnapshot, RunView | None]:
-    """All that cluster and storage know of a run; what one does not say, the first result explains.
+    """All that cluster and storage know of a run; the snapshot says why one of them is missing.
 
     Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
     """
@@ -63,12 +62,12 @@ def gather(cluster: Cluster | None, run: Run, cluster_error: str = "") -> tuple[
         except StorageError as error:
             snapshot = replace(snapshot, storage_trouble=str(error))
     if not snapshot.known and not view:
-        _refuse(cluster, run, snapshot)
+        require_known(cluster, run, snapshot)
     return snapshot, view
 
 
 def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
-    """Everything that is shown, under the names of the JSON document; None is what is not known."""
+    """Everything shown, by the names of the JSON document; None: unknown."""
     state, reason = snapshot.state()
     record: dict[str, Any] = {
         "run": run.name,
@@ -97,8 +96,8 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "restarts": view.restarts,
             "incidents": len(view.incidents),
-            "incidents_by_cause": Counter(receipt.cause for receipt in view.incidents),
-            "steps_replayed": sum(receipt.replayed for receipt in view.incidents),
+            "incidents_by_cause": view.incidents_by_cause,
+            "steps_replayed": view.steps_replayed,
         }
     if snapshot.status:
         record["workers_running"] = 0 if state.terminal else snapshot.status.world_size
@@ -138,15 +137,15 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
         for text in view.passed_over:
             line("", f"passed over {text}")
-        line("saves", _about_saves(record))
+        line("saves", _describe_saves(record))
         line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
-        line("incidents", _sum_up(record))
-        line("begun", as_time(view.attempts[0].time))
+        line("incidents", _describe_incidents(record))
+        line("begun", as_time(view.begun) if view.begun is not None else "")
     line("storage", record["storage"])
     line("logs", record["logs"])
 
 
-def _about_saves(record: dict[str, Any]) -> str:
+def _describe_saves(record: dict[str, Any]) -> str:
     """`4.1 s to commit, of a notice of 30 s; copied in memory every 41 steps`: what an incident can cost."""
     parts = []
     if record["save_s"]:
@@ -157,17 +156,9 @@ def _about_saves(record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _sum_up(record: dict[str, Any]) -> str:
+def _describe_incidents(record: dict[str, Any]) -> str:
     """`3 (2 reclaim, 1 node lost), 14 steps replayed`."""
     if not record["incidents"]:
         return "0"
     causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())
     return f"{record['incidents']} ({causes}), {plural(record['steps_replayed'], 'step')} replayed"
-
-
-def _refuse(cluster: Cluster | None, run: Run, snapshot: RunSnapshot) -> None:
-    if snapshot.storage_trouble:
-        raise StorageError(snapshot.storage_trouble)
-    if cluster and snapshot.cluster_trouble:
-        raise ClusterError(snapshot.cluster_trouble)
-    raise NotFoundError(not_found_message(cluster, run, snapshot))

@@ -1,4 +1,4 @@
-"""`sunspot stop` and `sunspot resume`: have a run save and stand still, and let it go on."""
+"""`sunspot stop`: has a run save and end, then removes its cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import getpass
 import socket
 import time
 
-from app.errors import ConflictError, GaveUpError, NotFoundError, StorageError
+from app.errors import GaveUpError
 from app.run import Run
 from app.run.status import RunState, request_stop
 from submitter.cluster.api import Cluster
@@ -17,12 +17,12 @@ from submitter.cluster.watch import (
     RunSnapshot,
     await_gone,
     command_arguments,
-    not_found_message,
-    observe_run,
+    observe_existing,
+    print_state,
     reach_run,
 )
 from submitter.commands.arguments import add_run
-from submitter.output import print_json, warn
+from submitter.output import doing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +37,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json: bool, cluster_error: str = "") -> None:
-    """Leave the stop marker, wait until the run has saved and ended, then delete its RayJobs and so its cluster.
+    """Leave the stop marker, wait until the run has saved and ended, and delete its RayJobs with their clusters.
 
     Raises `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
     """
-    snapshot = observe(cluster, run, cluster_error)
+    snapshot = observe_existing(cluster, run, cluster_error)
     state, reason = snapshot.state()
     if state is RunState.SUCCEEDED:
         print_state(run, state, f"there is nothing to stop: {reason}", as_json)
@@ -53,35 +53,24 @@ def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json:
         )
         return
     began = time.monotonic()
-    works = snapshot.driver_began and state is not RunState.RETRYING
-    if not state.terminal and (works or not snapshot.job):
-        snapshot = _await_end(cluster, run, timeout, cluster_error)
+    training = snapshot.driver_began and state is not RunState.RETRYING
+    if not state.terminal and (training or not snapshot.job):
+        with doing("waiting for the run to save and end"):
+            snapshot = _await_end(cluster, run, timeout, cluster_error)
         state, reason = snapshot.state()
     if cluster and snapshot.jobs:
         for job in snapshot.jobs:
             cluster.delete_job(job)
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        if not await_gone(cluster, snapshot.jobs, left):
+        with doing("waiting for its pods to go"):
+            gone = await_gone(cluster, snapshot.jobs, left)
+        if not gone:
             raise GaveUpError(f"{run.name} has ended ({reason}), but its pods are still there; they go by themselves")
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
     print_state(
         run, state, f"{_saved(snapshot)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json
     )
-
-
-def observe(cluster: Cluster | None, run: Run, cluster_error: str) -> RunSnapshot:
-    """What is known; raises when storage is out of reach, nothing is known, or the run is being deleted."""
-    snapshot = observe_run(cluster, run, cluster_error)
-    if snapshot.storage_trouble:
-        raise StorageError(snapshot.storage_trouble)
-    if not snapshot.known:
-        raise NotFoundError(not_found_message(cluster, run, snapshot))
-    if snapshot.deleting:
-        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}")
-    if snapshot.cluster_trouble:
-        warn(f"only the storage was asked: {snapshot.cluster_trouble}")
-    return snapshot
 
 
 def _await_end(cluster: Cluster | None, run: Run, timeout: float, cluster_error: str) -> RunSnapshot:
@@ -103,10 +92,3 @@ def _saved(snapshot: RunSnapshot) -> str:
     if snapshot.status and snapshot.status.checkpoint:
         return f"saved as {snapshot.status.checkpoint}"
     return "it had not saved anything yet"
-
-
-def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"run": run.name, "state": state, "reason": reason})
-    else:
-        print(f"{run.name}: {state}, {reason}")

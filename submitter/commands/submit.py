@@ -1,4 +1,4 @@
-"""`sunspot submit`: bring a run's RayJob to life, or say why that is not needed or not right."""
+"""`sunspot submit`: starts a run's RayJob, or says why it need not or must not start."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from app.errors import ClusterError, ConflictError, GaveUpError, SettingsError, StorageError
+from app.errors import ConflictError, GaveUpError, SettingsError
 from app.run import Run, open_run
 from app.run.attempts import owner_of, record_submission
 from app.run.status import RunState, clear_stop
 from app.settings import PREFIX, differences
 from submitter.cluster.api import Cluster, connect
+from submitter.cluster.preflight import check, check_identity
 from submitter.cluster.views import JobView
-from submitter.cluster.watch import GONE_WITHIN_S, RunSnapshot, await_gone, command_arguments, observe_run
+from submitter.cluster.watch import (
+    GONE_WITHIN_S,
+    RunSnapshot,
+    await_gone,
+    command_arguments,
+    observe_run,
+    require_answers,
+)
 from submitter.commands.arguments import add_render_options, render_from
-from submitter.commands.preflight import check, check_identity
 from submitter.manifest.render import Rendered, settings_of
-from submitter.output import print_json_line, warn
+from submitter.output import doing, print_json_line, warn
 
 STOPPED_WITHIN_S = 180.0
-"""How long a run that is just being stopped may take to save and end."""
+"""How long a run that is being stopped may take to save and end."""
 
 LOOK_EVERY_S = 1.0
 
@@ -32,10 +39,10 @@ JOB_ID = PREFIX + "JOB_ID"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done, or with a dry run would be, to bring a RayJob to life."""
+    """What was done to start a RayJob, or would be without `--dry-run`."""
 
     action: str
-    "created, replaced (an ended one), attached (it lives already), or finished (nothing is left to do)."
+    "created, replaced (an ended one), attached (it is live already), or finished (nothing is left to do)."
     reason: str
 
 
@@ -59,30 +66,31 @@ def run(args: argparse.Namespace) -> None:
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool, as_json: bool) -> Run:
-    """Check the rendered job, bring it to life, and say what was done; returns its run.
+    """Check the rendered job, start it, and print what was done; returns its run.
 
-    Raises `ClusterError`, `StorageError` or `ConflictError`, and has changed nothing then.
+    Raises `ClusterError`, `StorageError` or `ConflictError` before anything is changed.
     """
     run = open_run(rendered.settings.storage_path, rendered.settings.run_name)
-    expected, doubts = check(cluster, run, rendered.manifest)
-    for doubt in doubts:
-        warn(f"warning: {doubt}")
+    with doing("checking the cluster and the storage"):
+        expected, warnings = check(cluster, run, rendered.manifest)
+    for text in warnings:
+        warn(f"warning: {text}")
     check_identity(run, settings_of(rendered.manifest))
-    outcome = bring_up(cluster, run, rendered.manifest, rendered.to_yaml(), expected, dry_run)
-    tell(cluster, run, rendered.name, outcome, dry_run, as_json)
+    outcome = start_job(cluster, run, rendered.manifest, rendered.to_yaml(), expected, dry_run)
+    print_outcome(cluster, run, rendered.name, outcome, dry_run, as_json)
     return run
 
 
-def bring_up(
+def start_job(
     cluster: Cluster, run: Run, manifest: dict[str, Any], text: str, expected: JobView | None, dry_run: bool = False
 ) -> Outcome:
-    """Have the RayJob of a manifest (`text` as YAML) live, unless it has succeeded.
+    """Start the RayJob of a manifest (`text`: as YAML) unless it is live or has succeeded.
 
-    `expected` is what the API server would make of it, with all defaults. Raises `ConflictError` when another RayJob
-    of the run lives, and `GaveUpError` when one that is ending does not end.
+    `expected` is the RayJob as the API server would complete it. Raises `ConflictError` when another RayJob of the run
+    is live, and `GaveUpError` when an ending one does not end.
     """
     name = manifest["metadata"]["name"]
-    snapshot, job = _look_at(cluster, run, name)
+    snapshot, job = _observe_job(cluster, run, name)
     if snapshot.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
     others = [other for other in snapshot.jobs if other.live and other.name != name]
@@ -91,11 +99,12 @@ def bring_up(
             _explain_conflict(others[0], expected or JobView(manifest), command_arguments(cluster, run))
         )
     deadline = time.monotonic() + STOPPED_WITHIN_S
-    while job and _is_ending(snapshot, job) and not dry_run:
-        if time.monotonic() > deadline:
-            raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
-        time.sleep(LOOK_EVERY_S)
-        snapshot, job = _look_at(cluster, run, name)
+    with doing(f"waiting for {name} to save and end"):
+        while job and _is_ending(snapshot, job) and not dry_run:
+            if time.monotonic() > deadline:
+                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
+            time.sleep(LOOK_EVERY_S)
+            snapshot, job = _observe_job(cluster, run, name)
 
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
     if job and not state.terminal:
@@ -112,18 +121,21 @@ def bring_up(
         clear_stop(run)
         for other in ended:
             cluster.delete_job(other)
-        if not await_gone(cluster, ended, GONE_WITHIN_S):
+        with doing("waiting for the old cluster to go"):
+            gone = await_gone(cluster, ended, GONE_WITHIN_S)
+        if not gone:
             raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
-        record_submission(run, name, text)
-        cluster.apply(manifest)
+        with doing(f"applying {name}"):
+            record_submission(run, name, text)
+            cluster.apply(manifest)
     return Outcome("replaced" if ended else "created", was)
 
 
-def tell(cluster: Cluster, run: Run, job: str, outcome: Outcome, dry_run: bool, as_json: bool) -> None:
+def print_outcome(cluster: Cluster, run: Run, job: str, outcome: Outcome, dry_run: bool, as_json: bool) -> None:
     """Print what became of a submission."""
     if as_json:
-        about = {"run": run.name, "job": job, "namespace": cluster.namespace, "storage": run.location}
-        print_json_line({**about, **asdict(outcome), "dry_run": dry_run})  # `submit --wait` goes on in lines
+        record = {"run": run.name, "job": job, "namespace": cluster.namespace, "storage": run.location}
+        print_json_line({**record, **asdict(outcome), "dry_run": dry_run})  # `submit --wait` prints more lines
         return
     would = "would be " if dry_run else ""
     print(f"{job} {would}{outcome.action} in namespace {cluster.namespace} ({outcome.reason})")
@@ -132,13 +144,10 @@ def tell(cluster: Cluster, run: Run, job: str, outcome: Outcome, dry_run: bool, 
         print(f"  sunspot logs -f {command_arguments(None, run)}")
 
 
-def _look_at(cluster: Cluster, run: Run, name: str) -> tuple[RunSnapshot, JobView | None]:
-    """What is known of the run, with the RayJob of this name as the one that decides."""
+def _observe_job(cluster: Cluster, run: Run, name: str) -> tuple[RunSnapshot, JobView | None]:
+    """What is known of the run, with the RayJob of this name, if there is one, as its newest."""
     snapshot = observe_run(cluster, run)
-    if snapshot.cluster_trouble:
-        raise ClusterError(snapshot.cluster_trouble)
-    if snapshot.storage_trouble:
-        raise StorageError(snapshot.storage_trouble)
+    require_answers(snapshot)
     job = next((job for job in snapshot.jobs if job.name == name), None)
     if job and job is not snapshot.job:
         others = tuple(other for other in snapshot.jobs if other is not job)
@@ -147,7 +156,7 @@ def _look_at(cluster: Cluster, run: Run, name: str) -> tuple[RunSnapshot, JobVie
 
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
-    """Whether its driver may still hear of the stop marker, or the RayJob is being deleted."""
+    """Whether the RayJob is being deleted, or its driver may still see the stop marker."""
     if job.deleting:
         return True
     return snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began
@@ -164,7 +173,7 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
 
 def find_changes(live: JobView, wanted: JobView) -> list[str]:
-    """What differs between two RayJobs, a line each: settings by name, everything else by its path in the spec."""
+    """A line for each difference between two RayJobs: settings by name, the rest by its path in the spec."""
     before, after = (
         {name: value for name, value in settings_of(job.raw).items() if name != JOB_ID} for job in (live, wanted)
     )
@@ -173,7 +182,7 @@ def find_changes(live: JobView, wanted: JobView) -> list[str]:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Every leaf of a spec by its path, without settings; items of a list go by their names, where they have some."""
+    """Every leaf of a spec but settings, by its path; items of a list by their names, if they have any."""
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError, SunspotError
+from app.errors import ConflictError, GaveUpError, SunspotError
 from app.formatting import in_words
 from app.run import Run
 from app.run.status import RunState
@@ -17,15 +17,15 @@ from submitter.cluster.watch import (
     Outage,
     RunSnapshot,
     command_arguments,
-    not_found_message,
     observe_run,
     reach_run,
+    require_known,
 )
 from submitter.commands.arguments import add_run
 from submitter.output import print_json_line, warn
 
 PROGRESS_EVERY_S = 10.0
-"""How often a line tells of progress when nothing else changes."""
+"""How often progress is printed when nothing else changes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, cluster_error: str = "") -> None:
-    """Follow the run to its end; the job goes on whatever happens here.
+    """Follow the run to its end; the job goes on whatever happens to this command.
 
     Returns when the run succeeded or was stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when
     it is being deleted, `NotFoundError` when there is no such run, `GaveUpError` after `timeout` seconds, and
-    `ClusterError` when the API server stays away.
+    `ClusterError` when the API server stays out of reach.
     """
-    _refuse_if_unknown(cluster, run, cluster_error)
+    require_known(cluster, run, observe_run(cluster, run, cluster_error))
     deadline = time.monotonic() + timeout if timeout is not None else None
     show = LiveLine(run) if sys.stdout.isatty() and not as_json else Lines(run, as_json)
     try:
@@ -71,14 +71,15 @@ def _follow(
     show: Lines,
     cluster_error: str,
 ) -> tuple[RunState, str]:
-    """Show everything until the run has ended; returns how."""
-    outage = Outage(run)
+    """Print every change until the run has ended; returns how it ended."""
+    outage = Outage()
     follower = Follower(cluster, run, cluster_error)
     for snapshot in follower:
         state, reason = snapshot.state()
-        outage.note(snapshot if cluster else None)
+        if cluster:
+            outage.note(snapshot)
         show(snapshot, state, reason)
-        # Without the cluster's word, a failure may be followed by another try.
+        # As long as the cluster does not answer, a failure may be followed by another try.
         sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and snapshot.cluster_trouble)
         if state.terminal and sure and (follower.settled or snapshot.storage_trouble):
             return state, reason
@@ -90,23 +91,11 @@ def _follow(
     raise AssertionError("following never ends by itself")
 
 
-def _refuse_if_unknown(cluster: Cluster | None, run: Run, cluster_error: str) -> None:
-    """A first look, for what waiting cannot mend: raises what is wrong."""
-    snapshot = observe_run(cluster, run, cluster_error)
-    if snapshot.known:
-        return
-    if cluster and snapshot.cluster_trouble:
-        raise ClusterError(snapshot.cluster_trouble)
-    if snapshot.storage_trouble:
-        raise StorageError(snapshot.storage_trouble)
-    raise NotFoundError(not_found_message(cluster, run, snapshot))
-
-
 # ------------------------------------------------------------------------------------------------------------- display
 
 
 class Lines:
-    """A line for every change of the state or its reason, and one for progress now and then."""
+    """Prints a line for every change of state or reason, and one for progress now and then."""
 
     def __init__(self, run: Run, as_json: bool, progress_every_s: float = PROGRESS_EVERY_S) -> None:
         self._run, self._as_json, self._progress_every_s = run, as_json, progress_every_s
@@ -122,8 +111,8 @@ class Lines:
             return
         self._before, self._step, self._at = (state, reason), step, time.monotonic()
         if self._as_json:
-            about = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
-            print_json_line({**about, **progress(snapshot)})
+            record = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
+            print_json_line({**record, **progress(snapshot)})
         else:
             print(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
 
@@ -132,7 +121,7 @@ class Lines:
 
 
 class LiveLine(Lines):
-    """On a terminal: the lines of changes, and below them one that moves."""
+    """For a terminal: the same lines, and below them a live one."""
 
     def __init__(self, run: Run) -> None:
         from rich.console import Console
@@ -154,24 +143,24 @@ class LiveLine(Lines):
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
-    """One line for people: how far it is while it trains, else why it stands where it stands."""
+    """One line for people: the progress while it trains, otherwise the reason of the state."""
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"  # the error with which the command ends says why
-    about = progress(snapshot)
-    if state is not RunState.RUNNING or not about["total_steps"]:
+    now = progress(snapshot)
+    if state is not RunState.RUNNING or not now["total_steps"]:
         return reason
-    parts = [f"step {about['step']} of {about['total_steps']}", f"epoch {about['epoch']}"]
-    if about["loss"] is not None:
-        parts.append(f"loss {about['loss']:.4g}")
-    if about["rows_per_s"] is not None:
-        parts.append(f"{about['rows_per_s']:.0f} rows/s")
-    if about["seconds_left"] is not None:
-        parts.append(f"{in_words(about['seconds_left'])} left")
+    parts = [f"step {now['step']} of {now['total_steps']}", f"epoch {now['epoch']}"]
+    if now["loss"] is not None:
+        parts.append(f"loss {now['loss']:.4g}")
+    if now["rows_per_s"] is not None:
+        parts.append(f"{now['rows_per_s']:.0f} rows/s")
+    if now["seconds_left"] is not None:
+        parts.append(f"{in_words(now['seconds_left'])} left")
     return "  ".join(part for part in (*parts, reason) if part)
 
 
 def progress(snapshot: RunSnapshot) -> dict[str, Any]:
-    """How far the run is, as its own processes said last."""
+    """How far the run is, by its own last status."""
     status = snapshot.status
     if status is None:
         return dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s", "seconds_left"))

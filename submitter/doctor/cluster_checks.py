@@ -10,7 +10,7 @@ from app.errors import ClusterError
 from app.formatting import as_bytes, plural
 from app.storage.probe import Check, Result, failure
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError
-from submitter.commands.preflight import find_missing_rights, find_references, how_to_make
+from submitter.cluster.preflight import find_missing_rights, find_references, how_to_make
 from submitter.doctor.nodes import find_places, requests_of
 from submitter.manifest.profile import QUEUE, manifests, read_documents
 from submitter.manifest.render import Rendered

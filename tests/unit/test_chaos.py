@@ -1,4 +1,4 @@
-"""`sunspot chaos`: what it may hit and what never, how it waits, and what it says of the blows and in the end."""
+"""`sunspot chaos`: what it may hit and what never, how it waits, and what it says of the faults and in the end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Training:
             self._lost = True
 
     def go_on(self) -> None:
-        """Recover from what was lost; storage shows it when the blow has been compared with the attempt before."""
+        """Recover from what was lost; storage shows it when the fault has been compared with the attempt before."""
         if self._lost:
             self._lost, before = False, self.attempt
             name = f"step-{before.number:08d}-attempt-{before.number:04d}"
@@ -78,8 +78,8 @@ def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("submitter.commands.chaos.LOOK_EVERY_S", 0.02)
     training, say = Training(cluster, run), FaultInjector.say
 
-    def go_on_when_told(storm: FaultInjector, record: dict[str, Any], text: str) -> None:
-        say(storm, record, text)
+    def go_on_when_told(injector: FaultInjector, record: dict[str, Any], text: str) -> None:
+        say(injector, record, text)
         if record["event"] == "blow":
             training.go_on()
 
@@ -129,14 +129,14 @@ def test_nothing_is_done_without_consent_or_with_wrong_words(
     assert len(cluster.requests) == asked, "it does not even ask"
 
 
-# ------------------------------------------------------------------------------------------------------------ the blows
+# ----------------------------------------------------------------------------------------------------------- the faults
 
 
 @pytest.mark.parametrize(
     ("kind", "victims", "grace_s"),
     [("reclaim", WORKERS, None), ("kill", WORKERS, AT_ONCE_S), ("head", [HEAD], AT_ONCE_S)],
 )
-def test_a_blow_hits_one_pod_of_its_kind_and_never_another(
+def test_a_fault_hits_one_pod_of_its_kind_and_never_another(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -163,7 +163,7 @@ def test_a_blow_hits_one_pod_of_its_kind_and_never_another(
     assert grace == grace_s
 
 
-def test_every_blow_is_told_with_its_receipt_and_then_the_audit(
+def test_every_fault_is_told_with_its_receipt_and_then_the_audit(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -193,11 +193,11 @@ def test_every_blow_is_told_with_its_receipt_and_then_the_audit(
 
 def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
     assert sunspot("chaos", "run", "--kind", "kill", "--seed", "1", "--yes") == 0
-    seed, blow, recovered, heads, row = sunspot.out.splitlines()
+    seed, fault, recovered, heads, row = sunspot.out.splitlines()
     [(name, _)] = cluster.deleted
     assert seed.endswith("  seed 1: kill")
-    assert blow.endswith(f"  blow 1: kill, {name} on node-of-{name}, at step 1")
-    assert "  recovered from blow 1: node lost: first step 9.1 s after the loss, 0 steps replayed, " in recovered
+    assert fault.endswith(f"  fault 1: kill, {name} on node-of-{name}, at step 1")
+    assert "  recovered from fault 1: node lost: first step 9.1 s after the loss, 0 steps replayed, " in recovered
     assert heads.split() == ["epoch", "rows", "missing", "repeated"]
     assert row.split() == ["1", "10", "0", "0"]
 
@@ -219,7 +219,7 @@ def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, tra
     assert sum(method == "DELETE" for method, _ in cluster.requests) == 2
 
 
-def test_one_receipt_may_answer_several_blows(
+def test_one_receipt_may_answer_several_faults(
     cluster: FakeCluster,
     sunspot: Command,
     training: Training,
@@ -258,7 +258,7 @@ def test_waiting_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("submitter.commands.chaos.READY_WITHIN_S", 0.1)
-    for seconds, recovers, missing in ((0.1, False, "the receipt of blow 1"), (3, True, "a checkpoint after blow 1")):
+    for seconds, recovers, missing in ((0.1, False, "the receipt of fault 1"), (3, True, "a checkpoint after fault 1")):
         monkeypatch.setattr("submitter.commands.chaos.RECOVERED_WITHIN_S", seconds)
         training.recovers, training.commits = recovers, False
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
@@ -266,7 +266,7 @@ def test_waiting_ends(
         assert f"{missing} is missing. It goes on; `sunspot audit run" in sunspot.err
     cluster.pods = []
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
-    assert "run had no ready training worker for 0 s, so blow 1 did not fall" in sunspot.err
+    assert "run had no ready training worker for 0 s, so fault 1 was not injected" in sunspot.err
 
 
 def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command, training: Training) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -496,9 +497,11 @@ def test_an_interrupted_download_ends_soon_and_keeps_its_part(
         return go_on(run, key, part, size, given_up)
 
     monkeypatch.setattr(checkpoints_get, "_go_on", interrupted)
+    output, storage = str(tmp_path / "out"), run.storage.locate("")
+    newest = Namespace(run="run", storage=storage, name="newest", output=output, json=False)
     with pytest.raises(KeyboardInterrupt):
-        checkpoints_get.get(run, "newest", str(tmp_path / "out"), False)
+        checkpoints_get.run(newest)
     assert read(tmp_path / "out")["optimizer.pt.part"] == b"opt"
     monkeypatch.undo()
-    checkpoints_get.get(run, "newest", str(tmp_path / "out"), False)
+    checkpoints_get.run(newest)
     assert read(tmp_path / "out") == in_storage(run, checkpoint)

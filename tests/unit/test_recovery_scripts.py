@@ -1,4 +1,4 @@
-"""The scripts that strike a live run: whom they choose, and what they say that it cost. No cluster is needed."""
+"""The scripts that inject faults into a live run: which nodes they take, and what they report. Needs no cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from app.run.history import Journal
 from app.run.incidents import Cause, Receipt
 from app.run.status import RunState
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
-from scripts.recovery import choose, measure, strike, table
+from scripts.recovery import choose, inject, measure, table
 from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
 
 PODS = [
@@ -76,7 +76,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
 
 
-def test_whose_nodes_are_struck() -> None:
+def test_whose_nodes_are_taken() -> None:
     chance = random.Random(0)
     assert choose("head", PODS, "a", chance) == ["n0"]
     assert choose("rank0", PODS, "a", chance) == ["n1"]
@@ -88,12 +88,12 @@ def test_whose_nodes_are_struck() -> None:
     assert {choose("worker", PODS, "", chance)[0] for _ in range(20)} == {"n1", "n2"}
 
 
-def test_what_a_blow_cost() -> None:
+def test_what_a_fault_cost() -> None:
     before, after = Group(1, 0, 3, 10.0, 0), Group(2, 50, 2, 110.0, 2, RECEIPT)
-    blow = measure("reclaim", "worker", ["n1"], 100.0, before, after)
-    assert (blow.first_step_s, blow.replayed, blow.world_before, blow.world_after) == (10.0, 2, 3, 2)
-    assert blow.phases == {"noticed": 1.0, "save_began": 1.5, "restarted": 8.0}, "what nobody took is left out"
-    lines = table([blow, replace(blow, first_step_s=14.0, replayed=0, complete_s=40.0)]).splitlines()
+    fault = measure("reclaim", "worker", ["n1"], 100.0, before, after)
+    assert (fault.first_step_s, fault.replayed, fault.world_before, fault.world_after) == (10.0, 2, 3, 2)
+    assert fault.phases == {"noticed": 1.0, "save_began": 1.5, "restarted": 8.0}, "what nobody took is left out"
+    lines = table([fault, replace(fault, first_step_s=14.0, replayed=0, complete_s=40.0)]).splitlines()
     assert lines[2] == "| reclaim | worker | 3 to 2 | 1.0 | 1.5 |  | 8.0 | 10.0 | 2 |  |"
     assert lines[-1].split("|")[8:10] == [" 12.0 ", " 1 "]
     assert len({line.count("|") for line in lines}) == 1
@@ -107,7 +107,7 @@ def test_what_a_blow_cost() -> None:
         ("all", ["kill n1", "kill n2", "add n1", "add n2", "step"]),
     ],
 )
-def test_a_blow_ends_with_the_first_step_after_it(
+def test_a_fault_ends_with_the_first_step_after_it(
     target: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And the nodes come back; before that step, when there can be none without them."""
@@ -128,11 +128,11 @@ def test_a_blow_ends_with_the_first_step_after_it(
         return run.all
 
     run.groups = groups  # type: ignore[method-assign]
-    blow = strike(run, "kill", target, commands, random.Random(0))
-    assert (blow.target, blow.replayed, blow.world_after) == (target, 4, 1)
-    assert 3590 < blow.first_step_s < 3610
-    said, struck = log.read_text().splitlines(), len(blow.nodes)
-    assert sorted(said[:struck]) + said[struck:] == lines
+    fault = inject(run, "kill", target, commands, random.Random(0))
+    assert (fault.target, fault.replayed, fault.world_after) == (target, 4, 1)
+    assert 3590 < fault.first_step_s < 3610
+    said, taken = log.read_text().splitlines(), len(fault.nodes)
+    assert sorted(said[:taken]) + said[taken:] == lines
 
 
 def test_complete_is_a_group_with_all_workers_that_has_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert ours.groups() == [Group(2, 50, 2, 110.0, 2, RECEIPT)]
     assert ours.rank0() == "a"
     states.append((RunState.SUCCEEDED, "at step 94"))
-    with pytest.raises(SunspotError, match="mine succeeded, with no more to strike: at step 94"):
+    with pytest.raises(SunspotError, match="mine succeeded, with nothing left to interrupt: at step 94"):
         ours.groups()
     snapshot.cluster_trouble = "gone"  # then it is not known
     assert ours.groups()

@@ -60,7 +60,7 @@ EXPECTED = {
     "failed": {**ALIKE, "Running": "FFFFFF", "Complete": "FFFFFF"},
     "lost": {**ALIKE, "Running": "TTSGRF", "Complete": "LLLDYF"},
     "stopped": {**ALIKE, "Running": "TTGGGF", "Complete": "DDDDDD"},
-    "stopped, as was wished": dict.fromkeys(DEPLOYMENT, "DDDDDD"),
+    "stopped, as was asked": dict.fromkeys(DEPLOYMENT, "DDDDDD"),
     "succeeded": dict.fromkeys(DEPLOYMENT, "YYYYYY"),
     "another's, from before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
     "another's, that trains now": dict.fromkeys(DEPLOYMENT, "RRRRRR"),
@@ -92,29 +92,30 @@ def in_storage(kind: str) -> Status | None:
     return status(RunState(name), age={"": 5, " a while ago": 100, " in the try before": 290}.get(when, 5))
 
 
-@pytest.mark.parametrize(
-    ("stored", "deployment", "ray"), list(itertools.product(EXPECTED, DEPLOYMENT, RAY)), ids=lambda text: text or "none"
-)
-def test_every_combination(stored: str, deployment: str, ray: str) -> None:
-    wished = stored == "stopped, as was wished"
-    view = job(deployment, ray, startTime=timestamp(NOW - 200))
-    state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=wished)
-    assert state is LETTERS[EXPECTED[stored][deployment][RAY.index(ray)]]
-    assert reason
-    assert "\n" not in reason
+CASES = list(itertools.product(EXPECTED, DEPLOYMENT, RAY))
 
 
-@pytest.mark.parametrize("ray", RAY)
-@pytest.mark.parametrize("deployment", DEPLOYMENT)
-@pytest.mark.parametrize("stored", list(EXPECTED))
-def test_a_wish_to_stop_never_hides_an_end(stored: str, deployment: str, ray: str) -> None:
-    before, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW)
-    after, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=True)
-    if stored.startswith("stopped"):
-        assert after is RunState.STOPPED
-    else:
-        taken_over = stored == "another's, that trains now"
-        assert after is (before if before.terminal or taken_over else RunState.STOPPING)
+def test_every_combination() -> None:
+    for case in CASES:
+        stored, deployment, ray = case
+        view = job(deployment, ray, startTime=timestamp(NOW - 200))
+        stopped = stored == "stopped, as was asked"
+        state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=stopped)
+        assert state is LETTERS[EXPECTED[stored][deployment][RAY.index(ray)]], case
+        assert reason, case
+        assert "\n" not in reason, case
+
+
+def test_a_request_to_stop_never_hides_an_end() -> None:
+    for case in CASES:
+        stored, deployment, ray = case
+        before, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW)
+        after, _ = judge(job(deployment, ray), status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=True)
+        if stored.startswith("stopped"):
+            assert after is RunState.STOPPED, case
+        else:
+            taken_over = stored == "another's, that trains now"
+            assert after is (before if before.terminal or taken_over else RunState.STOPPING), case
 
 
 @pytest.mark.parametrize("ray", RAY)

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints gc`: what of a run's checkpoints is of no use any more, and its removal."""
+"""`sunspot checkpoints gc`: finds and removes checkpoints that are of no use any more."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from app.run.checkpoints import (
 from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run, count
-from submitter.output import print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
 
 ABANDONED_S = 24 * 3600
-"""What a process that may still live has begun is left alone until it has not been touched for this long. In S3 a file
-shows only when it is complete: no single one takes a day, nor does a commit that storage keeps refusing."""
+"""What a live process may have begun is left alone until it has been untouched for this long. In S3 a file shows only
+when complete: no single one takes a day, nor does a commit that storage keeps refusing."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Removal:
     """Something to remove, and why."""
 
     name: str
-    "Of the checkpoint, or key of the object whose upload was never finished."
+    "Of the checkpoint, or the key of an unfinished upload."
     bytes: int
     why: str
     remove: Callable[[], None]
@@ -51,28 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    collect(find_run(args.run, args.storage), args.keep, args.yes, args.json)
+    """Print what is of no use, and with `--yes` remove it; `--keep` overrides CHECKPOINTS_TO_KEEP.
 
-
-def collect(run: Run, keep: int | None, really: bool, as_json: bool) -> None:
-    """Print what is of no use, and with `really` remove it; `keep` stands in for CHECKPOINTS_TO_KEEP.
-
-    The newest good checkpoint, every byte of which is read first, is never among it. Raises `ConflictError` when
-    another process takes the run over meanwhile.
+    The newest good checkpoint, every byte of which is read first, always stays. Raises `ConflictError` when another
+    process takes the run over meanwhile.
     """
-    removals = list(plan(run, keep, time.time()))
+    run = find_run(args.run, args.storage)
+    with doing("checking every checkpoint"):
+        removals = list(plan(run, args.keep, time.time()))
     removed: list[Removal] = []
     try:
-        if really:
-            for removal in removals:
-                removal.remove()
-                removed.append(removal)
+        if args.yes:
+            with doing(f"removing {len(removals)}"):
+                for removal in removals:
+                    removal.remove()
+                    removed.append(removal)
     finally:
-        _print(removals, removed, really, as_json)
+        _print(removals, removed, args.yes, args.json)
 
 
 def plan(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    """What is of no use in the run, at the moment `now` (seconds since the epoch)."""
+    """What is of no use in the run at `now` (seconds since the epoch)."""
     yield from _plan_checkpoints(run, keep, now)
     try:
         unfinished = run.storage.list_unfinished(run.name)
@@ -87,7 +86,7 @@ def plan(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
 
 
 def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    # In this order: whoever committed what is listed had begun before, and is among the attempts.
+    # In this order: the attempt that committed a listed checkpoint began before, so it is among the attempts.
     directories = list_directories(run)
     attempts = read_attempts(run)
     ended = read_state(run)[0] in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints get`: a checkpoint in a directory, every byte as the manifest says; interrupted, it goes on."""
+"""`sunspot checkpoints get`: downloads and verifies a checkpoint; run again after an interruption, it goes on."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import DamageError, NotFoundError, SettingsError, StorageError
-from app.formatting import as_bytes
+from app.formatting import as_bytes, plural
 from app.run import Run
 from app.run.checkpoints import MANIFEST, Checkpoint, choose
 from app.storage.base import CHUNK
 from submitter.commands.arguments import add_run
-from submitter.output import print_json, warn
+from submitter.output import doing, print_json, warn
 from submitter.runs import find_run
 
 FILES_AT_ONCE = 4
 
 TRIES = 4
-"""Times that one file is begun, or gone on with after storage broke off."""
+"""How often one file is started, or continued after storage broke off."""
 
 PART = ".part"
-"""What the name of an unfinished file ends in."""
+"""Suffix of an unfinished file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,25 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    get(find_run(args.run, args.storage), args.name, args.output, args.json)
+    """Download the checkpoint NAME, or the 'newest' or 'best' whole one, into the directory `--output`.
 
-
-def get(run: Run, which: str, output: str | None, as_json: bool) -> None:
-    """Download the checkpoint called `which`, or the 'newest' or the 'best' whole one, into the directory `output`.
-
-    Files that are there already and whole are kept, and those begun are gone on with; `manifest.json` comes last.
-    Raises `NotFoundError` when there is none, `DamageError`, and `SettingsError` for a directory of something else.
+    Files that are there and whole are kept, and unfinished ones continued; `manifest.json` comes last. Raises
+    `NotFoundError`, `DamageError`, and `SettingsError` for a directory with something else in it.
     """
-    checkpoint = choose(run, which, warn)
+    run = find_run(args.run, args.storage)
+    checkpoint = choose(run, args.name, warn)
     if checkpoint.damage:
         raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
     _refuse_if_cut(run, checkpoint)
-    directory = Path(output or checkpoint.name).absolute()
-    with _disk_errors():
+    directory = Path(args.output or checkpoint.name).absolute()
+    with _disk_errors(), doing(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
         manifest = _begin(run, checkpoint, directory)
         kept = _fetch_all(run, checkpoint, directory)
         os.replace(manifest, directory / MANIFEST)
-    if as_json:
+    if args.json:
         print_json(
             {
                 "name": checkpoint.name,
@@ -70,8 +67,7 @@ def get(run: Run, which: str, output: str | None, as_json: bool) -> None:
         )
     else:
         were_there = f", {len(kept)} of them were there already" if kept else ""
-        count = len(checkpoint.files)
-        files = f"{count} file{'' if count == 1 else 's'}{were_there}"
+        files = f"{plural(len(checkpoint.files), 'file')}{were_there}"
         print(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
 
 
@@ -86,7 +82,7 @@ def _refuse_if_cut(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
-    """Make the directory and mark it as this checkpoint's, by its manifest under a name that counts for nothing yet."""
+    """Make the directory, marked as this checkpoint's by its manifest under another name; returns that file."""
     content = run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST))
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / (MANIFEST + PART)
@@ -101,7 +97,7 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
 
 
 def _fetch_all(run: Run, checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Fetch the files, a few at once; returns those that were there already."""
+    """Fetch the files, a few at a time; returns those that were there already."""
     given_up = threading.Event()
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
         fetched = {
@@ -143,7 +139,7 @@ def _fetch(run: Run, checkpoint: Checkpoint, file: str, target: Path, given_up: 
             failure = error
             continue
         if given_up.is_set():
-            return False  # nobody waits for it, and what came is kept
+            return False  # what came is kept
         if (size, sha256) == wanted:
             os.replace(part, target)
             return False
@@ -152,14 +148,14 @@ def _fetch(run: Run, checkpoint: Checkpoint, file: str, target: Path, given_up: 
             f"{run.storage.locate(key)}: {size} bytes with SHA-256 {sha256[:12]}... came, instead of {wanted[0]} with "
             f"{wanted[1][:12]}..."
         )
-        if not began:  # else the part that was there may have been of something else
+        if not began:  # otherwise the earlier part may have been of another file
             break
     assert failure
     raise failure
 
 
 def _go_on(run: Run, key: str, part: Path, size: int, given_up: threading.Event) -> tuple[int, int, str]:
-    """Fetch what `part` lacks. Returns its size before, its size now, and the SHA-256 of the whole."""
+    """Fetch the rest of `part`. Returns its size before, its size now, and the SHA-256 of the whole."""
     sha, began = hashlib.sha256(), part.stat().st_size if part.is_file() else 0
     if began > size:
         part.unlink()

@@ -1,4 +1,4 @@
-"""`sunspot checkpoints ls` and `verify`: which checkpoints a run has, and whether every byte is as it was written."""
+"""`sunspot checkpoints ls`: which checkpoints a run has, and whether they are whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.run.checkpoints import (
     read_spans,
 )
 from submitter.commands.arguments import add_limit, add_run
-from submitter.output import print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
 
 
@@ -33,13 +33,14 @@ def run(args: argparse.Namespace) -> None:
 def list_all(run: Run, limit: int | None, as_json: bool) -> None:
     """Print the newest `limit` (None: all) checkpoints that lead to the newest attempt, by step, each verified.
 
-    Costs the pages of a listing, and one small read for each that is shown: bytes are read again only where the
-    listing does not show that they are as they were committed.
+    Costs the pages of a listing and one small read for each checkpoint shown; whole files are read again only where
+    the listing does not prove them unchanged.
     """
-    directories = list_directories(run)
-    counted, superseded, incomplete = classify(directories, read_spans(run))
-    shown = counted[-limit:] if limit else counted
-    checked = check_listed(run, shown, directories)
+    with doing("listing the checkpoints"):
+        directories = list_directories(run)
+        counted, superseded, incomplete = classify(directories, read_spans(run))
+        shown = counted[-limit:] if limit else counted
+        checked = check_listed(run, shown, directories)
     now = time.time()
     if as_json:
         print_json([_as_record(checkpoint, faults, now) for checkpoint, faults in checked])
@@ -80,5 +81,5 @@ def _as_record(checkpoint: Checkpoint, faults: list[str], now: float) -> dict[st
 
 
 def _is_result(name: str) -> bool:
-    """Whether a metric says how good the model is: a table has no room for the others."""
+    """Whether a metric says how good the model is; the table has no room for others."""
     return name.endswith(("loss", "accuracy"))

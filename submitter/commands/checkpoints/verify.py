@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 
 from app.errors import DamageError
-from app.run import Run
 from app.run.checkpoints import classify, list_directories, read_back, read_spans, refuse_if_absent
 from submitter.commands.arguments import add_run
-from submitter.output import print_json, print_table
+from submitter.output import doing, print_json, print_table
 from submitter.runs import find_run
 
 
@@ -18,18 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    verify(find_run(args.run, args.storage), args.name, args.json)
-
-
-def verify(run: Run, name: str | None, as_json: bool) -> None:
-    """Print for each checkpoint, or for the one called `name`, whether it is whole; raises `DamageError` if not."""
+    """Print for each checkpoint, or the one named, whether it is whole; raises `DamageError` if not."""
+    run, name = find_run(args.run, args.storage), args.name
     directories = list_directories(run)
     counted, _, _ = classify(directories, read_spans(run))
     chosen = [name] if name is not None else counted
     if name is not None:
         refuse_if_absent(run, name, directories)
-    verified = read_back(run, chosen)
-    if as_json:
+    with doing("reading every byte"):
+        verified = read_back(run, chosen)
+    if args.json:
         print_json([{"name": c.name, "verified": not faults, "faults": faults} for c, faults in verified])
     else:
         print_table(["name", "verified"], [[c.name, "; ".join(faults) or "ok"] for c, faults in verified])
