@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from app.formatting import plural
@@ -22,14 +21,11 @@ def show(report: Report) -> Html:
     """The incidents, each start of the workers with its receipt, and other events."""
     if not report.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
-    causes = Counter(receipt.cause for receipt in report.incidents)
     parts: list[Html] = []
-    if causes:
-        by_cause = ", ".join(f"{times} {cause}" for cause, times in causes.most_common())
-        again = sum(receipt.replayed for receipt in report.incidents)
-        parts.append(
-            paragraph(f"{plural(len(report.incidents), 'incident')} ({by_cause}); {plural(again, 'step')} taken again.")
-        )
+    if report.incidents:
+        causes = ", ".join(f"{times} {cause}" for cause, times in report.incidents_by_cause.most_common())
+        incidents, again = plural(len(report.incidents), "incident"), plural(report.steps_replayed, "step")
+        parts.append(paragraph(f"{incidents} ({causes}); {again} taken again."))
     else:
         parts.append(paragraph("No incident is recorded."))
     if report.goodput is None:

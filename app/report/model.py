@@ -157,8 +157,8 @@ class Report(RunView):
     @property
     def other_events(self) -> list[dict[str, Any]]:
         """All events but the receipts, by time."""
-        told = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
-        others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in told]
+        receipts = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
+        others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in receipts]
         return sorted(others, key=lambda event: float(event.get("time") or 0))
 
     @property

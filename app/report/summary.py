@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from app.errors import shorten
+from app.formatting import columns
 from app.report import Report
 from app.run import Run
 from app.run.checkpoints import Checkpoint
@@ -45,10 +46,3 @@ def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]
     for name in sorted(name for name in {**newest.metrics, **shown[1].metrics} if name.endswith(RESULTS)):
         values = [checkpoint.metrics.get(name) for checkpoint in shown]
         yield [name, *("" if value is None else f"{value:.4f}" for value in values)]
-
-
-def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of cells as lines, in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

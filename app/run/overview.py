@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from app.run import Run
 from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
 from app.run.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good, retention
 from app.run.history import read_journal
-from app.run.incidents import Receipt, goodput, read_receipts
+from app.run.incidents import Cause, Receipt, goodput, read_receipts
 from app.run.status import DELETION, STATUS_EVERY_S, STOP, RunState, Status, deletion_begun, read_status
 from app.storage.base import Entry, Storage, map_parallel
 from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
@@ -25,7 +26,7 @@ from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
 HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 
 SILENCE_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
-"""Without news for this long a run is lost: two status writes may fail, and slow storage takes this long to give up."""
+"""A run that is silent for this long is lost: two status writes may fail, and a request to slow storage takes long."""
 
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -151,14 +152,14 @@ def state_from_storage(
     if status and status.state.terminal:
         return status.state, status.reason or f"{status.state} at step {status.step}"
 
-    news = max(status.time if status else 0.0, last_active)
-    if now - news <= SILENCE_S:
+    last_active = max(status.time if status else 0.0, last_active)
+    if now - last_active <= SILENCE_S:
         if stop_requested:
             return RunState.STOPPING, "told to stop; it saves and ends"
         if status is None:
             return RunState.STARTING, "its driver has begun"
         return status.state, status.reason or f"step {status.step} of {status.total_steps}"
-    silence = f"no news since {as_time(news)}, {in_words(now - news)} ago"
+    silence = f"no news since {as_time(last_active)}, {in_words(now - last_active)} ago"
     if stop_requested:
         return RunState.STOPPED, f"told to stop; {silence}"
     return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
@@ -274,6 +275,16 @@ class RunView:
     def incidents(self) -> list[Receipt]:
         """The receipts of what interrupted the run."""
         return [receipt for receipt in self.receipts if receipt.cause.incident]
+
+    @property
+    def incidents_by_cause(self) -> Counter[Cause]:
+        """The number of incidents of each cause."""
+        return Counter(receipt.cause for receipt in self.incidents)
+
+    @property
+    def steps_replayed(self) -> int:
+        """Optimizer steps taken again because of incidents."""
+        return sum(receipt.replayed for receipt in self.incidents)
 
     @property
     def restarts(self) -> int:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
-    """Print the `limit` (None: all) runs that were written last, as storage and the cluster know them."""
+    """Print the `limit` (None: all) runs modified last, as storage and the cluster know them."""
     runs, jobs = list_runs(storage), _newest_jobs(storage, cluster)
     stored = {run.name for run in runs}
     runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
@@ -54,7 +54,7 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
 
 
 def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView]:
-    """The newest RayJob of each run that is kept in this storage; none when the cluster does not answer."""
+    """The newest RayJob of each run in this storage; none when the cluster does not answer."""
     newest: dict[str, JobView] = {}
     try:
         jobs = cluster.list_jobs()[0] if cluster else []

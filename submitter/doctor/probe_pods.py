@@ -79,7 +79,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
     """The pods when they have ended, or as they are after WITHIN_S; None: gone."""
-    deadline, told = time.monotonic() + WITHIN_S, ""
+    deadline, warned = time.monotonic() + WITHIN_S, ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
     while True:
         with contextlib.suppress(UnreachableError):
@@ -88,9 +88,9 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
         if not living or time.monotonic() > deadline:
             return latest
         trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).trouble))
-        if trouble and trouble != told:
+        if trouble and trouble != warned:
             warn(trouble)
-            told = trouble
+            warned = trouble
         time.sleep(LOOK_EVERY_S)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from app.run.incidents import Cause
 from submitter.doctor.training.case import Case
 from submitter.doctor.training.throughput import RankThroughput, in_ms, measure_throughput
 from submitter.findings import Diagnosis, Finding, Severity
@@ -120,14 +121,14 @@ def find_losses(case: Case) -> Iterator[Finding]:
     share = case.view.goodput
     if share is None or share >= LOW_GOODPUT or not case.view.incidents:
         return
-    lost: Counter[str] = Counter()
+    lost: Counter[Cause] = Counter()
     for receipt in case.view.incidents:
         lost[receipt.cause] += round(receipt.worker_seconds_lost)
-    times = Counter(str(receipt.cause) for receipt in case.view.incidents)
+    times = case.view.incidents_by_cause
     causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
     evidence = f"{share:.0%} of the worker-seconds were of use; lost by {causes}"
     advice = f"`sunspot events {case.view.run.name}` has the receipt of each; "
-    replayed = sum(receipt.replayed for receipt in case.view.incidents)
+    replayed = case.view.steps_replayed
     advice += (
         f"{replayed} steps were taken again: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
         if replayed

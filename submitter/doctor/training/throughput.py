@@ -57,8 +57,8 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records with steps and figures of each rank, of the newest attempt that has any."""
-    told = [dict(r) for r in records if r.get("steps") and r.get("ranks") and "steps_s" in r["ranks"][0]]
-    return [record for record in told if record["attempt"] == told[-1]["attempt"]]
+    windows = [dict(r) for r in records if r.get("steps") and r.get("ranks") and "steps_s" in r["ranks"][0]]
+    return [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
 
 
 def in_ms(seconds: float) -> str:
