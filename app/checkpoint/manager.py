@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from app.background import Timer
 from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import write_whole
+from app.checkpoint.files import Files, write_whole
 from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, parameter_names
-from app.checkpoint.snapshot import Snapshots
+from app.checkpoint.snapshot import Snapshot, Snapshots
 from app.parallel import StepActions, sync_buffers
 from app.plan import Plan
 from app.run import Run
@@ -76,17 +76,17 @@ class CheckpointManager:
         self._model, self._optimizer, self._group = model, optimizer, group
         self._journals, self._paused = journals or {}, paused
         self._sharded = self._settings.parallel == "fsdp"
+        self._memory = memory or NodeMemory(None)
+        self._snapshots = Snapshots(self._memory)
         self._ledger = Ledger(group, attempt.number, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
-        commits = rank == 0 or self._sharded
-        self._snapshots = Snapshots(memory or NodeMemory(None)) if memory or commits else None
         self._committer: CheckpointCommitter | None = None
-        if commits:
-            write: Any = write_whole
-            if self._sharded:
-                names = parameter_names(model, optimizer)
-                write = PartWriter(rank, world_size, names, self._settings.storage_timeout_s, warn)
+        write: Callable[[Run, Snapshot], Files | None] = write_whole
+        if self._sharded:
+            names = parameter_names(model, optimizer)
+            write = PartWriter(rank, world_size, names, self._settings.storage_timeout_s, warn)
+        if rank == 0 or self._sharded:
             before_commit = self._write_history if rank == 0 else lambda: None
             events = self._journals.get("events")
             self._committer = CheckpointCommitter(run, attempt, self._settings, write, before_commit, events, warn)
@@ -96,15 +96,14 @@ class CheckpointManager:
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it."""
         self._ledger.add_step(step, rows)
-        if self._snapshots:
-            self._snapshots.memory.heartbeat(self._attempt.number, step)
+        self._memory.heartbeat(self._attempt.number, step)
 
     def due(self, step: int, step_s: float) -> StepActions:
         """What rank 0 wants saved after `step`, which took `step_s` seconds: `save`, `copy` and `busy` are set."""
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
-            copy=self.in_memory and self._interval.due(step, step_s, self._costs),
+            copy=self.in_memory and self._interval.due(step, step_s, self._snapshots.costs),
             busy=busy,
         )
 
@@ -119,18 +118,19 @@ class CheckpointManager:
         windows = self._ledger.gather(step)
         spent_s = time.thread_time() - began
         committer = self._committer if to_storage else None
-        if not self._snapshots or not (self.in_memory or committer):
+        if not self.in_memory and not committer:
             return
         if self._sharded:
-            self._finish_commit()
+            # No worker may drop its part for a newer one. Only a checkpoint that cannot wait comes so early.
+            with self._paused():
+                self.drain()
+                self._barrier()
         manifest = self._describe(step, metrics, evaluated)
-        # A copy in memory is only read by this run: it needs no extra state.
-        extra_state = self._extra_state(manifest) if committer else {}
         snapshot = self._snapshots.take(
             manifest,
             self._model,
             self._optimizer,
-            extra_state,
+            self._extra_state(manifest) if committer else {},  # only this run reads a copy in memory
             windows,
             needed=to_storage,
             for_storage=committer is not None,
@@ -141,8 +141,7 @@ class CheckpointManager:
 
     def wait_for_copy(self) -> None:
         """Return when parameters may change; raises the error that ended commits for good, if there was one."""
-        if self._snapshots:
-            self._snapshots.wait_for_copy()
+        self._snapshots.wait_for_copy()
         if self._committer:
             self._committer.raise_if_failed()
 
@@ -153,19 +152,19 @@ class CheckpointManager:
         return self._committer.drain(timeout_s) if self._committer else True
 
     def close(self, *, finished: bool) -> None:
-        """Wait until the newest copy in memory is complete. When the run has `finished`, wait for its commit too and
-        remove the copies, which the next worker group needs otherwise.
+        """Wait, on all workers, until the newest copy in memory is complete.
+
+        When the run has `finished`, wait for its commit too and remove the copies; the next group needs them otherwise.
         """
         with self._paused():
             if finished and self._committer:
                 self._committer.close()
-            if self._snapshots:
-                self._snapshots.wait_until_complete()
+            self._snapshots.wait_until_complete()
             self._barrier()
-            if finished and self._snapshots:
-                self._snapshots.memory.remove()
+            if finished:
+                self._memory.remove()
 
-    # ---------------------------------------------------------------------------------------------------- its figures
+    # -------------------------------------------------------------------------------------------------------- figures
 
     @property
     def newest(self) -> Checkpoint | None:
@@ -187,12 +186,12 @@ class CheckpointManager:
     @property
     def stall_s(self) -> float:
         """Seconds of training that copying has cost so far."""
-        return self._snapshots.spent_s if self._snapshots else 0.0
+        return self._snapshots.spent_s
 
     @property
     def in_memory(self) -> bool:
         """Whether copies outlive this process."""
-        return self._snapshots is not None and self._snapshots.memory.shared
+        return self._memory.shared
 
     @property
     def interval_steps(self) -> int:
@@ -202,28 +201,16 @@ class CheckpointManager:
     @property
     def memory_summary(self) -> str:
         """How often the state is copied to memory, and what it costs; empty until that has been measured."""
-        if not self._snapshots or not self.in_memory or len(self._costs) < COPIES_MEASURED:
+        if not self.in_memory or len(self._snapshots.costs) < COPIES_MEASURED:
             return ""
-        size, every = self._snapshots.size, self._interval.every
-        return f"every {every} steps, {size / 1e6:.3g} MB each, {self._interval.cost:.1%} of the time"
+        size, interval = self._snapshots.size, self._interval
+        return f"every {interval.every} steps, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
 
-    # ------------------------------------------------------------------------------------------------------- its parts
-
-    @property
-    def _costs(self) -> deque[float]:
-        return self._snapshots.costs if self._snapshots else deque()
+    # -------------------------------------------------------------------------------------------------------- its own
 
     def _barrier(self) -> None:
         if self._group:
             dist.barrier(group=self._group)
-
-    def _finish_commit(self) -> None:
-        """Wait, on all workers, for the commit before: of a snapshot in parts no worker may drop its part for a newer
-        one. Only a checkpoint that cannot wait comes so early.
-        """
-        with self._paused():
-            self.drain()
-            self._barrier()
 
     def _write_history(self) -> None:
         """Make durable what a checkpoint relies on: journals, and the rows consumed up to it."""
@@ -233,17 +220,9 @@ class CheckpointManager:
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
         """The manifest of a checkpoint, its files not known yet."""
-        per_epoch, number = self._plan.steps.per_epoch, self._attempt.number
-        return Checkpoint(
-            name=checkpoint_name(step, number),
-            step=step,
-            epoch=(step - 1) // per_epoch + 1,
-            steps_per_epoch=per_epoch,
-            total_steps=self._plan.total_steps,
-            attempt=number,
-            metrics=metrics,
-            evaluated=evaluated,
-        )
+        name, per_epoch = checkpoint_name(step, self._attempt.number), self._plan.steps.per_epoch
+        epoch, total, number = (step - 1) // per_epoch + 1, self._plan.total_steps, self._attempt.number
+        return Checkpoint(name, step, epoch, per_epoch, total, number, metrics, evaluated=evaluated)
 
     def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:
         """Where a checkpoint comes from, beside what its manifest has."""

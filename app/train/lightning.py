@@ -48,7 +48,6 @@ def train(worker: Worker) -> None:
     )
     count_from(trainer, step, worker.steps.per_epoch)
     prepare_trainer(trainer).fit(model, shares)
-    worker.checkpoints.close(finished=True)
 
 
 def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:

@@ -19,16 +19,19 @@ from app.train.worker import Worker
 def train_loop(config: dict[str, Any]) -> None:
     """What Ray Train runs on every worker; `config` is that of app/train/trainer.py."""
     with join_run(config) as worker:
-        if worker and hasattr(worker.task, "build_module"):
+        if not worker:
+            return
+        if hasattr(worker.task, "build_module"):
             from app.train.lightning import train as train_with_lightning  # only its own tasks need Lightning
 
             train_with_lightning(worker)
-        elif worker:
+        else:
             train(worker)
+        worker.checkpoints.close(finished=True)
 
 
 def train(worker: Worker) -> None:
-    """Train from the worker's first step to the end of the run.
+    """Train from the worker's first step to the end of the run, or until it is stopped.
 
     A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows on any number of
     workers, and every row has the same weight in the gradient.
@@ -59,9 +62,7 @@ def train(worker: Worker) -> None:
 
             window.add_step(values, time.perf_counter() - began, data_wait)
             if after_step(worker, consensus, window, step, batch.get("row"), learning_rate):
-                worker.checkpoints.close(finished=True)
                 return
-    worker.checkpoints.close(finished=True)
 
 
 def accumulate_gradients(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import socket
 import threading
@@ -74,6 +73,9 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         print(f"warning: {text}", flush=True)
         control.say.remote(f"warning: {text}")
 
+    def note_hang(detail: str) -> None:  # the events of all ranks tell which one is to blame
+        control.note.remote(cause=Cause.HUNG, noticed=time.time())
+
     if ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S):
         yield None
         return
@@ -86,7 +88,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
     with ExitStack() as stack:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
-        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, functools.partial(note_hang, control))
+        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, note_hang)
         try:
             state = load_start(run, settings, start, found, group, warn)
             stack.enter_context(watchdog)
@@ -117,11 +119,6 @@ def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:
     """Where this worker's copies outlive it: on one worker of each node under DDP, as each has the whole state."""
     shared = settings.snapshot_cost and settings.parallel == "ddp" and ray.train.get_context().get_local_rank() == 0
     return NodeMemory(run.location, warn) if shared else None
-
-
-def note_hang(control: Any, detail: str) -> None:
-    """Note a hang as the cause of the incident; which rank is to blame is told by the events of all ranks."""
-    control.note.remote(cause=Cause.HUNG, noticed=time.time())
 
 
 def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank: int, step: int) -> None:

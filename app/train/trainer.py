@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -47,15 +47,9 @@ NEVER_S = 1e9
 """Ray would resize a worker group without asking it, and lose the steps since its last checkpoint: we scale up."""
 
 
-@dataclass(frozen=True)
-class FirstStep:
+def first_step(storage_path: str, run_name: str) -> int:
     """The step that the newest worker group starts from; called by Ray when it makes the group's streams."""
-
-    storage_path: str
-    run_name: str
-
-    def __call__(self) -> int:
-        return read_attempts(open_run(self.storage_path, self.run_name))[-1].step
+    return read_attempts(open_run(storage_path, run_name))[-1].step
 
 
 def fit(
@@ -174,7 +168,7 @@ def make_trainer(plan: Plan, owner: str, resources: Resources, control: Any, scr
             plan.steps,
             settings.seed,
             plan.total_steps,
-            FirstStep(settings.storage_path, settings.run_name),
+            functools.partial(first_step, settings.storage_path, settings.run_name),
             resources.reading_cpus,
         ),
     )
