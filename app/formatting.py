@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def plural(number: int, what: str) -> str:
@@ -34,3 +34,10 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
     while number >= 1000 and power + 1 < len(units):
         number, power = number / 1000, power + 1
     return f"{number:.3g} {units[power]}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells as lines, in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

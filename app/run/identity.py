@@ -17,7 +17,7 @@ def keep_identity(
     rows: int = 0,
     steps_per_epoch: int = 0,
 ) -> None:
-    """Record what a new run may never change; raise `ConflictError`, with a diff, when a run was begun with other values.
+    """Record what a run may never change; raise `ConflictError`, with a diff, when it was begun with other values.
 
     `environment` has all settings by variable, of which the run keeps those called `names`; `data` identifies the rows.
     """

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from app.errors import StorageError, shorten
+from app.formatting import columns
 from app.report import FILE
 from app.report.search import gather_search, render_search
-from app.report.summary import columns
 from app.run import Run, open_run
 from app.run.search import Results, Trial, read_trial, write_results
 from app.search_space import Search, in_words

@@ -15,6 +15,7 @@ from app.errors import DamageError, NotFoundError, SettingsError, SunspotError, 
 from app.run import Run, open_run
 from app.run.attempts import Attempt, ensure_owner, read_attempts, refuse_if_superseded
 from app.run.checkpoints import Checkpoint, find_newest_good
+from app.run.identity import keep_identity
 from app.run.status import (
     STATUS_EVERY_S,
     RunState,
@@ -73,7 +74,6 @@ def train_and_promote(
     import ray
 
     from app.background import Background
-    from app.driver import keep_identity
     from app.elastic.control import StopRequest, open_control, watch_stop
     from app.ray_internals import reachable_nodes
     from app.ray_session import ray_session

@@ -18,13 +18,14 @@ from typing import Any
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
-from app.driver import refuse_other_settings, train_run
+from app.driver import train_run
 from app.elastic.control import CommandPoller, StopRequest
 from app.elastic.nodes import HEAD
 from app.errors import StorageError, SunspotError, shorten
 from app.run import Run, open_run
 from app.run.attempts import lineage, read_attempts
 from app.run.history import each_record, list_journal
+from app.run.identity import refuse_other_settings
 from app.run.status import RunState, clear_stop, read_status, request_stop, stop_requested
 from app.settings import PREFIX, Settings
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from app.errors import ClusterError, ConflictError, NotFoundError, StorageError
+from app.errors import ClusterError, NotFoundError, StorageError
 from app.run import Run
-from app.settings import PREFIX, differences
+from app.run.identity import refuse_changes
+from app.settings import differences
 from submitter.cluster.api import Cluster
 from submitter.cluster.views import JobView
 from submitter.manifest.render import image_problem
@@ -59,13 +60,7 @@ def check_identity(run: Run, variables: Mapping[str, str]) -> None:
     wanted = {name: variables[name] for name in begun if name in variables}
     # A path inside the image was made absolute there.
     kept = {name: begun[name] for name in wanted if not begun[name].endswith(f"/{wanted[name]}")}
-    changed = differences(kept, {name: wanted[name] for name in kept})
-    if changed:
-        lines = "\n".join(f"  {line}" for line in changed)
-        raise ConflictError(
-            f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
-            f"set them back, or choose another {PREFIX}RUN_NAME"
-        )
+    refuse_changes(run, differences(kept, {name: wanted[name] for name in kept}))
 
 
 def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings: list[str]) -> list[str]:
