@@ -33,8 +33,8 @@ tune: .venv/train  ## train a run for each of several settings: make tune SUNSPO
 test: .venv/dev  ## the tests that need no cluster, without the slow ones
 	$(PYTEST) --durations=15 -m 'not slow'
 
-test-all: .venv/dev  ## all tests that need no cluster, with more Hypothesis examples
-	$(PYTEST) --durations=20 --hypothesis-profile=thorough
+test-all: .venv/dev  ## all tests that need no cluster, slow ones only in the first: make test-all MINUTES=40
+	$(PYTEST) --durations=20 --hypothesis-profile=thorough $(if $(MINUTES),--minutes=$(MINUTES))
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: .venv/dev  ## format, lint, types, import layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED = ("ray_address", "mlflow_server", "browser", "groups")
 """Fixtures that take seconds to set up: one process runs all tests of one, so that none is set up twice."""
 
+LAST_START = pytest.StashKey[float]()
+"""When the last slow test may begin, by the monotonic clock."""
+
 pytest_plugins = [
     "tests.harness.program",
     "tests.harness.finished_run",
@@ -28,6 +32,20 @@ pytest_plugins = [
     "tests.harness.browser",
     "tests.harness.mlflow_server",
 ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="skip slow tests that would begin after so many minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("--minutes")
+    config.stash[LAST_START] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and time.monotonic() > item.config.stash[LAST_START]:
+        pytest.skip("slow, and the time of --minutes is over")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
