@@ -1,8 +1,8 @@
-"""What Linux tells of this process and of the container around it: memory, and processor time that was withheld.
+"""Memory and CPU throttling of this process and its container, as Linux reports them.
 
-A container is a control group, a folder of small files below /sys/fs/cgroup, in one of two versions. Within a container
-that folder itself is its group; elsewhere /proc/self/cgroup names the one below it, and a limit of any group above
-holds too. Where nothing of this is there (macOS), nothing is known, and nothing fails.
+A container is a control group (version 1 or 2): a folder of small files. In a container that is /sys/fs/cgroup itself;
+elsewhere /proc/self/cgroup names a folder below it, and the limits of the groups above hold too. Without control groups
+(macOS), nothing is known and nothing fails.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ GROUPS, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
 
 
 class Throttling(NamedTuple):
-    """Counters of a processor quota since its group was made; all 0 where there is no quota."""
+    """Counters of a CPU quota since its group was created; all 0 without a quota."""
 
     periods: int = 0
-    "Periods of the quota, of 100 ms as a rule, in which something of the group wanted to run."
+    "Periods of the quota, usually of 100 ms, in which the group had something to run."
     throttled: int = 0
-    "Those of them in which the quota was used up before they ended."
+    "Those in which it used up the quota."
     seconds: float = 0.0
-    "For how long it was then held back, summed over its processors."
+    "Seconds it was throttled, summed over processors."
 
     def since(self, before: Throttling) -> Throttling:
-        """What was counted after `before`."""
+        """The difference to `before`."""
         return Throttling(
             self.periods - before.periods, self.throttled - before.throttled, self.seconds - before.seconds
         )
 
     @property
     def share(self) -> float:
-        """Part of the periods in which it was held back."""
+        """Share of the periods in which it was throttled."""
         return self.throttled / self.periods if self.periods > 0 else 0.0
 
 
 def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttling:
-    """What the nearest quota has withheld so far."""
+    """The counters of the nearest quota."""
     for folder in _folders("cpu", groups, process):
         with contextlib.suppress(OSError, ValueError, KeyError):
             counters = _read_table(folder / "cpu.stat")
@@ -51,9 +51,9 @@ def read_throttling(groups: Path = GROUPS, process: Path = PROCESS) -> Throttlin
 
 
 def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
-    """Bytes until a limit on memory is met: of a group, or of the machine; None where nobody says.
+    """Bytes of memory left until the nearest limit, of a group or of the machine; None if unknown.
 
-    What the kernel keeps of files it drops when memory gets short, so it is as good as free.
+    The kernel's cache of files counts as free, as it is dropped when memory gets short.
     """
     left = []
     for folder in _folders("memory", groups, process):
@@ -72,7 +72,7 @@ def memory_left(groups: Path = GROUPS, process: Path = PROCESS) -> int | None:
 
 
 def resident_memory(process: Path = PROCESS) -> int | None:
-    """Bytes of memory that this process has for itself now: neither files nor what it shares; None where unknown."""
+    """Bytes of this process's own memory, without files and shared memory; None if unknown."""
     try:
         return _read_kilobytes(process / "status")["RssAnon"]
     except (OSError, KeyError):
@@ -80,7 +80,7 @@ def resident_memory(process: Path = PROCESS) -> int | None:
 
 
 def _folders(controller: str, groups: Path, process: Path) -> Iterator[Path]:
-    """The group of this process, and those around it."""
+    """The group of this process, and those above it."""
     try:
         lines = (process / "cgroup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code each one ends in.
+"""Every error that a user may see, and its exit code.
 
 SunspotError               1  the run failed
 |-- DataError              1  a dataset cannot be used: names the file and the row
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-WIDEST_FOREIGN_TEXT = 400
+MAX_FOREIGN_TEXT = 400
 
 
 class SunspotError(Exception):
@@ -66,7 +66,7 @@ class TrackingError(SunspotError):
 
 
 class GaveUpError(SunspotError):
-    """What was waited for has not come in time; nothing was stopped by it."""
+    """The time to wait is over; what was waited for goes on."""
 
     exit_code = 5
 
@@ -88,7 +88,7 @@ class DamageError(SunspotError):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """The `SunspotError` that `error` is or carries: of a task's error, Ray keeps for certain only the text."""
+    """The `SunspotError` that `error` is or names in its text, all that Ray is sure to keep of an error in a task."""
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:
         name, message = carried[-1]
@@ -97,21 +97,21 @@ def find_in(error: BaseException) -> SunspotError | None:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """The error class called `name`, or `SunspotError` when there is none (used to carry an error across processes)."""
+    """The error class with that name, for an error of another process; `SunspotError` if there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 
 
 def shorten(error: BaseException) -> str:
-    """One line of a foreign error's text, capped: enough to recognise it, never a page."""
+    """The text of a foreign error on one line, capped."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= WIDEST_FOREIGN_TEXT else text[: WIDEST_FOREIGN_TEXT - 3] + "..."
+    return text if len(text) <= MAX_FOREIGN_TEXT else text[: MAX_FOREIGN_TEXT - 3] + "..."
 
 
 def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupted") -> NoReturn:
-    """Run `program` and end the process: the one place where an error becomes an exit code.
+    """Run `program` and exit with its code: the one place where an error becomes an exit code.
 
-    A `SunspotError` prints its message alone; anything else is a defect of ours and prints its trace.
+    A `SunspotError` prints its message alone; any other error is a defect and prints its traceback.
     """
     code = _run(program, when_interrupted)
     try:
@@ -139,5 +139,5 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
 
 
 def _mute() -> None:
-    """The reader of our output went away (`| head`): nothing is left to say, nor to complain of at exit."""
+    """Send stdout nowhere, as its reader is gone (`| head`) and Python would complain at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What will be trained, with what, and why: every value that was chosen for the user, with its reason."""
+"""What is trained, in how many steps and with which resources; every value chosen for the user has its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.settings import READING_SHARE, Settings
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, worked out before anything is started."""
+    """A run, worked out before anything starts."""
 
     settings: Settings
     source: Source
@@ -34,12 +34,12 @@ class Resources:
     per_worker: dict[str, float]
     threads: int
     reading_cpus: float
-    "CPUs of one of Ray Data's reading tasks."
+    "CPUs of each reading task of Ray Data."
     reasons: list[str]
 
 
 def make_plan(settings: Settings, task: Any) -> Plan:
-    """Look at the data and work out the steps; raises `DataError` for data that cannot be trained on."""
+    """Read the size of the data and work out the steps; raises `DataError` for data that cannot be trained on."""
     find = getattr(task, "find_sources", find_sources)
     source, test = find(settings)
     rows = rows_in(source)
@@ -80,7 +80,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
 
 
 def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
-    """What one worker gets of the cluster's resources (as Ray counts them), with the reasons."""
+    """What one worker gets of the resources of a cluster of `nodes` nodes, as Ray counts them, with the reasons."""
     workers = settings.num_workers.most
     gpus, cores = cluster.get("GPU", 0), cluster.get("CPU", 0)
     given = settings.resources_per_worker
@@ -115,7 +115,7 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
 
 
 def with_absolute_paths(settings: Settings) -> Settings:
-    """The settings with local paths made absolute: workers run in another directory."""
+    """The settings with absolute local paths, as workers run in another directory."""
     paths = {
         name: getattr(settings, name) for name in ("storage_path", "dataset", "test_dataset", "data_root", "init_from")
     }

@@ -1,1 +1,1 @@
-"""What a run shows of itself while it trains: numbers, progress, output, metrics for Prometheus."""
+"""What a run shows while it trains: its metrics, progress on the terminal, what it prints, and Prometheus metrics."""

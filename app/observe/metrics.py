@@ -1,4 +1,4 @@
-"""The workers' numbers, gathered over a window of steps and reduced to one record of the metric history."""
+"""The workers' numbers over a window of steps, reduced to one record of the metric history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.parallel import gather_objects
 
 
 class Sums:
-    """Sums of per-row values, kept on the device: reading a number there would wait for it."""
+    """Sums of per-row values, kept on the device, as reading one would wait for it."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -32,19 +32,19 @@ class Sums:
             self._rows[name] = self._rows.get(name, 0) + len(rows)
 
     def totals(self) -> dict[str, tuple[float, int]]:
-        """For each name the sum so far, and the rows it is over: not all have to have it. Waits for the device."""
+        """The sum of each name so far, and the number of rows that had it. Waits for the device."""
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
 def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """The mean over the rows of all workers, for each name; every worker gets it."""
+    """The mean of each name over the rows of all workers, on every worker."""
     return _means(gather_objects(sums.totals(), group))
 
 
 class Stopwatch:
-    """Sums up how long this worker is at something, by the clock of the device that does it.
+    """Sums the time that a device spends on something.
 
-    A GPU is handed its work ahead of time: two events in its stream take the times, and nothing waits for them.
+    Work is queued on a GPU ahead of time, so two events in its stream take the times, and nothing waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class Stopwatch:
         self._spans.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """All that was measured so far; waits until the last of it is done."""
+        """The sum so far; waits for the last measurement to end."""
         if self._device.type != "cuda" or not self._spans:
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
@@ -73,7 +73,7 @@ class Stopwatch:
 
 
 class MetricWindow:
-    """What this worker did since the window opened; `close` reduces all workers' windows to one record."""
+    """This worker's numbers since the window opened; `close` reduces those of all workers to one record."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -81,7 +81,7 @@ class MetricWindow:
 
     def _open(self) -> None:
         self.forward = Stopwatch(self._device)
-        "For the forward passes: in all else that a step does, workers wait for each other."
+        "Of the forward passes: in the rest of a step, workers wait for each other."
         self._throttling = read_throttling()
         self._sums = Sums()
         self._step_times: list[float] = []
@@ -104,21 +104,21 @@ class MetricWindow:
         return total / rows
 
     def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
-        """Count one optimizer step: its per-row `values`, and seconds."""
+        """Add one optimizer step: its per-row `values`, its seconds, and those spent waiting for data."""
         for part in values:
             self._sums.add(part)
         self._step_times.append(step_time)
         self._data_waits.append(data_wait)
 
     def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
-        """Reduce the windows of all workers, which call this together, to a record, and open a new one.
+        """Reduce the windows of all workers to a record, and open new ones; all workers call this together.
 
-        The record itself has the greatest of the numbers in seconds and MiB; its `ranks` have each worker's, and more:
-        `steps_s`, `forward_s`: seconds of its steps, and of them in forward passes (`data_wait_s`: waiting for rows);
-        `resident_mib`: its own memory now (`memory_mib`: the most there ever was);
-        `memory_left_mib`: until its container's limit, or its machine's, is met;
-        `throttled_s`, `throttled_share`: seconds (summed over its processors) and part of the periods in which the
-        container's processor quota held it back. What cannot be known here is None.
+        The record has the maximum over workers of each number in seconds or MiB; its `ranks` has each worker's, and
+        `steps_s`, `forward_s`: seconds of its steps, and those in forward passes (`data_wait_s`: waiting for data);
+        `resident_mib`: its own memory now (`memory_mib`: at its peak);
+        `memory_left_mib`: until the limit of its container or machine;
+        `throttled_s`, `throttled_share`: seconds, summed over processors, and share of periods in which the container's
+        CPU quota throttled it. None where unknown.
         """
         throttling = read_throttling().since(self._throttling)
         numbers = {
@@ -160,7 +160,7 @@ class MetricWindow:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, Any]:
-    """Those values of a record that are not made of others."""
+    """The values of a record, without lists and dictionaries."""
     return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}
 
 

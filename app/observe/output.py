@@ -1,6 +1,6 @@
-"""What a process prints, carried to the run's storage while it goes on: a lost node takes no more than seconds of it.
+"""Ships what a process prints to the run's storage every few seconds, so a lost node costs no more than that.
 
-A worker's output is a file that Ray made of it; the driver's is whatever its starter chose, a terminal or a pipe.
+The output of a worker is a file of Ray's; that of the driver a terminal, a pipe, or whatever it was started with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.run import Run
 from app.run.logs import LogWriter, driver_stream, rank_stream
 
 SHIP_EVERY_S = 5
-"""The most that a process which is killed takes with it; each time costs one small write, and only after output."""
+"""Seconds of output that a killed process loses; shipping takes one small write, and none without output."""
 
 CHUNK = 1 << 20
 """Bytes read at a time from a worker's output file."""
@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 
 @contextmanager
 def shipped_driver_output(run: Run) -> Iterator[None]:
-    """Carry what Python prints in this process, and the error it ends in, to the run's storage."""
+    """Ship what Python prints in this process, and the error that ends the context."""
     log = LogWriter(run, driver_stream())
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)  # type: ignore[assignment]
@@ -36,7 +36,7 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
             try:
                 yield
             except SunspotError as error:
-                log.append(f"error: {error}\n".encode())  # for the terminal, the entry point prints it
+                log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
                 raise
             except Exception:
                 log.append(traceback.format_exc().encode())
@@ -46,13 +46,13 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
 
 
 def only_shipped() -> Callable[[str], None]:
-    """Carries text to storage that the terminal shows in a way of its own; for as long as output is shipped now."""
+    """A function that ships text without printing it, while output is shipped; else it does nothing."""
     return sys.stdout.copy if isinstance(sys.stdout, _Copied) else lambda text: None
 
 
 @contextmanager
 def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
-    """Carry what this worker writes, be it Python or a library of its, to the run's storage."""
+    """Ship what this worker writes to stdout and stderr, from Python or from a library."""
     log = LogWriter(run, rank_stream(attempt, rank))
     tails = [_Tail(descriptor, log) for descriptor in (1, 2) if stat.S_ISREG(os.fstat(descriptor).st_mode)]
     with Background(SHIP_EVERY_S, *(tail.read for tail in tails), log.flush):
@@ -67,7 +67,7 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
 
 
 class _Copied:
-    """A text stream that also copies what is written to a log; in all else it is the stream."""
+    """A text stream that also copies what is written to a log."""
 
     def __init__(self, stream: TextIO, log: LogWriter) -> None:
         self._stream, self._log = stream, log
@@ -84,14 +84,14 @@ class _Copied:
 
 
 class _Tail:
-    """The new bytes of the file that a descriptor of this process writes to."""
+    """Reads the new bytes of the file that a descriptor of this process writes to."""
 
     def __init__(self, descriptor: int, log: LogWriter) -> None:
         self._log = log
-        self._file = open(f"/proc/self/fd/{descriptor}", "rb")  # noqa: SIM115  # read until the process ends
-        self._file.seek(0, os.SEEK_END)  # the process may have done other work before
+        self._file = open(f"/proc/self/fd/{descriptor}", "rb")  # noqa: SIM115  # open until the process ends
+        self._file.seek(0, os.SEEK_END)  # the process may have worked for another run before
 
     def read(self) -> None:
-        """Append what is new to the log."""
+        """Append the new bytes to the log."""
         while data := self._file.read(CHUNK):
             self._log.append(data)

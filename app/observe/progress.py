@@ -1,4 +1,4 @@
-"""How far a run is, on the driver's terminal: a moving line, or plain lines when it is not a terminal."""
+"""Progress on the driver's terminal: a bar, or plain lines when it is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ray
 from app.observe.output import only_shipped
 
 PROGRESS_EVERY_S = 1.0
-"""Seconds between two looks of the terminal at the run."""
+"""Seconds between two updates."""
 
 PLAIN_EVERY_S = 10.0
 """Seconds between two plain lines, besides one at the end of each epoch."""
@@ -22,22 +22,22 @@ PLAIN_EVERY_S = 10.0
 
 @contextmanager
 def shown_progress(control: Any, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
-    """Show what rank 0 tells the control channel, while the context lasts."""
-    over = threading.Event()
+    """Show, while the context lasts, what rank 0 sends to the control channel."""
+    closing = threading.Event()
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
-    thread = threading.Thread(target=_watch, args=(control, screen, over), name="progress", daemon=True)
+    thread = threading.Thread(target=_watch, args=(control, screen, closing), name="progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        closing.set()
         thread.join(timeout=10)
 
 
-def _watch(control: Any, screen: _Lines, over: threading.Event) -> None:
-    last_look = False
-    while not last_look:
-        last_look = over.wait(PROGRESS_EVERY_S)
+def _watch(control: Any, screen: _Lines, closing: threading.Event) -> None:
+    last_time = False
+    while not last_time:
+        last_time = closing.wait(PROGRESS_EVERY_S)
         try:
             state, records, lines = ray.get(control.fetch.remote(), timeout=5)
         except Exception:  # a display must never end a run
@@ -68,7 +68,7 @@ class _Lines:
             self.print(self.describe(state))
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing is open."""
 
     def describe(self, state: dict[str, Any]) -> str:
         """One line: step, loss, steps per second, time left, last checkpoint."""
@@ -78,7 +78,7 @@ class _Lines:
             left = per_step * (self._total - state["step"])
             text += f"  {1 / per_step:.1f} steps/s  {int(left // 60)}:{int(left % 60):02d} left"
         elif not self._rate or state["step"] < self._rate[0]:
-            self._rate = (state["step"], state["time"])  # the first news of this worker group
+            self._rate = (state["step"], state["time"])  # the first state of this worker group
         return f"{text}  checkpoint at {state['committed']}"
 
     def print(self, text: str) -> None:
@@ -88,14 +88,14 @@ class _Lines:
 
 
 class _Terminal(_Lines):
-    """A bar that moves, with the epochs' lines above it."""
+    """A bar, with the lines of the epochs above it."""
 
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         super().__init__(total_steps, steps_per_epoch)
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # On the terminal itself: a bar that moves is nothing for a log.
+        # On the terminal alone: a bar does not belong in a log.
         self._ship = only_shipped()
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
@@ -113,6 +113,6 @@ class _Terminal(_Lines):
 
 
 def epoch_line(record: dict[str, Any]) -> str:
-    """The record at the end of an epoch, for people."""
+    """One line: the record at the end of an epoch."""
     numbers = [f"{name} {record[name]:.4f}" for name in record if name.endswith(("loss", "accuracy"))]
     return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

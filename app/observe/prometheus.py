@@ -1,9 +1,8 @@
-"""A run's numbers for Prometheus, through Ray's exporter: each node offers those of its own processes to be scraped.
+"""A run's metrics for Prometheus, through Ray's exporter: each node exposes those of its own processes.
 
-Ray puts `ray_` before the names below, and adds labels of its own, `WorkerId` among them: each start of a worker is a
-series of its own. The counters of a process that has ended stay at their last value. Gauges go away: Ray's agent
-forgets one that has not been set for 20 s, so all of them are set again and again, by a thread that costs the training
-nothing.
+Ray prefixes the names below with `ray_` and adds labels, `WorkerId` among them, so each start of a worker is a series
+of its own. The counters of an ended process keep their last value. Ray's agent forgets a gauge that was not set for
+20 s, so a thread sets all of them again and again.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from app.background import Background
 from app.cgroup import memory_left, resident_memory
 
 EXPORT_EVERY_S = 5.0
-"""Ray's processes send what they count to the node's agent every 10 s, and the agent forgets gauges that did not come
-twice (`metrics_report_interval_ms`, Ray 2.60)."""
+"""Ray's processes report to the node's agent every 10 s (`metrics_report_interval_ms`, Ray 2.60), and the agent forgets
+gauges that are missing from two reports."""
 
 STEP_BUCKETS_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
 """From the smallest model on a CPU to steps of many micro-batches."""
@@ -35,7 +34,7 @@ COUNTERS = {
     "checkpoint_stall_seconds_total": "Seconds of training that copies of the state have cost.",
     "evaluated_batches_total": "Batches of held-out rows that this rank has evaluated.",
 }
-"""Of each rank. A counter is not there before it has counted something."""
+"""Of each rank; a counter appears with its first increment."""
 
 GAUGES = {
     "step": "Optimizer steps of the whole run up to where this rank is.",
@@ -58,35 +57,35 @@ RUN_GAUGES = {
     "checkpoint_interval_seconds": "Longest time that should pass between two checkpoints, at the present pace.",
     "checkpoint_commit_seconds": "Seconds that the newest save took until its commit.",
 }
-"""Of the whole run, by rank 0 (`News.gauges`)."""
+"""Of the whole run, by rank 0 (`Reporter.gauges`)."""
 
 INCIDENTS = "incidents"
-"""A gauge, not a counter: an incident ends the process that would have counted it, so storage keeps them."""
+"""A gauge computed from storage, as an incident ends the process that would count it."""
 
 RUN_ACTIVE = "run_active"
 """By the driver."""
 
 
 class RunGauges(NamedTuple):
-    """What rank 0 knows of the whole run."""
+    """Rank 0's numbers of the whole run."""
 
     values: Mapping[str, float]
-    "By their names in RUN_GAUGES; what is not known is left out."
+    "By name in RUN_GAUGES; unknown ones are left out."
     incidents: Mapping[str, int]
-    "How many there were in the whole run, by cause."
+    "Their number in the whole run, by cause."
 
 
 class Telemetry:
-    """Exports one rank's numbers, and on rank 0 those of the whole run.
+    """Exports one rank's metrics, and on rank 0 those of the whole run.
 
-    The training thread only adds up. `export`, called every EXPORT_EVERY_S by another, brings the sums to Ray: Ray's
-    own calls take 2 to 3 microseconds each.
+    The training thread only adds numbers up; another calls `export` every EXPORT_EVERY_S to pass the sums to Ray, whose
+    calls take 2 to 3 microseconds each.
     """
 
     def __init__(self, run: str, rank: int, device: torch.device, stall_s: Callable[[], float]) -> None:
         self._rank, self._device, self._stall_s = rank, device, stall_s
-        self.about_run: Callable[[], RunGauges] = lambda: RunGauges({}, {})
-        "Rank 0's word on the whole run; the other ranks have none."
+        self.run_gauges: Callable[[], RunGauges] = lambda: RunGauges({}, {})
+        "The metrics of the whole run; set on rank 0."
         of_rank = {"run": run, "rank": str(rank)}
         self._counters = {name: _make(Counter, name, text, of_rank) for name, text in COUNTERS.items()}
         self._gauges = {name: _make(Gauge, name, text, of_rank) for name, text in GAUGES.items()}
@@ -108,7 +107,7 @@ class Telemetry:
     # ---------------------------------------------------------------------------------------- in the training thread
 
     def took_step(self, step: int, seconds: float) -> None:
-        """Count a step: `step` are taken now, the last one in `seconds`."""
+        """Count a step: `step` have been taken, the last one in `seconds`."""
         self._step = step
         self._sums["steps_total"] += 1
         self._durations.append(seconds)
@@ -128,18 +127,18 @@ class Telemetry:
     # -------------------------------------------------------------------------------------------------- in the other
 
     def export(self) -> None:
-        """Bring all numbers to Ray."""
+        """Pass all numbers to Ray."""
         while self._durations:
             self._duration.observe(self._durations.popleft())
         self._sums["checkpoint_stall_seconds_total"] = self._stall_s()
         for name, total in self._sums.items():
-            if total > self._exported[name]:  # Ray refuses to add nothing
+            if total > self._exported[name]:  # Ray refuses to add 0
                 self._counters[name].inc(total - self._exported[name])
                 self._exported[name] = total
         for name, value in {**self._memory(), "step": self._step}.items():
             if value is not None:
                 self._gauges[name].set(value)
-        of_run, incidents = self.about_run()
+        of_run, incidents = self.run_gauges()
         for name, number in of_run.items():
             self._run_gauges[name].set(number)
         for cause, times in incidents.items():
@@ -157,10 +156,7 @@ class Telemetry:
 
 @contextmanager
 def exported_run(run: str) -> Iterator[None]:
-    """Export that the run is being trained, while the context lasts: with or without workers.
-
-    The driver does, as a run that waits for workers has nobody else to tell that it stands still.
-    """
+    """Export, from the driver, that the run is active while the context lasts: it may be waiting for workers."""
     text = "1 while a driver trains the run, whether there are workers or not."
     active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
 

@@ -186,7 +186,7 @@ def make_worker(
     telemetry = Telemetry(settings.run_name, rank, device, lambda: checkpoints.stall_s)
     reporter = Reporter(run, plan, start, state, control, journals, checkpoints) if rank == 0 else None
     if reporter:
-        telemetry.about_run = reporter.gauges
+        telemetry.run_gauges = reporter.gauges
     return Worker(
         settings=settings,
         task=task,
