@@ -41,7 +41,7 @@ GO_ON = {"NUM_WORKERS": 1, "PREDICT_ROWS": 0}
 
 @dataclass
 class FinishedRun:
-    """A finished run of the tiny task in bf16, trained by two workers on Ray Data, not to perfection; in a storage of its own."""
+    """A finished run of the tiny task in bf16, trained on Ray Data, not to perfection; in a storage of its own."""
 
     storage: str
     data: str
