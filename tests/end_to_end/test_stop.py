@@ -11,6 +11,7 @@ from app.run import Run
 from app.run.attempts import read_attempts
 from app.run.logs import list_streams, rank_stream, read_stream
 from app.run.status import RunState, clear_stop, read_status, request_stop
+from submitter.commands.delete import in_order
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis
 from tests.harness.program import Program
@@ -95,3 +96,33 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
     assert failed.details["ranks"] == [0, 1], "one error, that both met"
     assert str(failed.details["file"]).endswith("tests/tasks/talking.py")
     assert (failed.details["function"], failed.details["message"]) == ("loss", "the task is broken")
+
+
+@pytest.mark.slow
+def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
+    program: Program, make_data: Callable[..., str]
+) -> None:
+    run = the_run(program)
+
+    def files() -> set[str]:
+        return {entry.key for entry in run.storage.list(run.name)}
+
+    process = program.start(
+        TASK="tests.tasks.slow",
+        DATASET=make_data(2000),
+        GLOBAL_BATCH_SIZE=20,
+        EPOCHS=1000,
+        NUM_WORKERS=1,
+        CHECKPOINT_EVERY_STEPS=5,
+        REPORT_EVERY_S=0.5,
+    )
+    wait_for_step(run, 5, process)
+    for group in in_order(run, sorted(files())):  # as from a machine that does not see the process
+        run.storage.delete_many(group)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 6, output
+    assert "was deleted while attempt 1 trained" in output
+    assert not read_attempts(run), "it began anew"
+    left = {key.split("/")[1] for key in files()}
+    assert not left & {"run.json", "status.json", "metrics"}
+    assert not any(key.endswith("manifest.json") for key in files())

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,8 @@ from submitter.commands.delete import in_order
 from tests.harness import s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
-from tests.harness.program import Program
 from tests.harness.runs import begin, commit, consumed, record_audit, report, start
 from tests.harness.s3 import FaultProxy
-from tests.harness.training import the_run, wait_for_step
 
 JOB, CLUSTER = "run-1", "run-1-x"
 
@@ -399,32 +396,6 @@ def test_what_still_trains_a_deleted_run_commits_nothing(run: Run) -> None:
     assert not deletion_begun(run)
     with pytest.raises(SupersededError, match="was deleted while attempt 1 trained"):
         ensure_owner(run, attempt)
-
-
-@pytest.mark.slow
-def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
-    program: Program, make_data: Callable[..., str]
-) -> None:
-    trained = the_run(program)
-    process = program.start(
-        TASK="tests.tasks.slow",
-        DATASET=make_data(2000),
-        GLOBAL_BATCH_SIZE=20,
-        EPOCHS=1000,
-        NUM_WORKERS=1,
-        CHECKPOINT_EVERY_STEPS=5,
-        REPORT_EVERY_S=0.5,
-    )
-    wait_for_step(trained, 5, process)
-    for group in in_order(trained, sorted(files_of(trained))):  # as from a machine that does not see the process
-        trained.storage.delete_many(group)
-    output = process.communicate(timeout=100)[0]
-    assert process.returncode == 6, output
-    assert "was deleted while attempt 1 trained" in output
-    assert not read_attempts(trained), "it began anew"
-    left = {key.split("/")[1] for key in files_of(trained)}
-    assert not left & {"run.json", "status.json", "metrics"}
-    assert not any(key.endswith("manifest.json") for key in files_of(trained))
 
 
 def test_what_is_written_meanwhile_goes_too_or_is_told_of(
