@@ -116,15 +116,8 @@ def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) 
 
 def with_absolute_paths(settings: Settings) -> Settings:
     """The settings with absolute local paths, as workers run in another directory."""
-    paths = {
-        name: getattr(settings, name) for name in ("storage_path", "dataset", "test_dataset", "data_root", "init_from")
-    }
-    local = {
-        name: str(Path(value).expanduser().absolute())
-        for name, value in paths.items()
-        if value
-        and "://" not in value
-        and not value.startswith("run:")
-        and not (name == "dataset" and value in ("sample", "mnist"))
-    }
-    return settings.model_copy(update=local)
+    paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
+    if settings.dataset not in ("sample", "mnist"):
+        paths["dataset"] = settings.dataset
+    local = {name: path for name, path in paths.items() if path and "://" not in path and not path.startswith("run:")}
+    return settings.model_copy(update={name: str(Path(path).expanduser().absolute()) for name, path in local.items()})

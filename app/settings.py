@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import SettingsError
+from app.formatting import plural
 
 PREFIX = "SUNSPOT_"
 
@@ -32,7 +33,7 @@ READING_SHARE = 0.25
 
 
 class Workers(NamedTuple):
-    """How many training workers: `least == most` when fixed, a range when elastic."""
+    """The number of training workers: a range when elastic, else `least == most`."""
 
     least: int
     most: int
@@ -78,7 +79,7 @@ def _setting(default: Any, takes: str, **limits: Any) -> Any:
 
 
 class Settings(BaseSettings):
-    """The settings of one run, validated together. Immutable."""
+    """The settings of one run, validated together; immutable."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", use_attribute_docstrings=True
@@ -231,14 +232,10 @@ class SettingInfo(NamedTuple):
 def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
     """The settings with these field names, in order; all of them by default."""
     defaults = Settings.model_construct().environment()
+    variables = {name: PREFIX + name.upper() for name in names}
     return [
-        SettingInfo(
-            PREFIX + name.upper(),
-            defaults[PREFIX + name.upper()],
-            takes(name),
-            Settings.model_fields[name].description or "",
-        )
-        for name in names
+        SettingInfo(variable, defaults[variable], takes(name), str(Settings.model_fields[name].description))
+        for name, variable in variables.items()
     ]
 
 
@@ -249,7 +246,7 @@ def takes(name: str) -> str:
 
 
 def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from the environment, `overrides` (variable name, with or without the prefix: value) winning.
+    """Read the settings from the environment; `overrides` wins (by variable name, with or without the prefix).
 
     Raises `SettingsError` with every problem at once: variable, value, fix.
     """
@@ -269,13 +266,13 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     except ValidationError as error:
         problems += [_explain(problem) for problem in error.errors(include_url=False)]
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise SettingsError(f"{count} in the settings:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+        lines = "\n".join(f"  {line}" for line in sorted(problems))
+        raise SettingsError(f"{plural(len(problems), 'problem')} in the settings:\n{lines}")
     return settings
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
-    """The settings that a run recorded (`Settings.environment`); those that this version does not know are left out."""
+    """The settings that a run recorded (`Settings.environment`), without those unknown to this version."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
     return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
 
@@ -302,7 +299,7 @@ def _as_text(value: Any) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The arguments of one `python -m app...`; `--help` lists the settings that it reads, too."""
+    """The arguments of a `python -m app...`, whose `--help` also lists the settings that it reads."""
 
     def __init__(self, module: str, description: str | None, settings: Iterable[str] = ()) -> None:
         self._settings = list(settings)
@@ -315,10 +312,10 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """Read the words, by default those of the command line; ends the process with 2 when one is unknown."""
+        """Parse `words`, by default the command line; an unknown one ends the process with 2."""
         words = list(sys.argv[1:] if words is None else words)
         options = [word for word in itertools.takewhile(lambda word: word != "--", words) if word.startswith("--")]
-        for option in options:  # before anything that is missing
+        for option in options:  # first, as argparse would rather complain of what is missing
             if not any(known.startswith(option.partition("=")[0]) for known in self._option_string_actions):
                 self.error(self._suggest(option))
         arguments, unknown = self.parse_known_intermixed_args(words)

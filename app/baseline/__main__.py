@@ -5,21 +5,9 @@ from __future__ import annotations
 from app.errors import run_and_exit
 from app.settings import CommandParser, load_settings
 
-READS = (
-    "task",
-    "run_name",
-    "task_args",
-    "storage_path",
-    "dataset",
-    "test_dataset",
-    "data_root",
-    "use_gpu",
-    "epochs",
-    "max_steps",
-    "global_batch_size",
-    "learning_rate",
-    "seed",
-)
+READS = ["task", "run_name", "task_args", "storage_path", "dataset", "test_dataset", "data_root", "use_gpu"]
+READS += ["epochs", "max_steps", "global_batch_size", "learning_rate", "seed"]
+"""Of the settings, besides what the task reads."""
 
 
 def main() -> int:
