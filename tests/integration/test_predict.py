@@ -175,6 +175,7 @@ def test_a_dataset_is_predicted_as_the_run_evaluated_it(
         predict(*words)
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_where_it_was(
     predict: Predict, finished_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
@@ -206,7 +207,7 @@ def test_a_killed_command_goes_on_where_it_was(
 def test_rows_without_labels_are_predicted_too(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
     table = pq.read_table(f"{finished_run.data}/test/part.parquet")
     pq.write_table(table.drop_columns("label"), tmp_path / "unlabelled.parquet")
-    words = ["--dataset", str(tmp_path / "unlabelled.parquet"), "--output", str(tmp_path / "out")]
+    words = ["--dataset", str(tmp_path / "unlabelled.parquet"), "--output", str(tmp_path / "out"), "--workers", "1"]
     found = predict(str(finished_run.directory(finished_run.newest)), *words)
     assert (found["accuracy"], found["rows"], found["split"]) == (None, TEST_ROWS, "train")
     predictions, _ = Classifier("run", storage=finished_run.storage).predict(finished_run.rows()["image"])
