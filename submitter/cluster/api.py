@@ -1,7 +1,7 @@
-"""The Kubernetes API, as far as runs need it: the one module that talks to it.
+"""The Kubernetes API, as far as runs need it. No other module talks to it.
 
-Every request has a timeout and is sent again, a few times, after a lost connection, 429 or 5xx. Each may arrive twice
-without harm: an apply changes nothing the second time, and a deletion names one object by its uid.
+Every request has a timeout and is retried a few times after a lost connection, 429 or 5xx. All are idempotent: a second
+apply changes nothing, and a deletion names an object by its uid.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import ClusterError, shorten
 from submitter.cluster.forward import PROTOCOL, PodConnection
-from submitter.cluster.views import JobView, PodView, WarningEvent, pod_view, warning_event
+from submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from submitter.manifest.pods import RUN_LABEL
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 NAMESPACE = "sunspot"
-"""The namespace of k8s/base, used unless another one is named."""
+"""The namespace of k8s/base, and the default."""
 
 FIELD_MANAGER = "sunspot"
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
 
 RETRY_PAUSES_S = (0.5, 1, 2)
-"""A server that refuses connections is given up after these; one that is silent after about 25 s."""
+"""Pauses between tries; a silent server is given up after about 25 s."""
 
 LONGEST_RETRY_AFTER_S = 10
 
@@ -61,7 +61,7 @@ PATHS = {
 }
 
 ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
-"""The Roles of k8s/base that grant what is asked here; the second one, to end pods."""
+"""The Roles of k8s/base that grant these requests; the second, deleting pods."""
 
 ROLES = {
     ("DELETE", "pod"): POD_ROLE,
@@ -72,21 +72,21 @@ ROLES = {
     ("GET", "NetworkPolicy"): "sunspot-doctor",
     ("GET", "PodDisruptionBudget"): "sunspot-doctor",
 }
-"""What other Roles grant, by method and path."""
+"""The other Roles that grant a request, by method and path."""
 
 OF_THE_CLUSTER = ("namespace", "nodes", "all pods", "PriorityClass")
-"""What no Role of a namespace grants."""
+"""Paths that no Role of a namespace grants."""
 
 
 class UnreachableError(ClusterError):
     """The API server does not answer, or not now."""
 
     retry_after = 0.0
-    "Seconds that it asked to be left alone for."
+    "Seconds to wait, as the server asked."
 
 
 class RefusedError(ClusterError):
-    """The API server answers and refuses."""
+    """The API server refuses a request."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ class Cluster:
     def __init__(self, api: ApiClient, namespace: str, options: str = "") -> None:
         self.namespace = namespace
         self.options = options
-        "What a command needs to reach this namespace again, with a space before it."
+        "The options with which a command reaches this namespace again, after a space."
         self.server: str = api.configuration.host
         self._api = api
 
@@ -110,13 +110,13 @@ class Cluster:
         """The RayJobs of a run, or of all runs, newest first, and the version to watch from."""
         selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
         answer = self._ask("GET", "jobs", query=[("labelSelector", selector)])
-        jobs = [JobView(item) for item in answer.get("items", ())]
+        jobs = [job_view(item) for item in answer.get("items", ())]
         return newest_first(jobs), answer["metadata"].get("resourceVersion", "")
 
     def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, JobView]]:
-        """Each change of a run's RayJobs after `version`: its type and the RayJob, whose version comes next.
+        """Type and RayJob of each change of a run's RayJobs after `version`, for so many seconds.
 
-        Ends by itself after `seconds`. Raises `RefusedError` with status 410 when `version` is too old: list again.
+        Raises `RefusedError` with status 410 when `version` is too old: list again.
         """
         query = [
             ("labelSelector", f"{RUN_LABEL}={run}"),
@@ -130,30 +130,26 @@ class Cluster:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     raise self._refusal("GET", event["object"].get("code", 0), event["object"])
-                yield event["type"], JobView(event["object"])
+                yield event["type"], job_view(event["object"])
 
     def find_job(self, name: str) -> JobView | None:
         """The RayJob of this name, or None."""
-        try:
-            return JobView(self._ask("GET", "job", name=name))
-        except RefusedError as error:
-            if error.status == 404:
-                return None
-            raise
+        found = self.find("job", name)
+        return job_view(found) if found else None
 
     def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
-        """Create the RayJob, or make it what the manifest says (server-side apply); returns it with its defaults."""
+        """Create or update the RayJob (server-side apply); returns it with its defaults."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         if dry_run:
             query.append(("dryRun", "All"))
         name = manifest["metadata"]["name"]
-        return JobView(self._ask("PATCH", "job", name=name, query=query, body=manifest, kind="apply-patch+yaml"))
+        return job_view(self._ask("PATCH", "job", name=name, query=query, body=manifest, kind="apply-patch+yaml"))
 
     def delete_job(self, job: JobView) -> None:
-        """Have this RayJob deleted, and with it its cluster; not being there any more is no error."""
+        """Delete this RayJob and with it its cluster; no error if it is gone already."""
         self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
 
-    # --------------------------------------------------------------------------------------------- pods and their woes
+    # -------------------------------------------------------------------------------------------------- pods and events
 
     def list_pods(self, jobs: Sequence[JobView]) -> list[PodView]:
         """The pods of the RayClusters of some RayJobs."""
@@ -164,17 +160,14 @@ class Cluster:
         return [pod_view(item) for item in answer.get("items", ())]
 
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
-        """Have this pod deleted, its containers ended within `grace_s` seconds (None: those of its own spec).
-
-        Not being there any more is no error.
-        """
+        """Delete this pod, its containers ended within `grace_s` seconds (None: its own); no error if it is gone."""
         options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         self._delete("pod", pod.name, options)
 
     def create_pod(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Create a pod whose name nobody else gives; returns it as the API server has it."""
+        """Create a pod with a name nobody else uses; returns it as the API server has it."""
         try:
             return self._ask("POST", "pods", body=manifest)
         except RefusedError as error:
@@ -208,14 +201,7 @@ class Cluster:
         try:
             return PodConnection(create_websocket(self._api.configuration, get_websocket_url(url), headers))
         except WebSocketBadStatusException as error:
-            answer: dict[str, Any] = {}
-            with contextlib.suppress(ValueError):
-                answer = dict(json.loads(error.resp_body or b""))
-            if error.status_code == 429 or error.status_code >= 500:
-                raise UnreachableError(
-                    f"{self.server}: {error.status_code} {_said(answer)}; try again later"
-                ) from error
-            raise self._refusal("GET", error.status_code, answer, ROLES["GET", "port"]) from error
+            raise self._failure("GET", "port", error.status_code, error.resp_body or b"") from error
         except (WebSocketException, OSError) as error:
             raise self._unreachable(error) from error
 
@@ -223,16 +209,11 @@ class Cluster:
 
     def has_ray_jobs(self) -> bool:
         """Whether the API server knows RayJobs in the version that is rendered."""
-        try:
-            answer = self._ask("GET", "ray")
-        except RefusedError as error:
-            if error.status == 404:
-                return False
-            raise
+        answer = self.find("ray") or {}
         return any(resource["name"] == "rayjobs" for resource in answer.get("resources", ()))
 
     def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
-        """What the API server has at a path of PATHS; None when it is not there. Raises `RefusedError`, 403 too."""
+        """The object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
         try:
             return self._ask("GET", kind, name=name, query=query)
         except RefusedError as error:
@@ -241,7 +222,7 @@ class Cluster:
             raise
 
     def exists(self, kind: str, name: str) -> bool | None:
-        """Whether an object that a manifest names is there (`kind` as in PATHS); None: this user may not know."""
+        """Whether an object exists (`kind` as in PATHS); None if this user may not see it."""
         try:
             return self.find(kind, name) is not None
         except RefusedError as error:
@@ -252,13 +233,8 @@ class Cluster:
     def allows(self, verb: str, group: str, resource: str) -> bool:
         """Whether this user may do `verb` with `resource` in the namespace."""
         resource, _, subresource = resource.partition("/")
-        attributes = {
-            "namespace": self.namespace,
-            "verb": verb,
-            "group": group,
-            "resource": resource,
-            "subresource": subresource,
-        }
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group}
+        attributes |= {"resource": resource, "subresource": subresource}
         body = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
@@ -272,11 +248,11 @@ class Cluster:
         try:
             self._ask("DELETE", path, name=name, body=options)
         except RefusedError as error:
-            if error.status not in (404, 409):  # 409: another object has the name by now
+            if error.status not in (404, 409):  # 409: the name is another object's by now
                 raise
 
     def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
-        """One request (`parts` as of `_send`) and its answer, however many tries that takes of those allowed."""
+        """The answer to one request (`parts`: see `_send`), retried as often as allowed."""
         for pause in (*RETRY_PAUSES_S, None):
             try:
                 with self._send(method, path, **parts) as response:
@@ -298,7 +274,7 @@ class Cluster:
         kind: str = "json",
         read_timeout: float = READ_TIMEOUT_S,
     ) -> Iterator[Any]:
-        """One request whose answer is good and can be read in the context."""
+        """One request; its answer, a success, can be read in the context."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -318,22 +294,17 @@ class Cluster:
             raise self._unreachable(error) from error
         try:
             if not 200 <= response.status <= 299:
-                answer: dict[str, Any] = {}
-                with contextlib.suppress(ValueError):
-                    answer = dict(json.loads(b"".join(self._chunks(response))))
-                if response.status == 429 or response.status >= 500:
-                    failure = UnreachableError(f"{self.server}: {response.status} {_said(answer)}; try again later")
-                    after = response.headers.get("Retry-After", "")
-                    failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S) if after.isdigit() else 0.0
-                    raise failure
-                role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
-                raise self._refusal(method, response.status, answer, role)
+                failure = self._failure(method, path, response.status, b"".join(self._chunks(response)))
+                after = response.headers.get("Retry-After", "")
+                if isinstance(failure, UnreachableError) and after.isdigit():
+                    failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S)
+                raise failure
             yield response
         finally:
             response.close()
 
     def _lines(self, response: Any) -> Iterator[bytes]:
-        """Whole lines of an answer as they come; a last one that was cut off is dropped."""
+        """Whole lines of an answer as they come; a last one cut off is dropped."""
         buffer = b""
         for chunk in self._chunks(response):
             *lines, buffer = (buffer + chunk).split(b"\n")
@@ -346,6 +317,16 @@ class Cluster:
             yield from response.stream()
         except (HTTPError, OSError) as error:
             raise self._unreachable(error) from error
+
+    def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
+        """The error for an answer that is no success."""
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            answer = dict(json.loads(body))
+        if status == 429 or status >= 500:
+            return UnreachableError(f"{self.server}: {status} {_said(answer)}; try again later")
+        role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
+        return self._refusal(method, status, answer, role)
 
     def _unreachable(self, error: Exception) -> UnreachableError:
         why = shorten(error).rpartition("Failed to establish a new connection: ")[2]
@@ -370,7 +351,7 @@ class Cluster:
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
-    """The cluster of a kubeconfig context, or the one this process runs in; nothing is sent yet.
+    """The cluster of a kubeconfig context, or the one this process runs in. Sends nothing.
 
     Raises `ClusterError` when there is no such context, or no configuration at all.
     """
@@ -394,7 +375,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         raise ClusterError(
             f"no cluster: {files}: {shorten(error)}; `kubectl config get-contexts` lists what --context takes"
         ) from error
-    configuration.retries = urllib3.Retry(False)  # ours are the only ones: each try has its own timeout
+    configuration.retries = urllib3.Retry(False)  # `_ask` retries, each try with its own timeout
     options = f" --context {context}" if context else ""
     if namespace and namespace != NAMESPACE:
         options += f" --namespace {namespace}"
@@ -412,7 +393,7 @@ def try_connect(args: argparse.Namespace) -> tuple[Cluster | None, str]:
 
 
 def newest_first(jobs: Sequence[JobView]) -> list[JobView]:
-    """RayJobs by the time of their creation."""
+    """RayJobs by creation time."""
     return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
 
 

@@ -1,11 +1,11 @@
-"""The one function that says where a run stands, and why, from all that is known of it. Pure.
+"""Where a run stands, and why, from everything known of it. Pure.
 
-KubeRay gives a RayJob two states that may contradict each other, its pods have their own, and the run's own processes
-leave a third in storage (`app.run.status`). What decides:
+KubeRay gives a RayJob two states that may contradict each other, its pods have their own, and the run's processes write
+a third to storage (`app.run.status`). What decides:
 
-1. What the driver itself said at its end is the truth about the run: it was there.
-2. Only `jobDeploymentStatus` says whether the operator goes on; `jobStatus` may be of the try before.
-3. A status in storage counts for a RayJob when its owner is that RayJob; a later owner has taken the run over.
+1. The driver's own last word is the truth about the run.
+2. Only `jobDeploymentStatus` says whether the operator goes on; `jobStatus` may be the previous try's.
+3. A status in storage counts for a RayJob if that RayJob owns it; a later owner has taken the run over.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from app.formatting import in_words
+from app.formatting import in_words, plural
 from app.run.overview import SILENCE_S
 from app.run.status import RunState, Status
 from submitter.cluster.views import NOISE, JobView, PodView, Trouble, WarningEvent
 from submitter.findings import Diagnosis
 
 OPERATOR_OVERDUE_S = 30
-"""An operator looks at a new RayJob within seconds; after this long without, one says so."""
+"""Operators notice a new RayJob within seconds; if none has after this long, the reason says so."""
 
 WARNING_FRESH_S = 600
-"""Older warnings have been overcome."""
+"""Older warnings no longer matter."""
 
 CLOCK_SKEW_S = 60
-"""How far the clocks of nodes and of the API server may lie apart."""
+"""How far clocks of nodes and of the API server may differ."""
 
 HEAD_LOST_S = 60
-"""While an operator still calls a job pending whose driver was heard of within this, it is merely behind."""
+"""An operator that calls a job pending whose driver wrote within this time is merely behind."""
 
 FAILURES = {
     "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
@@ -41,7 +41,7 @@ FAILURES = {
     "SubmissionFailed": "the job could not be handed to the head",
     "AppFailed": "the program failed",
 }
-"""What the operator's reasons mean."""
+"""The operator's reasons for a failure, explained."""
 
 
 def judge(
@@ -55,13 +55,13 @@ def judge(
 ) -> tuple[RunState, str]:
     """The state of a run whose newest RayJob is `job`, and a sentence that says why.
 
-    `owner` is who a process of `job` is in storage (`submissions.owner_of`); times are in seconds since the epoch.
+    `owner` is the owner that a process of `job` has in storage (`owner_of`); `now` is in seconds since the epoch.
     """
     own = status if status and is_of(status, job, owner) else None
     if status and not own and _took_over(status, job):
         return status.state, _taken_over(status, job)
     if own and _ended_for_good(own, job, stop_wanted):
-        return own.state, own.reason or _said_ended(own)
+        return own.state, own.reason or _describe_end(own)
     state, reason = _judge_job(job, pods, warnings, own, now)
     if state.terminal or not (stop_wanted or job.deleting):
         return state, reason
@@ -74,16 +74,16 @@ def judge(
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
-    """Whether nothing that the operator still does with the RayJob can change how the run ended.
+    """Whether the run's end stands whatever the operator still does with the RayJob.
 
-    A driver also stops when it gets SIGTERM: with its head's node, say, and then the operator begins it anew.
+    A driver also stops on SIGTERM, for instance when it loses its node, and then the operator starts it again.
     """
     stopped = own.state is RunState.STOPPED and (stop_wanted or job.deployment_status == "Complete")
     return own.state is RunState.SUCCEEDED or stopped
 
 
 def is_of(status: Status, job: JobView, owner: str) -> bool:
-    """Whether a status was written by a process of `job`, and not by one of a deleted RayJob of the same name."""
+    """Whether a process of `job` wrote this status, and not one of a deleted RayJob of the same name."""
     mine = status.owner == owner if owner else status.owner.partition("#")[0] == job.name
     return mine and status.time >= job.created - CLOCK_SKEW_S
 
@@ -91,7 +91,7 @@ def is_of(status: Status, job: JobView, owner: str) -> bool:
 def _judge_job(
     job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], last: Status | None, now: float
 ) -> tuple[RunState, str]:
-    """What the operator says, and the run's own processes: `last` may be of the try before, `own` is of this one."""
+    """By the operator and the run's own processes; `last` may be of an earlier try."""
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
     if deployment == "ValidationFailed":
@@ -117,7 +117,7 @@ def _judge_job(
     if ray == "FAILED" or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
     if ray in ("", "PENDING"):
-        return _about_to_begin(job, pods, warnings, own, now)
+        return _starting(job, pods, warnings, own, now)
     if own and own.state is RunState.STOPPED:
         return RunState.STOPPING, "its driver was told to end, and has saved; the operator has not concluded yet"
     if ray == "STOPPED":
@@ -127,14 +127,14 @@ def _judge_job(
     return _running(job, pods, warnings, own, now)
 
 
-def _about_to_begin(
+def _starting(
     job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
 ) -> tuple[RunState, str]:
-    """The operator waits for the driver to begin: for the first time, or since it lost the head."""
+    """The operator waits for the driver to start: for the first time, or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
     if not own.state.terminal and now - own.time < HEAD_LOST_S:
-        return own.state, own.reason or _at_work(own)
+        return own.state, own.reason or _describe_work(own)
     return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
 
 
@@ -148,7 +148,7 @@ def _running(
     silent = now - own.time
     if state is RunState.RUNNING and silent > SILENCE_S:
         return state, _join(f"no news from it for {in_words(silent)}, though its Ray job runs", why)
-    default = "" if why or state is not RunState.RUNNING else _at_work(own)
+    default = "" if why or state is not RunState.RUNNING else _describe_work(own)
     return state, _join(own.reason or default, why) or str(state)
 
 
@@ -165,7 +165,7 @@ def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """The try has failed, and the operator has not said yet whether there is another."""
+    """The try has failed, and the operator has not said yet whether another follows."""
     reason = _last_words(own) or job.message or "its Ray job failed"
     if job.failed + 1 < job.tries:
         return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
@@ -191,7 +191,7 @@ def _failure(
 
 
 def _took_over(status: Status, job: JobView) -> bool:
-    """Whether somebody else has had the run since `job` was created."""
+    """Whether somebody else took the run over after `job` was created."""
     return (
         status.owner.partition("#")[0] != job.name
         and status.began > job.created
@@ -208,24 +208,23 @@ def _taken_over(status: Status, job: JobView) -> str:
 
 
 def explain_pods(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> str:
-    """Why a RayJob's driver has not begun yet, as far as its pods say."""
-    mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
-    trouble = pods_in_trouble(job, pods, warnings, now)
-    if trouble:
+    """Why a RayJob's driver has not started yet, by its pods."""
+    if trouble := pods_in_trouble(job, pods, warnings, now):
         return trouble
+    mine = _pods_of(job, pods)
     if not any(pod.head for pod in mine):
         return "its pods are about to be made"
     if not any(pod.head and pod.ready for pod in mine):
         return "the head pod starts"
-    wanted, ready = _count_workers(job, mine)
+    wanted, ready = count_workers(job, pods)
     if ready < wanted:
-        return f"{_pods(wanted)} wanted, {ready} running; the others start"
+        return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others start"
     return "its pods are ready; the driver is about to begin"
 
 
 def pods_in_trouble(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> str:
-    """What keeps pods from running, with the fix; empty when nothing seems to."""
-    mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+    """What keeps pods from running, with the fix; empty if nothing seems to."""
+    mine = _pods_of(job, pods)
     fresh = [event for event in warnings if now - event.time < WARNING_FRESH_S]
     head = next((pod for pod in mine if pod.head), None)
     if head and (why := trouble_of(head, fresh)):
@@ -233,25 +232,25 @@ def pods_in_trouble(job: JobView, pods: Sequence[PodView], warnings: Sequence[Wa
     refused = refused_pod(job, fresh)
     if head is None:
         return f"the head pod cannot be made: {refused.message}" if refused else ""
-    wanted, ready = _count_workers(job, mine)
+    wanted, ready = count_workers(job, pods)
     whys = Counter(str(why) for pod in mine if not pod.head and (why := trouble_of(pod, fresh)))
     if not whys and refused and len(mine) - 1 < wanted:
         whys[f"a pod cannot be made: {refused.message}"] += 1
     if not whys:
         return ""
     commonest, _ = whys.most_common(1)[0]
-    return f"{_pods(wanted)} wanted, {ready} running: {commonest}"
+    return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {commonest}"
 
 
 def refused_pod(job: JobView, warnings: Sequence[WarningEvent]) -> WarningEvent | None:
-    """The newest warning that says why a pod of the RayJob was not even made: a quota, or a policy."""
+    """The newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
     return next(
         (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
     )
 
 
 def trouble_of(pod: PodView, warnings: Sequence[WarningEvent]) -> Trouble | None:
-    """What keeps a pod from running, by its own status or by warnings about it; None when nothing seems to."""
+    """What keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
     if pod.ready or pod.trouble:
         return pod.trouble
     for event in warnings:
@@ -262,20 +261,16 @@ def trouble_of(pod: PodView, warnings: Sequence[WarningEvent]) -> Trouble | None
 
 
 def count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
-    """Worker pods of the training group that there are to be now, and those that run."""
-    return _count_workers(job, [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting])
-
-
-def _count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
-    workers = [pod for pod in pods if not pod.head and pod.group == job.training_group]
+    """Worker pods of the training group: how many there should be now, and how many run."""
+    workers = [pod for pod in _pods_of(job, pods) if not pod.head and pod.group == job.training_group]
     return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
 
+def _pods_of(job: JobView, pods: Sequence[PodView]) -> list[PodView]:
+    return [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+
+
 # ------------------------------------------------------------------------------------------------------------ sentences
-
-
-def _pods(count: int) -> str:
-    return f"{count} worker pod" if count == 1 else f"{count} worker pods"
 
 
 def _tries(job: JobView) -> str:
@@ -291,11 +286,11 @@ def _last_words(own: Status | None) -> str:
     return own.reason if own and own.state in (RunState.FAILED, RunState.LOST) else ""
 
 
-def _said_ended(own: Status) -> str:
+def _describe_end(own: Status) -> str:
     return f"at step {own.step}" if own.state is RunState.SUCCEEDED else f"stopped at step {own.step}"
 
 
-def _at_work(own: Status) -> str:
+def _describe_work(own: Status) -> str:
     if not own.world_size:
         return "its driver has begun"
     return "1 worker trains" if own.world_size == 1 else f"{own.world_size} workers train"

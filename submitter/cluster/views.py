@@ -1,4 +1,4 @@
-"""What Kubernetes says of a run's RayJobs and pods, reduced to what a verb decides by. Pure."""
+"""What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from submitter.findings import Diagnosis
 
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
-"""The values of `jobDeploymentStatus` after which the operator does no more than clean up."""
+"""Values of `jobDeploymentStatus` after which the operator only cleans up."""
 
 FIXES = {
     "ErrImagePull": "push the image, or correct --image and the pull secret",
@@ -21,73 +21,55 @@ FIXES = {
     "CreateContainerError": "correct the image or the container's settings",
     "CrashLoopBackOff": "`kubectl logs --previous` of this pod says why",
 }
-"""What to do about a container that cannot start, by the reason that the kubelet gives."""
+"""What to do about a container that cannot start, by the kubelet's reason."""
 
 LONGEST_MESSAGE = 600
-"""Characters of the operator's message: of a failed driver it quotes up to 20,000, and the end says why."""
+"""Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
 
 KINDS = {
     "InvalidImageName": Diagnosis.IMAGE,
     "ErrImageNeverPull": Diagnosis.IMAGE,
     "CreateContainerConfigError": Diagnosis.MISSING,
 }
-"""What that means, where it is not the container itself that fails."""
+"""What such a reason means, where it is not the container itself that fails."""
 
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 
 NOISE = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
-"""Warnings of pods that say nothing the pod's own status does not say better."""
+"""Warnings about pods that the pod's own status explains better."""
 
 
 @dataclass(frozen=True)
 class JobView:
-    """One RayJob."""
+    """One RayJob. Times are in seconds since the epoch."""
 
     raw: dict[str, Any]
     "The object as the API server gave it."
-
-    @property
-    def name(self) -> str:
-        return str(self.raw["metadata"]["name"])
-
-    @property
-    def uid(self) -> str:
-        return str(self.raw["metadata"].get("uid", ""))
-
-    @property
-    def version(self) -> str:
-        """Another one after every change."""
-        return str(self.raw["metadata"].get("resourceVersion", ""))
-
-    @property
-    def created(self) -> float:
-        """Seconds since the epoch."""
-        return parse_time(self.raw["metadata"].get("creationTimestamp")) or 0.0
-
-    @property
-    def try_began(self) -> float:
-        """When the current try began, in seconds since the epoch."""
-        return parse_time(self.status.get("startTime")) or self.created
-
-    @property
-    def deleting(self) -> bool:
-        return "deletionTimestamp" in self.raw["metadata"]
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        return dict(self.raw.get("spec") or {})
-
-    @property
-    def status(self) -> dict[str, Any]:
-        return dict(self.raw.get("status") or {})
-
-    @property
-    def job_status(self) -> str:
-        return str(self.status.get("jobStatus", ""))
-
-    @property
-    def deployment_status(self) -> str:
-        return str(self.status.get("jobDeploymentStatus", ""))
+    name: str
+    uid: str
+    version: str
+    "Changes with every change of the object."
+    created: float
+    try_began: float
+    deleting: bool
+    spec: dict[str, Any]
+    job_status: str
+    deployment_status: str
+    failure: str
+    "The operator's word for why it failed, such as AppFailed."
+    message: str
+    "The operator's; of a driver's output that it quotes, the error at the end."
+    failed: int
+    "Tries that failed."
+    tries: int
+    "Tries in all."
+    cluster: str
+    "The RayCluster of the current try; empty before there is one."
+    queue: str
+    "The Kueue queue that admits it, if any."
+    training_group: str
+    least_workers: int
+    "Worker pods that the training group starts with."
 
     @property
     def terminal(self) -> bool:
@@ -95,51 +77,8 @@ class JobView:
 
     @property
     def live(self) -> bool:
-        """Whether the operator still works at it."""
+        """Whether the operator still works on it."""
         return not self.terminal and not self.deleting
-
-    @property
-    def failure(self) -> str:
-        """The operator's word for why it failed, e.g. AppFailed."""
-        return str(self.status.get("reason", ""))
-
-    @property
-    def message(self) -> str:
-        """What the operator says: of a driver's output, which it may quote at length, the error at the end."""
-        text = str(self.status.get("message", ""))
-        _, _, error = text.rpartition("\nerror: ")
-        return " ".join(error.split())[-LONGEST_MESSAGE:]
-
-    @property
-    def failed(self) -> int:
-        """Tries that failed."""
-        return int(self.status.get("failed") or 0)
-
-    @property
-    def tries(self) -> int:
-        """Tries it has in all."""
-        return int(self.spec.get("backoffLimit") or 0) + 1
-
-    @property
-    def cluster(self) -> str:
-        """The RayCluster of the current try; empty before there is one."""
-        return str(self.status.get("rayClusterName", ""))
-
-    @property
-    def queue(self) -> str:
-        """The Kueue queue that admits it; empty: none."""
-        return str(self.raw["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name", ""))
-
-    @property
-    def least_workers(self) -> int:
-        """Worker pods of the training group that it begins with."""
-        groups = self.spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or [{}]
-        return int(groups[0].get("replicas", 0)) * int(groups[0].get("numOfHosts") or 1)
-
-    @property
-    def training_group(self) -> str:
-        groups = self.spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or [{}]
-        return str(groups[0].get("groupName", ""))
 
 
 class Trouble(NamedTuple):
@@ -168,26 +107,53 @@ class PodView:
     deleting: bool
     restarts: int
     trouble: Trouble | None
-    "Why it cannot run; None when it runs, or may start by itself."
+    "Why it cannot run; None if it runs, or may still start."
     out_of_memory: bool
-    "Whether a container of it was ended for that the last time; it may run again."
+    "Whether one of its containers last ended for that; it may run again."
 
 
 class WarningEvent(NamedTuple):
     """A warning event."""
 
     object: str
-    "Name of the pod, the RayCluster or the RayJob it is about."
+    "Name of the pod, RayCluster or RayJob it is about."
     reason: str
     message: str
     time: float
     "When it was last seen, in seconds since the epoch."
 
 
+def job_view(raw: dict[str, Any]) -> JobView:
+    """Read a RayJob as the API server gives it."""
+    metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    workers = (spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or [{}])[0]
+    created = parse_time(metadata.get("creationTimestamp")) or 0.0
+    return JobView(
+        raw=raw,
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        version=metadata.get("resourceVersion", ""),
+        created=created,
+        try_began=parse_time(status.get("startTime")) or created,
+        deleting="deletionTimestamp" in metadata,
+        spec=spec,
+        job_status=status.get("jobStatus", ""),
+        deployment_status=status.get("jobDeploymentStatus", ""),
+        failure=status.get("reason", ""),
+        message=_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-LONGEST_MESSAGE:],
+        failed=int(status.get("failed") or 0),
+        tries=int(spec.get("backoffLimit") or 0) + 1,
+        cluster=status.get("rayClusterName", ""),
+        queue=metadata.get("labels", {}).get("kueue.x-k8s.io/queue-name", ""),
+        training_group=workers.get("groupName", ""),
+        least_workers=int(workers.get("replicas", 0)) * int(workers.get("numOfHosts") or 1),
+    )
+
+
 def pod_view(raw: dict[str, Any]) -> PodView:
     """Read a pod as the API server gives it."""
     metadata, status = raw["metadata"], raw.get("status") or {}
-    labels = metadata.get("labels", {})
+    labels, containers = metadata.get("labels", {}), status.get("containerStatuses") or ()
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     return PodView(
         name=metadata["name"],
@@ -198,11 +164,11 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         node=(raw.get("spec") or {}).get("nodeName", ""),
         ready=ready and status.get("phase") == "Running",
         deleting="deletionTimestamp" in metadata,
-        restarts=sum(container.get("restartCount", 0) for container in status.get("containerStatuses") or ()),
+        restarts=sum(container.get("restartCount", 0) for container in containers),
         trouble=None if ready else next(_troubles(raw), None),
         out_of_memory=any(
             container.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled"
-            for container in status.get("containerStatuses") or ()
+            for container in containers
         ),
     )
 
@@ -231,7 +197,7 @@ def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
             said = f"container {name} ran out of memory (OOMKilled)"
             yield Trouble(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
         elif reason in PULLING:
-            # The kubelet says in turn that it failed and that it waits: one sentence for both.
+            # The kubelet reports the failure and the wait in turn: one sentence for both.
             said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
             said = f"image {container.get('image', '')} cannot be pulled: {said}"
             yield Trouble(Diagnosis.IMAGE, said, FIXES["ErrImagePull"])
@@ -248,9 +214,8 @@ def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
 def warning_event(raw: dict[str, Any]) -> WarningEvent:
     """Read an event as the API server gives it."""
     seen = (raw.get("series") or {}).get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
-    about = raw.get("involvedObject", {})
     return WarningEvent(
-        about.get("name", ""),
+        raw.get("involvedObject", {}).get("name", ""),
         raw.get("reason", ""),
         _line(raw.get("message", "")),
         parse_time(seen or raw["metadata"].get("creationTimestamp")) or 0.0,
@@ -262,5 +227,5 @@ def parse_time(text: str | None) -> float | None:
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".:; ")
+def _line(text: str, ends: str = ".:; ") -> str:
+    return " ".join(text.split()).rstrip(ends)

@@ -15,7 +15,7 @@ from app.errors import DamageError, NotFoundError
 from app.formatting import plural
 from app.run import Run
 from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
-from app.run.checkpoints import MANIFEST, classify, list_directories, read_back
+from app.run.checkpoints import MANIFEST, classify, list_directories, verify
 from app.run.history import read_audit, read_journal
 from app.run.incidents import find_gaps, read_receipts, without_receipts
 from submitter.commands.arguments import add_run
@@ -128,7 +128,7 @@ def prove(run: Run) -> Proof:
     spans = lineage(attempts)
     counted, _, _ = classify(directories, spans)
     with doing("reading every byte of the checkpoints"):
-        checked = read_back(run, counted)
+        checked = verify(run, counted)
     damaged = [f"{checkpoint.name}: damaged, {'; '.join(faults)}" for checkpoint, faults in checked if faults]
     whole = [checkpoint for checkpoint, faults in checked if not faults]
     if not whole:

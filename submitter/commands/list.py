@@ -10,7 +10,7 @@ from app.errors import ClusterError
 from app.formatting import in_words
 from app.run import Run
 from app.run.attempts import owner_of, step_of
-from app.run.overview import RunSummary, list_runs, read_statuses
+from app.run.overview import RunSummary, list_runs, read_statuses, state_from_storage
 from app.run.status import Status
 from app.storage.base import Storage
 from submitter.cluster.api import Cluster, try_connect
@@ -75,7 +75,7 @@ def _describe(
         owner = owner_of(Run(storage, run.name), job.name)
         state, reason = judge(job, status=status, owner=owner, stop_wanted=run.stop_requested, now=now)
     else:
-        state, reason = run.state(status, now)
+        state, reason = state_from_storage(status, run, now)
     return {
         "run": run.name,
         "state": state,

@@ -14,7 +14,7 @@ from app.run.status import RunState, clear_stop
 from app.settings import PREFIX, differences
 from submitter.cluster.api import Cluster, connect
 from submitter.cluster.preflight import check, check_identity
-from submitter.cluster.views import JobView
+from submitter.cluster.views import JobView, job_view
 from submitter.cluster.watch import (
     GONE_WITHIN_S,
     RunSnapshot,
@@ -96,7 +96,7 @@ def start_job(
     others = [other for other in snapshot.jobs if other.live and other.name != name]
     if others:
         raise ConflictError(
-            _explain_conflict(others[0], expected or JobView(manifest), command_arguments(cluster, run))
+            _explain_conflict(others[0], expected or job_view(manifest), command_arguments(cluster, run))
         )
     deadline = time.monotonic() + STOPPED_WITHIN_S
     with doing(f"waiting for {name} to save and end"):

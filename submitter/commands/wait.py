@@ -64,12 +64,7 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
 
 
 def _follow(
-    cluster: Cluster | None,
-    run: Run,
-    deadline: float | None,
-    timeout: float | None,
-    show: Lines,
-    cluster_error: str,
+    cluster: Cluster | None, run: Run, deadline: float | None, timeout: float | None, show: Lines, cluster_error: str
 ) -> tuple[RunState, str]:
     """Print every change until the run has ended; returns how it ended."""
     outage = Outage()

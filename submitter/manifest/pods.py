@@ -14,7 +14,7 @@ from submitter.manifest.shape import SLOT, Shape, parse_quantity, whole_cpus
 RUN_LABEL = "sunspot/run"
 
 AUTOSCALER_LABEL = "sunspot/autoscaler"
-"""On heads with Ray's autoscaler: k8s/base lets these, and no other pods, talk to the API server."""
+"""On heads with Ray's autoscaler: the only pods that k8s/base lets talk to the API server."""
 
 AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
 
@@ -30,12 +30,12 @@ LEAST_DRAIN_MARGIN_S = 2
 """What the drain leaves of the notice: Ray still has to end its processes."""
 
 TRIAL_MEMORY = "2Gi"
-"""More memory of the head for each trial more that trains at the same time: all drivers are there. One's processes had
-1.55 GB together (Ray 2.60), and the head of a search of two at once, with 5Gi, killed some of them over and over."""
+"""Extra memory of the head for each concurrent trial after the first: all drivers run there. The processes of one took
+1.55 GB (Ray 2.60), and a 5Gi head with two trials killed some of them over and over."""
 
 AUTOSCALER: dict[str, Any] = {
     "version": "v2",
-    # Ray's own 60 s may send a node away again before the running workers have stopped to take it in.
+    # With Ray's default of 60 s, a new node may be removed before the running workers have restarted with it.
     "idleTimeoutSeconds": 180,
     "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
     "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
@@ -78,7 +78,7 @@ def make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, 
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
-    """What heads and workers have in common."""
+    """Set what heads and workers have in common."""
     metadata, spec = template["metadata"], template["spec"]
     container = spec["containers"][0]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
@@ -110,7 +110,7 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
 
 
 def _set_machine(group: dict[str, Any], machine: Machine) -> None:
-    """Requests, limits, the volumes that count against them, and the nodes that a group's pods may go to."""
+    """Set requests, limits, the volumes that count against them, and the nodes for a group's pods."""
     spec = group["template"]["spec"]
     resources = ray_container(group)["resources"]
     if machine.cpu:
@@ -183,13 +183,13 @@ def _data_group(workers: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
-    """The least to begin with, as the job is not submitted before all of them are ready."""
+    """Start with the least: the job is not submitted before all of them are ready."""
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most
 
 
 def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
-    """Ray's autoscaler, beside the head: it changes the RayCluster's replicas, so this pod alone gets a token."""
+    """Add Ray's autoscaler beside the head. It changes the RayCluster's replicas, so only this pod gets a token."""
     head = cluster["headGroupSpec"]["template"]
     container = head["spec"]["containers"][0]
     cluster["enableInTreeAutoscaling"] = True
@@ -204,7 +204,7 @@ def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
 
 
 def set_variable(job: dict[str, Any], name: str, value: str) -> None:
-    """Set a variable of the program's: on every pod, or in the runtime environment of a job without pods."""
+    """Set an environment variable on every pod, or in the runtime environment of a job without pods."""
     spec = job["spec"]
     if "rayClusterSpec" not in spec:
         spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
@@ -214,7 +214,7 @@ def set_variable(job: dict[str, Any], name: str, value: str) -> None:
 
 
 def _drain_s(notice_s: int) -> int:
-    """How long Ray may drain so that it ends before the node does."""
+    """How long Ray may drain, to end before the node does."""
     return notice_s - max(LEAST_DRAIN_MARGIN_S, math.ceil(notice_s * DRAIN_MARGIN))
 
 
@@ -242,5 +242,5 @@ def parse_runtime_env(text: str) -> dict[str, str]:
 
 
 def _escape(value: str) -> str:
-    """A variable's value as a container's manifest has it, where $(NAME) would be expanded and $$ stands for $."""
+    """A variable's value for a container's manifest, where $(NAME) is expanded and $$ stands for $."""
     return value.replace("$", "$$")

@@ -1,7 +1,7 @@
-"""A profile: what one environment differs in from k8s/rayjob.yaml, as one small YAML file.
+"""A profile: how one environment differs from k8s/rayjob.yaml, as a small YAML file.
 
-Shipped ones lie in k8s/profiles and are named; a user's own is given by path, and may extend any other. The text below
-each field is its documentation; what it takes is the fix that is named when a value is wrong.
+Those in k8s/profiles are given by name, a user's own by path; each may extend another. The text below a field is its
+documentation; what it takes is the fix named when a value is wrong.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from app.settings import PREFIX
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE)
-"""Beginnings of labels and annotations that are the renderer's, or have an option of their own."""
+"""Prefixes of labels and annotations that the renderer sets, or that have their own option."""
 
 LEAST_NOTICE_S = 5
-"""With less there is no time to save in, once Ray has heard of it."""
+"""With less, no time is left to save once Ray has noticed."""
 
 
 def _to_text(value: Any) -> Any:
-    """A number as YAML has it (`cpu: 6`) is as good as its text."""
+    """A YAML number (`cpu: 6`) as text."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _to_setting(value: Any) -> Any:
-    """A setting as its variable would hold it; YAML has numbers, true and mappings of its own."""
+    """A setting as its variable holds it: YAML numbers, booleans and mappings become text."""
     if isinstance(value, (bool, dict)):
         return json.dumps(value)
     return _to_text(value)
@@ -115,23 +115,23 @@ class Toleration(_Part):
 
 
 class Spot(_Part):
-    """How spot nodes are known: workers go to them, the head never."""
+    """How spot nodes are recognized: workers go to them, the head never does."""
 
     label: Key = _takes("the label that spot nodes have", ...)
     value: LabelValue = _takes("that label's value, in quotes", ...)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
-    "By default a taint of the same key, whatever its value."
+    "Default: a taint of the same key, whatever its value."
 
 
 class Machine(_Part):
     """What one pod gets, and where it may go."""
 
     cpu: Cpus | None = _takes(CPU)
-    "Asked of Kubernetes; there is no limit."
+    "Requested; there is no limit."
     memory: Bytes | None = _takes(BYTES)
-    "Asked for, and the limit; /dev/shm counts as part of it."
+    "Request and limit, including /dev/shm."
     ephemeral_storage: Bytes | None = _takes(BYTES)
-    "Asked for, and the limit: Ray's logs and what spills from its object store."
+    "Request and limit: Ray's logs and what spills from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
 
@@ -140,19 +140,19 @@ class Worker(Machine):
     """A training pod."""
 
     num_cpus: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
-    "CPUs as Ray counts them; by default `cpu`, rounded down."
+    "CPUs as Ray counts them; default: `cpu`, rounded down."
     gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
-    "GPUs of one pod; each has a training worker."
+    "GPUs per pod, each with a training worker."
     gpu_resource: Key | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
-    "Also the key of the taint that is tolerated."
+    "Also the key of the tolerated taint."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
-    "The labels of nodes with the GPU that is wanted."
+    "The labels of nodes with the wanted GPU."
     placement: Literal["spread", "pack"] | None = _takes("spread or pack")
     "spread: over nodes, as far as possible. pack: in one zone, as far as possible."
 
 
 class DataWorkers(Machine):
-    """CPU pods for Ray Data (LOADER=ray), so that a task that reads never buys a node with a GPU."""
+    """CPU pods for Ray Data (LOADER=ray), so that reading never scales up GPU nodes."""
 
     cpu: Cpus = _takes(CPU, ...)
     memory: Bytes = _takes(BYTES, ...)
@@ -175,12 +175,12 @@ class SecretKey(_Part):
 
 
 class Profile(_Part):
-    """What one environment differs in. What is left out stays as it is in k8s/rayjob.yaml."""
+    """How one environment differs; what is left out stays as in k8s/rayjob.yaml."""
 
     extends: Text | None = _takes("the name of a profile, or a path from this file")
-    "Another profile, which this one adds to; null takes a value of it away."
+    "Another profile, to which this one adds; null removes one of its values."
     notice_s: Annotated[int, Field(ge=LEAST_NOTICE_S)] | None = _takes(f"whole seconds from {LEAST_NOTICE_S}")
-    "How long before a node goes its pods are told; Ray's drain and the pods' grace come from it."
+    "How long before its end a node's pods are told; sets Ray's drain and the pods' grace period."
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = _takes(
         "the name of a namespace"
     )
@@ -188,17 +188,17 @@ class Profile(_Part):
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     service_account: ObjectName | None = _takes("the name of a service account")
-    "For workload identity: of all pods, an autoscaling head's too."
+    "For workload identity: used by all pods, including an autoscaling head."
     env: dict[Variable, str] | None = _takes(VARIABLES)
     env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
-    "Secrets whose every key becomes a variable. All must exist."
+    "Secrets whose keys all become variables. All must exist."
     env_secrets: dict[Variable, SecretKey] | None = _takes(
         "variables with the Secret of each, e.g. {TOKEN: {secret: hub, key: token}}"
     )
     priority_class: ObjectName | None = _takes("the name of a PriorityClass")
     labels: dict[OwnKey, LabelValue] | None = _takes(LABELS)
     annotations: dict[OwnKey, str] | None = _takes(LABELS.replace("labels", "annotations"))
-    "Labels and annotations go onto the RayJob and its pods."
+    "Labels and annotations of the RayJob and its pods."
     settings: (
         dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
     ) = _takes("settings with their values, e.g. {EPOCHS: 5}")
@@ -209,11 +209,11 @@ class Profile(_Part):
     pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
     "Until every pod is ready."
     active_deadline_s: Seconds | None = _takes("whole seconds from 1")
-    "Most time of one attempt; none by default."
+    "Time limit of one attempt; default: none."
     ttl_s: Annotated[int, Field(ge=0)] | None = _takes("whole seconds from 0")
-    "How long the cluster stays after the job has ended."
+    "How long the cluster stays after the job ends."
     backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
-    "Attempts after the first, each on a cluster of its own."
+    "Attempts after the first, each on its own cluster."
     queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
 
 
@@ -245,7 +245,7 @@ def read_documents(path: Path) -> list[Any]:
 
 
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """The profile called `name`, or at that path, upon those it extends, and `given` values upon them all.
+    """The profile of that name or path, merged over those it extends, with `given` values over all.
 
     Raises `SettingsError` with every problem.
     """
@@ -285,7 +285,7 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` upon `under`: mappings by key, everything else replaced; null takes away what lies under it."""
+    """`over` merged over `under`: mappings by key, the rest replaced; null removes."""
     merged = dict(under)
     for key, value in over.items():
         if value is None and key in merged:
@@ -298,7 +298,7 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(problem: Any) -> str:
-    """One of pydantic's problems in the words of the profile: where, the value seen, the fix."""
+    """One of pydantic's problems in the profile's terms: where, the value, the fix."""
     *above, last = names = [str(part) for part in problem["loc"] if part != "[key]"]
     model: type[BaseModel] | None = Profile
     takes = ""
@@ -316,14 +316,14 @@ def _explain(problem: Any) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The part of a profile that a field, or each item of it, is."""
+    """The model of a field or of its items, if it has one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)
 
 
 def to_yaml(value: Any) -> str:
-    """YAML in the order of `value`, the same wherever it is written."""
+    """YAML in the order of `value`, the same on every machine."""
     import yaml
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
@@ -331,10 +331,10 @@ def to_yaml(value: Any) -> str:
 
     def represent(dumper: Any, text: str) -> Any:
         bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
-        # What else there is, in quotes: Go reads 1e-3 as a number, and y as true, which PyYAML would leave bare.
+        # The rest in quotes: PyYAML leaves 1e-3 and y bare, which Go reads as a number and as true.
         style = "|" if "\n" in text else None if bare else "'"
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, represent)
-    plain = json.loads(json.dumps(value))  # the same object in two places would come out as an alias
+    plain = json.loads(json.dumps(value))  # otherwise an object in two places becomes an alias
     return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=2**30, allow_unicode=True))

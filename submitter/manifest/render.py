@@ -1,4 +1,4 @@
-"""From a profile and settings to the RayJob that is applied. Pure: the same inputs give the same bytes.
+"""From a profile and settings to the RayJob. Pure: the same inputs give the same bytes.
 
 k8s/rayjob.yaml is read, patched as data, and written in its own order. The inputs are the arguments, the profile and
 the SUNSPOT_ variables of the environment; no cluster, no network, no clock.
@@ -42,12 +42,12 @@ CLUSTER_SELECTOR = "ray.io/cluster"
 HASH_DIGITS = 8
 
 SEARCH = "python -m app.tune"
-"""What a job runs whose settings hold an expression of a search space."""
+"""The entrypoint of a job whose settings contain a search space."""
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A value in the manifest, and where it came from."""
+    """A value in the manifest, and where it comes from."""
 
     name: str
     value: str
@@ -60,7 +60,7 @@ class Rendered:
 
     manifest: dict[str, Any]
     settings: Settings
-    "As the job will read them; of a search, without those that it varies."
+    "As the job will read them, without those that a search varies."
     namespace: str
     derived: list[Derived]
 
@@ -86,13 +86,13 @@ def render(
 ) -> Rendered:
     """Make the RayJob of a run.
 
-    `overrides` are settings (variable, with or without the prefix: value), which win over the environment, and it over
-    the profile. With `cluster`, the job goes into that RayCluster instead of one of its own. `generation` is part of
-    the name: another number starts a finished job again. Raises `SettingsError` with every problem.
+    `overrides` are settings by variable, with or without the prefix; they win over the environment, which wins over the
+    profile. With `cluster`, the job runs in that RayCluster instead of its own. `generation` is part of the name:
+    another number starts a finished job again. Raises `SettingsError` with every problem.
     """
     options = {"image": image, "namespace": namespace, "queue": queue}
     chosen = load_profile(profile, {name: value for name, value in options.items() if value is not None})
-    # Through JSON, as YAML's aliases would let one change show in several places.
+    # Through JSON: YAML aliases would make one change show in several places.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
     given = _gather(ray_container(head_group(job))["env"], chosen, profile, overrides)
     search = load_search({name: value for name, (value, _) in given.items()})
@@ -117,7 +117,7 @@ def render(
         job["spec"]["entrypoint"] = SEARCH
         derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
 
-    # Before what follows from it is written in; the wording of the reasons is no part of the specification.
+    # Before anything that follows from the name; the wording of reasons is not part of the specification.
     name = f"{settings.run_name}-{_digest(job)}"
     job["metadata"]["name"] = name
     set_variable(job, PREFIX + "JOB_ID", name)
@@ -140,7 +140,7 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def image_problem(reference: str) -> str:
-    """What is wrong with an image that may be another one tomorrow; empty when it names a version or a digest."""
+    """What is wrong with an image reference that may change its meaning; empty if it names a version or digest."""
     name = reference.rpartition("/")[2]
     if "@sha256:" in name:
         return ""
@@ -154,7 +154,7 @@ def image_problem(reference: str) -> str:
 
 
 def write_directory(rendered: Rendered, path: str) -> list[Path]:
-    """Write what Argo CD, Flux or `kubectl apply -k` takes: the manifest and its kustomization. Returns both paths."""
+    """Write manifest and kustomization, as Argo CD, Flux or `kubectl apply -k` take them; returns both paths."""
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -179,8 +179,8 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
 def _gather(
     base: list[dict[str, str]], profile: Profile, name: str, overrides: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Every setting that was given, by variable: its value and who gave it last. An empty override takes it away."""
-    # The notice is that of the pods: it follows from the profile, or a cluster that runs has set it.
+    """Every given setting by variable: its value and its last source. An empty override removes it."""
+    # The notice is the pods': it follows from the profile, or the running cluster has set it.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     layers: list[tuple[Mapping[str, str], str]] = [
         (of_base, "k8s/rayjob.yaml"),
@@ -200,7 +200,7 @@ def _resolve(
 ) -> tuple[dict[str, str], list[Derived]]:
     """The variables of the job, in the order of the settings, each with its source.
 
-    Only what was given or had to be chosen: the rest is left to the image, which may have a task of its own.
+    Only what was given or had to be chosen; the rest is left to the image, which may have its own task.
     """
     every = {**search.settings.environment(), **search.given}
     chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
@@ -221,7 +221,7 @@ def _resolve(
 def _find_problems(
     settings: Settings, profile: Profile, shape: Shape | None, cluster: str | None, generation: int
 ) -> list[str]:
-    """What no cluster could make work, whatever else is right."""
+    """What cannot work on any cluster."""
     problems = []
     if not settings.storage_path.startswith("s3://"):
         problems.append(
@@ -259,7 +259,7 @@ def _find_problems(
 
 
 def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -> None:
-    """What concerns the RayJob itself, wherever its pods are."""
+    """Set the fields of the RayJob itself."""
     metadata, spec = job["metadata"], job["spec"]
     metadata["namespace"] = profile.namespace or metadata["namespace"]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
@@ -277,7 +277,7 @@ def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -
 
 
 def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
-    """Send the job into a cluster that is kept: it brings no pods, and must not take that cluster away."""
+    """Send the job into an existing cluster: it brings no pods, and must not delete that cluster."""
     spec = job["spec"]
     for field in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
         del spec[field]
@@ -286,7 +286,7 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
 
 
 def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
-    """The choices besides the settings."""
+    """The chosen values that are not settings."""
     spec, workers, head = job["spec"], worker_group(job), head_group(job)["template"]["spec"]
     worker = workers["template"]["spec"]
 
@@ -319,7 +319,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
             + (
                 "within a zone the network is faster, and costs nothing"
                 if machine.placement == "pack"
-                else "the loss of a node costs as few worker_group as can be"
+                else "the loss of a node costs as few workers as can be"
             ),
         ),
         ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
@@ -338,7 +338,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         if shape.data:
             found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
         else:
-            found.append(("data pods", "none", "only LOADER=ray_container with GPUs reads beside the training pods"))
+            found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
     return [Derived(*entry) for entry in found]
 
 

@@ -1,4 +1,4 @@
-"""How many pods a run gets, and what one training worker gets of a pod: settings and profile come together here."""
+"""How many pods a run gets, and what share of a pod a training worker gets, from settings and profile."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from app.settings import READING_SHARE, Settings, Workers
 from submitter.manifest.profile import DataWorkers, Profile, Worker
 
 SLOT = "training-worker"
-"""A resource of our own: each training pod offers as many as it is meant to have workers, and each worker takes one. By
-CPUs alone, two workers would share the pod of one, and the autoscaler would never ask for the second."""
+"""A custom resource: a training pod offers one per worker it should hold, and each worker takes one. With CPUs alone,
+two workers could share one pod, and the autoscaler would never add the second."""
 
 RAY_RESOURCES = ("CPU", "GPU", "memory", SLOT)
-"""What our pods offer: a worker that asked for anything else would wait for ever."""
+"""What our pods offer; a worker that asks for anything else waits for ever."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The pods of a run and the resources of a worker, with the reasons."""
+    """The pods of a run and the resources of a worker, with reasons."""
 
     pods: Workers
-    "Training pods; of a search, for all trials that train at once."
+    "Training pods; for a search, of all concurrent trials."
     gpus: int
-    "Of one training pod, each with a training worker of its own. Without GPUs a pod has one worker."
+    "Per training pod, each with its own training worker. Without GPUs a pod has one worker."
     cpus: int
-    "Of one training pod, as Ray counts them."
+    "Per training pod, as Ray counts them."
     per_worker: dict[str, float]
     data: DataWorkers | None
     why_gpu: str
     why_resources: str
-    "Empty where the setting says so itself."
+    "Empty if the setting says so itself."
     runs: int = 1
-    "Trials of a search that train at the same time."
+    "Concurrent trials of a search."
 
     @property
     def workers_per_pod(self) -> int:
-        """Training workers of one pod."""
+        """Training workers per pod."""
         return max(1, self.gpus)
 
     @property
     def autoscaled(self) -> bool:
-        """Whether the number of pods may change while the run goes on."""
+        """Whether the number of pods may change during the run."""
         return self.pods.elastic or bool(self.data and self.data.min < self.data.max)
 
 
 def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: int = 1) -> tuple[Shape, list[str]]:
-    """The shape, and every reason why it cannot work. `base_cpus`: of a pod, where the profile says nothing; `at_once`:
-    runs that train at the same time.
+    """The shape, and every reason why it cannot work.
+
+    `base_cpus`: a pod's, if the profile sets none; `at_once`: runs that train at the same time.
     """
     worker = profile.worker or Worker()
     problems: list[str] = []
@@ -87,9 +88,8 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
 
 
 def whole_cpus(quantity: str) -> int:
-    """CPUs as Ray counts them of what is asked of Kubernetes: rounded down, at least one."""
-    cpus = float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-    return max(1, math.floor(cpus))
+    """CPUs as Ray counts them, from a Kubernetes quantity: rounded down, at least one."""
+    return max(1, math.floor(parse_quantity(quantity)))
 
 
 def _choose_resources(settings: Settings, cpus: int, per_pod: int) -> tuple[dict[str, float], str]:
@@ -105,7 +105,7 @@ def _choose_resources(settings: Settings, cpus: int, per_pod: int) -> tuple[dict
 
 
 def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
-    """Why a worker would never be placed, or never get a row: Ray would wait in silence."""
+    """Why a worker would never be placed or never get a row, for which Ray waits silently."""
     asked = f"SUNSPOT_RESOURCES_PER_WORKER={shape.per_worker}".replace("'", '"')
     cpu, gpu = shape.per_worker.get("CPU", 1), shape.per_worker.get("GPU", 0)
     problems = [
@@ -124,11 +124,8 @@ def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
 
 
 def parse_quantity(quantity: Any) -> float:
-    """A quantity of Kubernetes, such as 250m or 5Gi."""
-    text = str(quantity)
+    """A Kubernetes quantity, such as 250m or 5Gi. (The client's own parser would import all of the client.)"""
     units = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
     units |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
-    for unit in sorted(units, key=len, reverse=True):
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * units[unit]
-    return float(text)
+    number = str(quantity).rstrip("numkMGTPEKi")
+    return float(number) * units.get(str(quantity).removeprefix(number), 1.0)

@@ -10,7 +10,7 @@ import pytest
 
 from app.run.status import RunState, Status
 from submitter.cluster.state import judge
-from submitter.cluster.views import JobView, PodView, WarningEvent, pod_view, warning_event
+from submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from tests.harness.kubernetes import pod, rayjob, timestamp
 
 NOW = time.time()
@@ -72,7 +72,7 @@ def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", 
     raw = rayjob(name, created=CREATED, **more.pop("spec", {}))
     raw["metadata"].update(more.pop("metadata", {}))
     raw["status"] = {"jobDeploymentStatus": deployment, "jobStatus": ray, "rayClusterName": "run-1-x", **more}
-    return JobView(raw)
+    return job_view(raw)
 
 
 def status(state: RunState, owner: str = "run-1#1", age: float = 5, **more: Any) -> Status:

@@ -14,13 +14,13 @@ from app.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, s
 from app.run.checkpoints import (
     MANIFEST,
     by_step,
-    check_listed,
     delete_checkpoint,
     expired,
     find_newest_good,
     leads_to_newest,
     list_directories,
     retention,
+    verify,
 )
 from app.run.overview import read_state
 from app.run.status import RunState
@@ -131,7 +131,7 @@ def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
         else:
             counted.append(name)
 
-    checked = check_listed(run, counted, directories)
+    checked = verify(run, counted, directories)
     whole = [checkpoint for checkpoint, wrong in checked if not wrong or checkpoint.name == newest.name]
     for checkpoint, wrong in checked:
         if checkpoint not in whole:

@@ -8,14 +8,7 @@ from typing import Any
 
 from app.formatting import in_words
 from app.run import Run
-from app.run.checkpoints import (
-    MANIFEST,
-    Checkpoint,
-    check_listed,
-    classify,
-    list_directories,
-    read_spans,
-)
+from app.run.checkpoints import MANIFEST, Checkpoint, classify, list_directories, read_spans, verify
 from submitter.commands.arguments import add_limit, add_run
 from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
@@ -40,7 +33,7 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
         directories = list_directories(run)
         counted, superseded, incomplete = classify(directories, read_spans(run))
         shown = counted[-limit:] if limit else counted
-        checked = check_listed(run, shown, directories)
+        checked = verify(run, shown, directories)
     now = time.time()
     if as_json:
         print_json([_as_record(checkpoint, faults, now) for checkpoint, faults in checked])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from app.errors import DamageError
-from app.run.checkpoints import classify, list_directories, read_back, read_spans, refuse_if_absent
+from app.run.checkpoints import classify, list_directories, read_spans, refuse_if_absent, verify
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table
 from submitter.runs import find_run
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     if name is not None:
         refuse_if_absent(run, name, directories)
     with doing("reading every byte"):
-        verified = read_back(run, chosen)
+        verified = verify(run, chosen)
     if args.json:
         print_json([{"name": c.name, "verified": not faults, "faults": faults} for c, faults in verified])
     else:
