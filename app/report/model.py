@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from app.errors import DamageError, NotFoundError, shorten
 from app.run import Run
 from app.run.attempts import Attempt, Span, lineage, read_attempts
-from app.run.checkpoints import Checkpoint, best_first, check_listed, classify, list_directories, retention
+from app.run.checkpoints import Checkpoint, best_first, classify, list_directories, retention, verify
 from app.run.failures import Failure, read_failures
 from app.run.history import HELD_OUT, each_record, read_journal
 from app.run.incidents import find_gaps, read_receipts
@@ -247,7 +247,7 @@ def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint]
     directories = list_directories(run)
     counted, superseded, incomplete = classify(directories, spans)
     shown = counted[-MOST_CHECKPOINTS:]
-    found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in check_listed(run, shown, directories)]
+    found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in verify(run, shown, directories)]
     found += [KeptCheckpoint(name, None) for name in incomplete[-MOST_CHECKPOINTS:]]
     left_out = {
         "older": len(counted) - len(shown) + max(0, len(incomplete) - MOST_CHECKPOINTS),

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from app.errors import DamageError, NotFoundError
 from app.run import Run, to_json
 from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, recorded_setting, step_of
 from app.storage import open_storage
-from app.storage.base import Entry, map_parallel
+from app.storage.base import READS_IN_FLIGHT, Entry, map_parallel
 
 MANIFEST = "manifest.json"
 
@@ -165,28 +165,23 @@ def _compare_bytes(run: Run, checkpoint: Checkpoint, file: str) -> list[str]:
     return []
 
 
-def read_back(run: Run, names: list[str]) -> list[tuple[Checkpoint, list[str]]]:
-    """Like `check_listed`, but reads every byte."""
-    listed = [checkpoint for name in names if (checkpoint := read_manifest(run, name))]
-    checked = [(checkpoint, find_faults(run, checkpoint)) for checkpoint in listed]
-    return [(checkpoint, faults) for checkpoint, faults in checked if not faults or _is_there(run, checkpoint)]
+def verify(
+    run: Run, names: Sequence[str], directories: Directories | None = None
+) -> list[tuple[Checkpoint, list[str]]]:
+    """Each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged.
 
-
-def check_listed(run: Run, names: list[str], directories: Directories) -> list[tuple[Checkpoint, list[str]]]:
-    """Each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged."""
+    Without `directories`, every byte is read (`find_faults`), of one checkpoint at a time.
+    """
 
     def check(name: str) -> tuple[Checkpoint, list[str]] | None:
         checkpoint = read_manifest(run, name)
         if checkpoint is None:
             return None
-        faults = find_faults(run, checkpoint, directories[name])
-        return (checkpoint, faults) if not faults or _is_there(run, checkpoint) else None
+        faults = find_faults(run, checkpoint, None if directories is None else directories[name])
+        return (checkpoint, faults) if not faults or run.storage.exists(_key(run, name, MANIFEST)) else None
 
-    return [checked for checked in map_parallel(check, names) if checked]
-
-
-def _is_there(run: Run, checkpoint: Checkpoint) -> bool:
-    return run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST))
+    checked = map_parallel(check, names, 1 if directories is None else READS_IN_FLIGHT)
+    return [each for each in checked if each]
 
 
 def find_newest_good(
@@ -268,7 +263,7 @@ def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
         directories = list_directories(run)
         names, _, _ = classify(directories, lineage(attempts))
         _, metric, order = retention(attempts)
-        checked = check_listed(run, names, directories)
+        checked = verify(run, names, directories)
         whole = best_first([checkpoint for checkpoint, faults in checked if not faults], metric, order)
         chosen = whole[0] if whole else None
         passed_over = tuple(f"{c.name}: damaged, {'; '.join(faults)}" for c, faults in checked if faults)

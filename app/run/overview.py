@@ -37,7 +37,7 @@ class RunSummary:
     """A run in a listing, without reading any object. Times are in seconds since the epoch, 0: never."""
 
     name: str
-    modified: float
+    modified: float = 0.0
     "When anything of it was last written."
     last_active: float = 0.0
     "When its own processes last wrote anything: what the submitter writes is no sign of life."
@@ -49,12 +49,6 @@ class RunSummary:
     stop_requested: bool = False
     bytes: int = 0
     deleting: bool = False
-
-    def state(self, status: Status | None, now: float) -> tuple[RunState, str]:
-        """`state_from_storage` of this run."""
-        return state_from_storage(
-            status, self.stop_requested, now, self.last_active, self.submitted, deleting=self.deleting
-        )
 
 
 def is_there(run: Run) -> bool:
@@ -130,37 +124,27 @@ def _usable_status(run: Run) -> Status | None:
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
-def state_from_storage(
-    status: Status | None,
-    stop_requested: bool,
-    now: float,
-    last_active: float = 0.0,
-    submitted: float = 0.0,
-    deleting: bool = False,
-) -> tuple[RunState, str]:
-    """The state of a run that has no RayJob to ask, and a sentence that says why.
-
-    `last_active` and `submitted` are those of its `RunSummary`, if there is one; `now` is in seconds since the epoch.
-    """
-    if deleting:
+def state_from_storage(status: Status | None, summary: RunSummary, now: float) -> tuple[RunState, str]:
+    """The state of a run that has no RayJob to ask, and a sentence that says why; `now` in seconds since the epoch."""
+    if summary.deleting:
         return RunState.DELETING, HALF_DELETED
-    if submitted > last_active or (status is None and not last_active):
-        since = f" at {as_time(submitted)}" if submitted else ""
-        if stop_requested:
+    if summary.submitted > summary.last_active or (status is None and not summary.last_active):
+        since = f" at {as_time(summary.submitted)}" if summary.submitted else ""
+        if summary.stop_requested:
             return RunState.STOPPED, f"submitted{since}, and told to stop before its driver began"
         return RunState.PENDING, f"submitted{since}; its driver has not begun"
     if status and status.state.terminal:
         return status.state, status.reason or f"{status.state} at step {status.step}"
 
-    last_active = max(status.time if status else 0.0, last_active)
+    last_active = max(status.time if status else 0.0, summary.last_active)
     if now - last_active <= SILENCE_S:
-        if stop_requested:
+        if summary.stop_requested:
             return RunState.STOPPING, "told to stop; it saves and ends"
         if status is None:
             return RunState.STARTING, "its driver has begun"
         return status.state, status.reason or f"step {status.step} of {status.total_steps}"
     silence = f"no news since {as_time(last_active)}, {in_words(now - last_active)} ago"
-    if stop_requested:
+    if summary.stop_requested:
         return RunState.STOPPED, f"told to stop; {silence}"
     return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
 
@@ -168,10 +152,10 @@ def state_from_storage(
 def read_state(run: Run) -> tuple[RunState, str]:
     """`state_from_storage` with as few requests as it takes: one small read while the status is fresh."""
     status, now = _usable_status(run), time.time()
-    if status and not status.state.terminal and now - status.time <= SILENCE_S:
-        return state_from_storage(status, False, now)
-    summary = summarize(run.name, run.storage.list(run.name))
-    return summary.state(status, now) if summary else state_from_storage(status, False, now)
+    summary = None
+    if not status or status.state.terminal or now - status.time > SILENCE_S:
+        summary = summarize(run.name, run.storage.list(run.name))
+    return state_from_storage(status, summary or RunSummary(run.name), now)
 
 
 # ----------------------------------------------------------------------------------------------------------------- view
@@ -314,7 +298,7 @@ def read_view(run: Run) -> RunView:
         raise NotFoundError(f"{run.location}: no run is there")
     spans = lineage(found)
     now = time.time()
-    state, reason = summary.state(status, now)
+    state, reason = state_from_storage(status, summary, now)
     return RunView(
         run=run,
         state=state,

@@ -23,7 +23,8 @@ from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
 from app.run.incidents import Cause
 from app.storage.base import Entry
 from app.storage.local import LocalStorage
-from submitter.cli import main
+from submitter.cli import VERBS, main, make_parser
+from submitter.output import doing
 from tests.harness.commands import StorageCommand, process
 from tests.harness.runs import (
     BATCH,
@@ -69,6 +70,49 @@ def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
     imported = answer.err.splitlines()[-1].split()
     assert "submitter.cli" in imported
     assert not [name for name in imported if name.partition(".")[0] in (*HEAVY, "torch", "ray", "numpy")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stauts", "run"], "stauts: no such verb; did you mean status?"),
+        (["checkpoints", "lst"], "lst: no such verb; did you mean ls?"),
+        (["audit", "run", "--jsno"], "--jsno: no such option; did you mean --json?"),
+        (["chaos", "run", "--knid", "kill"], "--knid: no such option; did you mean --kind?"),
+        (["wait", "run", "--timout=5"], "--timout: no such option; did you mean --timeout?"),
+    ],
+)
+def test_a_misspelt_word_gets_the_nearest_right_one(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert (ended.value.code, *capsys.readouterr()) == (2, "", f"error: {said}\n")
+
+
+def test_every_verb_takes_the_common_options(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = make_parser()
+    for verb in VERBS:
+        if verb != "checkpoints":
+            with pytest.raises(SystemExit):
+                parser.parse_args([*verb.split(), "--help"])
+            text = capsys.readouterr().out
+            for option in ("--storage PATH", "--context NAME", "--namespace NAME", "--json"):
+                assert option in text, verb
+            assert VERBS[verb].partition(" ")[0] in text
+
+
+def test_a_verb_that_needs_no_cluster_takes_its_options_all_the_same(sunspot: StorageCommand) -> None:
+    assert sunspot("metrics", "run", "--context", "nowhere", "--namespace", "vision").code == 0
+
+
+def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with doing("reading"):
+        pass
+    monkeypatch.setattr("submitter.output.SILENT_S", 0.01)
+    with doing("waiting"):
+        time.sleep(0.5)
+    assert capsys.readouterr() == ("", "waiting ...\n")
 
 
 def test_the_module_is_the_command(run: Run) -> None:
@@ -253,9 +297,9 @@ def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
     attempt = start(run, "job")
     old, new = commit(run, attempt, 3), commit(run, attempt, 5)
 
-    def delete_first(run: Run, checkpoint: Checkpoint) -> list[str]:
+    def delete_first(run: Run, checkpoint: Checkpoint, listed: Any) -> list[str]:
         delete_checkpoint(run, old.name)
-        return find_faults(run, checkpoint)
+        return find_faults(run, checkpoint, listed)
 
     monkeypatch.setattr("app.run.checkpoints.find_faults", delete_first)
     verified = sunspot("checkpoints", "verify", "run", "--json")

@@ -22,7 +22,7 @@ from app.run.incidents import Cause
 from app.run.status import RunState, Status, restore_status
 from submitter.doctor.pending import parse_refusals
 from submitter.doctor.training.memory import LEAST_WINDOWS, climb, slope
-from submitter.doctor.training.throughput import measure_throughput
+from submitter.doctor.training.slow import measure_throughput
 from submitter.findings import Diagnosis, Finding, Severity, in_order
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp

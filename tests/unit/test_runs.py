@@ -20,7 +20,7 @@ from app.run.attempts import Attempt, checkpoint_name, claim, record_error, reco
 from app.run.history import Journal
 from app.run.incidents import Cause
 from app.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from app.run.overview import SILENCE_S, list_runs, read_state, read_statuses, read_view, state_from_storage
+from app.run.overview import SILENCE_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
 from app.run.status import RunState, Status, request_stop, restore_status, write_status
 from app.storage.local import LocalStorage
 from submitter.commands import logs
@@ -132,7 +132,8 @@ def test_the_state_by_storage_alone(
     def moment(ago: float | None) -> float:
         return 0 if ago is None else NOW - ago
 
-    found, reason = state_from_storage(given, stop, NOW, moment(heard_ago), moment(submitted_ago))
+    summary = RunSummary("run", 0, moment(heard_ago), moment(submitted_ago), stop_requested=stop)
+    found, reason = state_from_storage(given, summary, NOW)
     assert found == state
     assert words in reason
     assert reason

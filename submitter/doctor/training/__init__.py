@@ -8,10 +8,9 @@ from typing import Any
 from submitter.doctor.training.case import Case
 from submitter.doctor.training.ended import find_end
 from submitter.doctor.training.memory import find_climb
-from submitter.doctor.training.slow import find_losses, find_slow
+from submitter.doctor.training.slow import find_losses, find_slow, in_ms, measure_throughput
 from submitter.doctor.training.storage import find_storage
 from submitter.doctor.training.stuck import find_hung, find_stillness
-from submitter.doctor.training.throughput import in_ms, measure_throughput
 from submitter.findings import Finding
 
 __all__ = ["Case", "diagnose", "figures"]

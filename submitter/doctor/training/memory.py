@@ -8,7 +8,7 @@ from typing import Any
 
 from app.formatting import in_words
 from submitter.doctor.training.case import Case
-from submitter.doctor.training.throughput import rank_windows
+from submitter.doctor.training.slow import rank_windows
 from submitter.findings import Diagnosis, Finding, Severity
 
 LEAST_WINDOWS = 8
