@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import app.elastic
 from app.checkpoint.memory import MemorySnapshot
 from app.elastic.claim import Machine, Start, begin_attempt, choose_snapshot
 from app.elastic.receipts import first_incident, make_receipt
@@ -166,3 +170,11 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(StorageError, match=r"reading: storage has refused for .* \(SUNSPOT_STORAGE_TIMEOUT_S=0\.05\)"):
         retry_storage(refuse, 0.05, "reading", warned.append)
+
+
+def test_the_timeline_of_a_preemption_names_functions_that_exist() -> None:
+    names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", app.elastic.__doc__ or "", re.MULTILINE)
+    assert len(names) == 10
+    for name in names:
+        package = "app.elastic" if importlib.util.find_spec(f"app.elastic.{name.partition('.')[0]}") else "app"
+        assert callable(pkgutil.resolve_name(f"{package}.{name}")), name
