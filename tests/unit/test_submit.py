@@ -82,6 +82,15 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
     assert owner_of(sunspot.run, name) == f"{name}#1"
 
 
+def test_the_steps_are_announced_on_stderr(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("submitter.output.SILENT_S", 0)
+    assert sunspot.submit("--json") == 0
+    assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
+    assert f"applying {sunspot.json['job']} ..." in sunspot.err
+
+
 def test_what_is_applied_is_what_render_prints(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("render", "--run", "run", "--set", "EPOCHS=3") == 0
     rendered = yaml.safe_load(sunspot.out)
