@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoint import CheckpointManager
+from app.checkpoint import CheckpointManager, versions
 from app.data.order import Steps
 from app.data.source import EmptySource
 from app.plan import Plan
@@ -115,9 +115,9 @@ def judge(root: str) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    torch.optim.Adam(
-        [torch.nn.Parameter(torch.zeros(1))]
-    ).step()  # imports seconds' worth on first use: not in each child
+    # Both import seconds' worth on first use: not in each child.
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]).step()
+    versions()
     points = []
     for dies_at in range(1, 1000):
         root, diary = str(folder / str(dies_at)), folder / f"{dies_at}.txt"
