@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+from collections.abc import Sequence
 
 from app.errors import NotFoundError, SettingsError, StorageError
 from app.run import Run
 from app.run.overview import is_there, list_runs
 from app.storage import Storage, open_storage
+from app.storage.base import Unfinished
+from submitter.output import warn
 
 MOST_NAMED = 5
 """Other runs named when the one asked for does not exist, the nearest names first."""
@@ -34,6 +37,15 @@ def named_run(name: str, storage_path: str | None = None) -> Run:
 def find_storage(storage_path: str | None = None) -> Storage:
     """The storage of all runs: `storage_path`, or else what the settings say."""
     return open_storage(_settle(None, storage_path)[0])
+
+
+def list_unfinished(run: Run) -> Sequence[Unfinished]:
+    """The run's unfinished uploads; none, with a warning, where storage does not list them."""
+    try:
+        return run.storage.list_unfinished(run.name)
+    except StorageError as error:  # some servers know no such listing, some users may not see it
+        warn(f"unfinished uploads are not looked for: {error}")
+        return ()
 
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:

@@ -72,6 +72,11 @@ class JobView:
     "Worker pods that the training group starts with."
 
     @property
+    def borrows_cluster(self) -> bool:
+        """Whether it runs in a RayCluster that is not its own."""
+        return bool(self.spec.get("clusterSelector"))
+
+    @property
     def terminal(self) -> bool:
         return self.deployment_status in TERMINAL
 

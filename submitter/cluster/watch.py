@@ -101,18 +101,16 @@ class RunSnapshot:
 
 
 def reach_run(args: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
-    """The cluster or None, the run RUN whether it exists or not, and why there is no cluster."""
-    cluster, cluster_error = try_connect(args)
-    return cluster, locate_run(cluster, args.run, args.storage), cluster_error
+    """The cluster or None, the run RUN whether it exists or not, and why there is no cluster.
 
-
-def locate_run(cluster: Cluster | None, name: str, storage_path: str | None) -> Run:
-    """The run `name`, existing or not: in `storage_path`, SUNSPOT_STORAGE_PATH, or where its RayJob keeps it."""
+    The run is in `--storage`, SUNSPOT_STORAGE_PATH, or where its RayJob keeps it.
+    """
+    (cluster, cluster_error), storage_path = try_connect(args), args.storage
     if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
         with contextlib.suppress(ClusterError):  # the next request reports it
-            jobs, _ = cluster.list_jobs(name)
+            jobs, _ = cluster.list_jobs(args.run)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
-    return named_run(name, storage_path)
+    return cluster, named_run(args.run, storage_path), cluster_error
 
 
 def command_arguments(cluster: Cluster | None, run: Run) -> str:
@@ -294,7 +292,7 @@ def _read_storage(run: Run, job: str) -> dict[str, Any]:
 def await_gone(cluster: Cluster, jobs: Sequence[JobView], seconds: float) -> bool:
     """Wait until deleted RayJobs and their clusters' pods are gone; returns whether they are."""
     deadline = time.monotonic() + seconds
-    own = [job for job in jobs if not job.spec.get("clusterSelector")]  # a cluster of somebody else stays
+    own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
     while any((now := cluster.find_job(job.name)) and now.uid == job.uid for job in jobs) or cluster.list_pods(own):
         if time.monotonic() > deadline:
             return False

@@ -209,7 +209,7 @@ class FaultInjector:
         state, reason = snapshot.state()
         if not live or state.terminal:
             raise NotFoundError(f"{self._run.name} is not live but {state}: {reason}; submit it first")
-        if live.spec.get("clusterSelector"):
+        if live.borrows_cluster:
             raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
 
     def inject(self, kind: Kind, random: Random) -> None:

@@ -41,6 +41,7 @@ from submitter.cluster.watch import (
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import doing, print_json, print_table, warn
+from submitter.runs import list_unfinished
 
 MOST_ROUNDS = 3
 """How often what was written meanwhile is removed too: a writer that outlasts this is no straggler."""
@@ -75,7 +76,7 @@ class Remains:
     @property
     def pods(self) -> list[PodView]:
         """Those that go with the RayJobs; a borrowed cluster stays."""
-        own = {job.cluster for job in self.jobs if not is_borrowed(job)}
+        own = {job.cluster for job in self.jobs if not job.borrows_cluster}
         return [pod for pod in self.snapshot.pods if pod.cluster in own]
 
     @property
@@ -167,18 +168,13 @@ def find_remains(cluster: Cluster | None, run: Run, cluster_error: str) -> Remai
     copies = tuple(path for path in copies_of(run.location).rglob("*") if path.is_file())
     results = read_results(run)
     trials = tuple(trial.run for trial in results.trials) if results else ()
-    return Remains(run, snapshot, entries, tuple(_list_unfinished(run)), copies, _find_dataset(run, entries), trials)
+    return Remains(run, snapshot, entries, tuple(list_unfinished(run)), copies, _find_dataset(run, entries), trials)
 
 
 def keeps_in(job: JobView, run: Run) -> bool:
     """Whether a RayJob is of this run, and not of one with the same name in another storage."""
     path = settings_of(job.raw).get(STORAGE_PATH)
     return path is None or path.rstrip("/") == run.storage.locate("").rstrip("/")
-
-
-def is_borrowed(job: JobView) -> bool:
-    """Whether it runs in a RayCluster that is not its own."""
-    return bool(job.spec.get("clusterSelector"))
 
 
 def in_order(run: Run, keys: Sequence[str]) -> list[list[str]]:
@@ -222,7 +218,7 @@ def _empty(run: Run) -> None:
     """Remove every object of the run but the marker, and what is written meanwhile."""
     left = _list(run)
     for _ in range(MOST_ROUNDS):
-        for upload in _list_unfinished(run):
+        for upload in list_unfinished(run):
             run.storage.discard(upload)
         for group in in_order(run, [entry.key for entry in left]):
             run.storage.delete_many(group)
@@ -245,14 +241,6 @@ def _list(run: Run) -> list[Entry]:
     return [entry for entry in run.storage.list(run.name) if entry.key != run.key(DELETION)]
 
 
-def _list_unfinished(run: Run) -> Sequence[Unfinished]:
-    try:
-        return run.storage.list_unfinished(run.name)
-    except StorageError as error:  # some servers know no such listing, some users may not see it
-        warn(f"unfinished uploads are not looked for: {error}")
-        return ()
-
-
 def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
     if run.key("run.json") not in {entry.key for entry in entries}:
         return ""
@@ -267,7 +255,7 @@ def _find_left(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains
     with contextlib.suppress(SunspotError):
         snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
         entries = tuple(run.storage.list(run.name))
-        return Remains(run, snapshot, entries, tuple(_list_unfinished(run)), (), "")
+        return Remains(run, snapshot, entries, tuple(list_unfinished(run)), (), "")
     return None
 
 

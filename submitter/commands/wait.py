@@ -46,10 +46,9 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
     `ClusterError` when the API server stays out of reach.
     """
     require_known(cluster, run, observe_run(cluster, run, cluster_error))
-    deadline = time.monotonic() + timeout if timeout is not None else None
     show = LiveLine(run) if sys.stdout.isatty() and not as_json else Lines(run, as_json)
     try:
-        state, reason = _follow(cluster, run, deadline, timeout, show, cluster_error)
+        state, reason = _follow(cluster, run, timeout, show, cluster_error)
     except KeyboardInterrupt:
         show.close()
         again = command_arguments(cluster, run)
@@ -64,10 +63,10 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
 
 
 def _follow(
-    cluster: Cluster | None, run: Run, deadline: float | None, timeout: float | None, show: Lines, cluster_error: str
+    cluster: Cluster | None, run: Run, timeout: float | None, show: Lines, cluster_error: str
 ) -> tuple[RunState, str]:
     """Print every change until the run has ended; returns how it ended."""
-    outage = Outage()
+    outage, began = Outage(), time.monotonic()
     follower = Follower(cluster, run, cluster_error)
     for snapshot in follower:
         state, reason = snapshot.state()
@@ -78,7 +77,7 @@ def _follow(
         sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and snapshot.cluster_trouble)
         if state.terminal and sure and (follower.settled or snapshot.storage_trouble):
             return state, reason
-        if deadline is not None and time.monotonic() > deadline:
+        if timeout is not None and time.monotonic() - began > timeout:
             raise GaveUpError(
                 f"{run.name} is {state} after {timeout:g} s: {reason}. It goes on; "
                 f"`sunspot wait {command_arguments(cluster, run)}` comes back to it"
@@ -156,18 +155,8 @@ def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
 
 def progress(snapshot: RunSnapshot) -> dict[str, Any]:
     """How far the run is, by its own last status."""
-    status = snapshot.status
-    if status is None:
-        return dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s", "seconds_left"))
-    left = None
-    if status.state is RunState.RUNNING and status.step_time_s is not None:
+    status, left = snapshot.status, None
+    if status and status.state is RunState.RUNNING and status.step_time_s is not None:
         left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.time))
-    return {
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "epoch": status.epoch,
-        "checkpoint": status.checkpoint,
-        "loss": status.loss,
-        "rows_per_s": status.rows_per_s,
-        "seconds_left": left,
-    }
+    names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")
+    return {**{name: getattr(status, name, None) for name in names}, "seconds_left": left}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from app.errors import ConflictError, StorageError, SupersededError
+from app.errors import ConflictError, SupersededError
 from app.formatting import as_bytes, in_words
 from app.run import Run
 from app.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, step_of
@@ -26,7 +26,7 @@ from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run, count
 from submitter.output import doing, print_json, print_table, warn
-from submitter.runs import find_run
+from submitter.runs import find_run, list_unfinished
 
 ABANDONED_S = 24 * 3600
 """What a live process may have begun is left alone until it has been untouched for this long. In S3 a file shows only
@@ -73,12 +73,7 @@ def run(args: argparse.Namespace) -> None:
 def plan(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
     """What is of no use in the run at `now` (seconds since the epoch)."""
     yield from _plan_checkpoints(run, keep, now)
-    try:
-        unfinished = run.storage.list_unfinished(run.name)
-    except StorageError as error:  # some servers know no such listing, some users may not see it
-        warn(f"unfinished uploads are not looked for: {error}")
-        return
-    for upload in unfinished:
+    for upload in list_unfinished(run):
         age = now - upload.modified
         if age > ABANDONED_S:
             why = f"upload begun {in_words(age)} ago and never finished"
