@@ -149,7 +149,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
 ) -> None:
     trained(run)
     restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint="a"))
-    delivery = Delivery(run, "mlflow", "away", command._say)
+    delivery = Delivery(run, "mlflow", "away", command._print)
     inside, outside = os.pipe()
     monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
     monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
