@@ -148,7 +148,7 @@ def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
         assert not warn_of_notice(save_s, notice_s)
 
 
-def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     import app.storage.base
     from app.errors import StorageError
 
