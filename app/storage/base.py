@@ -14,7 +14,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from app.errors import StorageError
 
@@ -62,17 +62,44 @@ class Unfinished(NamedTuple):
     "Names it to storage."
 
 
-class Writer(Protocol):
-    """An object being written: bytes go in, and its size and SHA-256 come out."""
+class Writer(ABC):
+    """An object being written: counts and hashes the bytes on their way; after a failure it accepts no more."""
 
-    size: int
+    def __init__(self) -> None:
+        self.size = 0
+        self.failure: Exception | None = None
+        self._sha = hashlib.sha256()
 
-    def write(self, data: Any) -> int: ...
+    @abstractmethod
+    def complete(self) -> None:
+        """Publish what was written as the object."""
 
-    def flush(self) -> None: ...
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what was written, as far as storage allows; raises nothing."""
+
+    @abstractmethod
+    def _store(self, view: memoryview) -> None: ...
+
+    def write(self, data: Any) -> int:
+        if self.failure:
+            raise self.failure
+        view = memoryview(data).cast("B")
+        self._sha.update(view)
+        try:
+            self._store(view)
+        except Exception as error:
+            self.failure = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:  # noqa: B027  # torch.save calls it
+        """Does nothing: an object is complete only when its context ends."""
 
     @property
-    def sha256(self) -> str: ...
+    def sha256(self) -> str:
+        return self._sha.hexdigest()
 
 
 class Storage(ABC):
@@ -192,48 +219,8 @@ def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: 
         return list(pool.map(act, items))
 
 
-class HashingWriter:
-    """Counts and hashes the bytes on their way to storage; after a failure it accepts no more."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.failure: Exception | None = None
-        self._sha = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        if self.failure:
-            raise self.failure
-        view = memoryview(data).cast("B")
-        self._sha.update(view)
-        try:
-            self._store(view)
-        except Exception as error:
-            self.failure = error
-            raise
-        self.size += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Does nothing: an object is complete only when its context ends."""
-
-    def complete(self) -> None:
-        """Publish what was written as the object."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Remove what was written, as far as storage allows; raises nothing."""
-        raise NotImplementedError
-
-    @property
-    def sha256(self) -> str:
-        return self._sha.hexdigest()
-
-    def _store(self, view: memoryview) -> None:
-        raise NotImplementedError
-
-
 @contextlib.contextmanager
-def completed(writer: HashingWriter) -> Iterator[Writer]:
+def completed(writer: Writer) -> Iterator[Writer]:
     """Complete `writer` at the end of the context, or abort it on any error."""
     try:
         yield writer

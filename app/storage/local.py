@@ -17,7 +17,6 @@ from app.storage.base import (
     CHUNK,
     RACE_TRIES,
     Entry,
-    HashingWriter,
     ObjectReader,
     Storage,
     Unfinished,
@@ -130,7 +129,7 @@ class LocalStorage(Storage):
                 temporary.unlink()
 
 
-class _LocalWriter(HashingWriter):
+class _LocalWriter(Writer):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path

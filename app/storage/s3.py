@@ -19,7 +19,6 @@ from app.storage.base import (
     READS_IN_FLIGHT,
     Entry,
     Errors,
-    HashingWriter,
     ObjectReader,
     Storage,
     Unfinished,
@@ -256,7 +255,7 @@ def _unless_upload_is_gone() -> Iterator[None]:
             raise
 
 
-class _S3Writer(HashingWriter):
+class _S3Writer(Writer):
     """A multipart upload, a few parts at once; what fits into one part is a plain PUT.
 
     boto3's `upload_fileobj` pulls from a file and torch.save pushes into one; joining them would take a temporary file
