@@ -17,8 +17,14 @@ settings.load_profile("quick")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them whatever they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SHARED = ("ray_address", "mlflow_server", "browser", "groups")
-"""Fixtures that take seconds to set up: one process runs all tests of one, so that none is set up twice."""
+SHARED = {
+    "ray_address": "ray",
+    "mlflow_server": "mlflow",
+    "browser": "browser",
+    "groups": "ranks",  # tests/integration/test_fsdp.py
+    "environment": "wheel",  # tests/end_to_end/test_wheel.py
+}
+"""Fixtures that take seconds to set up, and the group of tests that use each: one process runs all tests of a group."""
 
 LAST_START = pytest.StashKey[float]()
 """When the last slow test may begin, by the monotonic clock."""
@@ -49,11 +55,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by the first of the shared fixtures that they use; the others go to whichever process is free."""
+    """Group tests by the shared fixtures that they use; the others go to whichever process is free."""
     for item in items:
-        used = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        if used:
-            item.add_marker(pytest.mark.xdist_group(used[0]))
+        groups = [group for name, group in SHARED.items() if name in getattr(item, "fixturenames", ())]
+        if groups:
+            item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 @pytest.fixture(autouse=True)
