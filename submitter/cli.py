@@ -7,7 +7,6 @@ is imported only when that verb is used, so help and wrong usage answer at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import itertools
 import sys
@@ -115,6 +114,8 @@ class _Parser(argparse.ArgumentParser):
 def _check(words: Iterable[str], known: Iterable[str], what: str) -> None:
     for word in words:
         if word not in known and (what == "option" or not word.startswith("-")):
+            import difflib
+
             nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
             raise SettingsError(f"{word}: no such {what}; did you mean {nearest}?")
 

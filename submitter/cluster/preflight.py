@@ -1,4 +1,4 @@
-"""What must be so before a job is sent: asked of the cluster and of storage, every problem told at once."""
+"""Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from app.errors import ClusterError, NotFoundError, StorageError
+from app.formatting import plural
 from app.run import Run
 from app.run.identity import refuse_changes
 from app.settings import differences
@@ -19,13 +20,13 @@ NEEDED = {
     ("", "pods"): ("get", "list"),
     ("", "events"): ("list",),
 }
-"""What the verbs of this command do, by API group and resource."""
+"""What the verbs of `sunspot` do, by API group and resource."""
 
 REVIEWS_AT_ONCE = 8
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
-    """Ask everything, change nothing: what the API server would make of the manifest, and warnings.
+    """Check everything, change nothing; returns the RayJob as the API server would complete it, and warnings.
 
     Raises `ClusterError` or `StorageError` with every problem, each with its fix.
     """
@@ -42,16 +43,15 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     problems = in_cluster + in_storage
     if problems:
         kind = ClusterError if in_cluster else StorageError
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  {line}" for line in problems)
-        raise kind(f"{count}, and nothing was sent:\n{lines}")
+        raise kind(f"{plural(len(problems), 'problem')}, and nothing was sent:\n{lines}")
     return expected, warnings
 
 
 def check_identity(run: Run, variables: Mapping[str, str]) -> None:
-    """Refuse settings of a job under which the run cannot go on: it would find out by itself, but minutes later.
+    """Raise `ConflictError`, with a diff, for settings under which the run cannot go on.
 
-    What the job leaves to its image cannot be compared here. Raises `ConflictError` with a diff.
+    The job would find out by itself, but minutes later. What it leaves to its image cannot be compared here.
     """
     try:
         begun = run.read_json("run.json")["settings"]
@@ -82,7 +82,7 @@ def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings:
 
 
 def find_missing_rights(cluster: Cluster) -> list[str]:
-    """What this user may not do that the verbs do, a line for each resource, with the fix."""
+    """A line with the fix for each resource on which this user lacks permissions."""
     asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
     with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
         allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
@@ -113,7 +113,7 @@ def _find_storage_problems(run: Run) -> list[str]:
 
 
 def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Kind and name of the objects without which the pods of a RayJob cannot start."""
+    """Kind and name of the objects that the pods of a RayJob need to start."""
     for pod in _pods(manifest):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
@@ -149,7 +149,7 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
 
 
 def how_to_make(kind: str, name: str, namespace: str) -> str:
-    """How an object comes to be that pods cannot start without."""
+    """How to create an object that pods need to start."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-literal=AWS_ACCESS_KEY_ID=... "

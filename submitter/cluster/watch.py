@@ -107,7 +107,7 @@ def reach_run(args: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
     """
     (cluster, cluster_error), storage_path = try_connect(args), args.storage
     if storage_path is None and cluster and not os.environ.get(STORAGE_PATH):
-        with contextlib.suppress(ClusterError):  # the next request reports it
+        with contextlib.suppress(ClusterError), doing("asking the cluster"):  # the next request reports an error
             jobs, _ = cluster.list_jobs(args.run)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
     return cluster, named_run(args.run, storage_path), cluster_error

@@ -20,7 +20,7 @@ from submitter.cluster.watch import STORAGE_PATH
 from submitter.commands.arguments import add_limit
 from submitter.manifest.pods import RUN_LABEL
 from submitter.manifest.render import settings_of
-from submitter.output import print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_storage
 
 
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> None:
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
     """Print the `limit` (None: all) runs modified last, as storage and the cluster know them."""
-    runs, jobs = list_runs(storage), _newest_jobs(storage, cluster)
+    with doing("listing the runs"):
+        runs, jobs = list_runs(storage), _newest_jobs(storage, cluster)
     stored = {run.name for run in runs}
     runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
     runs.sort(key=lambda run: run.modified, reverse=True)

@@ -16,7 +16,7 @@ from submitter.cluster.state import count_workers
 from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, observe_run, reach_run, require_known
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
-from submitter.output import print_json, warn
+from submitter.output import doing, print_json, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
 def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = "") -> None:
     """Print where the run stands, from cluster and storage or from the one that answers.
 
-    Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
+    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
     """
     snapshot, view = gather(cluster, run, cluster_error)
     if snapshot.cluster_trouble:
@@ -51,17 +51,18 @@ def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = 
 def gather(cluster: Cluster | None, run: Run, cluster_error: str = "") -> tuple[RunSnapshot, RunView | None]:
     """All that cluster and storage know of a run; the snapshot says why one of them is missing.
 
-    Raises `NotFoundError` when neither knows the run, and what keeps one from answering when the other does not.
+    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
     """
-    snapshot = observe_run(cluster, run, cluster_error)
     view = None
-    if not snapshot.storage_trouble:
-        try:
-            with contextlib.suppress(NotFoundError):  # nothing of it there yet
-                view = read_view(run)
-        except StorageError as error:
-            snapshot = replace(snapshot, storage_trouble=str(error))
-    if not snapshot.known and not view:
+    with doing("reading the run"):
+        snapshot = observe_run(cluster, run, cluster_error)
+        if not snapshot.storage_trouble:
+            try:
+                with contextlib.suppress(NotFoundError):  # nothing of it there yet
+                    view = read_view(run)
+            except StorageError as error:
+                snapshot = replace(snapshot, storage_trouble=str(error))
+    if not view:
         require_known(cluster, run, snapshot)
     return snapshot, view
 

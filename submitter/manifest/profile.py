@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from app.errors import SettingsError, shorten
+from app.formatting import plural
 from app.settings import PREFIX
 
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -267,7 +268,7 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
         return Profile.model_validate(merged)
     except ValidationError as error:
         problems = sorted(_explain(problem) for problem in error.errors(include_url=False))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = plural(len(problems), "problem")
         raise SettingsError(f"{count} with profile {name}:\n" + "\n".join(f"  {line}" for line in problems)) from None
 
 

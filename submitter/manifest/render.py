@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import SettingsError, shorten
+from app.formatting import plural
 from app.search_space import Search, load_search
 from app.settings import PREFIX, Settings
 from submitter.manifest.pods import (
@@ -103,7 +104,7 @@ def render(
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = plural(len(problems), "problem")
         raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
 
     variables, derived = _resolve(search, given, shape)
