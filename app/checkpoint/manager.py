@@ -91,8 +91,6 @@ class CheckpointManager:
             events = self._journals.get("events")
             self._committer = CheckpointCommitter(run, attempt, self._settings, write, before_commit, events, warn)
 
-    # ------------------------------------------------------------------------------------------------------ in a step
-
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it."""
         self._ledger.add_step(step, rows)
@@ -145,8 +143,6 @@ class CheckpointManager:
         if self._committer:
             self._committer.raise_if_failed()
 
-    # ---------------------------------------------------------------------------------------------------- at the end
-
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until the newest snapshot is committed and return whether it is; raises like `wait_for_copy`."""
         return self._committer.drain(timeout_s) if self._committer else True
@@ -163,8 +159,6 @@ class CheckpointManager:
             self._barrier()
             if finished:
                 self._memory.remove()
-
-    # -------------------------------------------------------------------------------------------------------- figures
 
     @property
     def newest(self) -> Checkpoint | None:
@@ -205,8 +199,6 @@ class CheckpointManager:
             return ""
         size, interval = self._snapshots.size, self._interval
         return f"every {interval.every} steps, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
-
-    # -------------------------------------------------------------------------------------------------------- its own
 
     def _barrier(self) -> None:
         if self._group:

@@ -38,15 +38,15 @@ def train(worker: Worker) -> None:
 
     shares = Shares(worker)
     trainer = make_trainer(
-        worker.settings,
-        worker.steps,
+        worker.plan.settings,
+        worker.plan.steps,
         accelerator="cuda" if worker.device.type == "cuda" else "cpu",
         strategy=EvenStrategy(worker, task, shares),
         plugins=[RayLightningEnvironment()],
-        precision="bf16-mixed" if worker.settings.precision == "bf16" else "32-true",
+        precision="bf16-mixed" if worker.plan.settings.precision == "bf16" else "32-true",
         callbacks=[ReportCallback(worker, task, shares)],
     )
-    count_from(trainer, step, worker.steps.per_epoch)
+    count_from(trainer, step, worker.plan.steps.per_epoch)
     prepare_trainer(trainer).fit(model, shares)
 
 
@@ -76,7 +76,7 @@ class Shares:
 
     def __len__(self) -> int:
         """Steps of a whole epoch. With a length, the Trainer fetches no batch ahead."""
-        return self._worker.steps.per_epoch
+        return self._worker.plan.steps.per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
         """The rest of the epoch. Nothing happens before the first `next`: the Trainer makes iterators it does not use.
@@ -85,10 +85,10 @@ class Shares:
         """
         worker = self._worker
         epoch, first = divmod(self.step, len(self))
-        last = min(len(self), first + worker.total_steps - self.step)
+        last = min(len(self), first + worker.plan.total_steps - self.step)
         for batch, self.data_wait, self.began in timed(worker.loader.train(epoch + 1, first, last)):
             self.batch, self.values = batch if batch and len(batch["row"]) else {}, []
-            seed_generators(worker.settings.seed, self.step, worker.rank)
+            seed_generators(worker.plan.settings.seed, self.step, worker.rank)
             yield self.batch or worker.padding_batch
             if self.finish_step():
                 return
@@ -101,7 +101,7 @@ class Shares:
     @property
     def weight(self) -> float:
         """The weight of a row's loss, as DDP averages gradients over workers; 0 without rows."""
-        begin, end = self._worker.steps.bounds(self.position)
+        begin, end = self._worker.plan.steps.bounds(self.position)
         return self._worker.world_size / (end - begin) if self.batch else 0.0
 
 
@@ -122,7 +122,7 @@ class EvenStrategy(RayDDPStrategy):
     def training_step(self, batch: Any, *index: int) -> Any:
         """The first forward pass; the others are made in `backward`, before which gradients are zeroed."""
         rows = len((self._shares.batch or self._worker.padding_batch)["row"])
-        parts = list(micro_batches(rows, self._worker.settings.micro_batch_size))
+        parts = list(micro_batches(rows, self._worker.plan.settings.micro_batch_size))
         whole = len(parts) == 1
         self._parts = [(batch if whole else map_tensors(batch, lambda t, p=part: t[p]), part) for part in parts]  # type: ignore[misc]
         self._index = (self._shares.position,) if index else ()  # the Trainer counts from where it began

@@ -36,7 +36,7 @@ def train(worker: Worker) -> None:
     A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows on any number of
     workers, and every row has the same weight in the gradient.
     """
-    settings, task, steps = worker.settings, worker.task, worker.steps
+    settings, task, steps, total_steps = worker.plan.settings, worker.task, worker.plan.steps, worker.plan.total_steps
     model = prepare(worker.model)
     optimizer, loader = worker.optimizer, worker.loader
     consensus = StepConsensus(worker.control_group)
@@ -46,16 +46,16 @@ def train(worker: Worker) -> None:
     if not worker.evaluated:  # the group before ended with the epoch's last step
         worker.add_evaluation(evaluate(worker))
 
-    while step < worker.total_steps:
+    while step < total_steps:
         epoch, first = divmod(step, steps.per_epoch)
-        last = min(steps.per_epoch, first + worker.total_steps - step)
+        last = min(steps.per_epoch, first + total_steps - step)
         model.train()
         for batch, data_wait, began in timed(loader.train(epoch + 1, first, last)):
             seed_generators(settings.seed, step, worker.rank)
             begin, end = steps.bounds(step % steps.per_epoch)
             values = accumulate_gradients(worker, model, batch, end - begin, window.forward)
             worker.checkpoints.wait_for_copy()  # from here on parameters change
-            learning_rate = set_learning_rate(optimizer, task.schedule(step, worker.total_steps))
+            learning_rate = set_learning_rate(optimizer, task.schedule(step, total_steps))
             optimizer.step()
             optimizer.zero_grad()
             step += 1
@@ -75,7 +75,7 @@ def accumulate_gradients(
     and gradients are averaged once, with the last part. All workers make the same number of passes, as FSDP needs all
     in each: a worker with fewer parts, or without rows, makes some with weight 0. `forward` times the forward passes.
     """
-    settings, task = worker.settings, worker.task
+    settings, task = worker.plan.settings, worker.task
     rows = len(batch["row"]) if batch else 0
     own = list(micro_batches(rows, settings.micro_batch_size)) if rows else []
     idle = forward_passes(rows_in_step, worker.world_size, settings.micro_batch_size) - len(own)

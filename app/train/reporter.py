@@ -43,7 +43,8 @@ class Reporter:
         journals: dict[str, Journal],
         checkpoints: CheckpointManager,
     ) -> None:
-        self._run, self._settings, self._start, self._state = run, plan.settings, start, state
+        self._run, self._settings, self._start = run, plan.settings, start
+        self._state = replace(state, model=None, optimizer=None)  # only its tensors are large
         self._control, self._journals, self._checkpoints = control, journals, checkpoints
         self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
         "For the caller to enter."

@@ -98,6 +98,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}, "
                 f"{state.tier}"
             )
+            del state, found  # as large as the model and its optimizer
             if worker.reporter:
                 stack.enter_context(worker.reporter.publisher)
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
@@ -188,10 +189,8 @@ def make_worker(
     if reporter:
         telemetry.run_gauges = reporter.gauges
     return Worker(
-        settings=settings,
+        plan=plan,
         task=task,
-        steps=plan.steps,
-        total_steps=plan.total_steps,
         start=attempt.step,
         evaluated=state.evaluated,
         metrics=state.metrics,
@@ -201,7 +200,6 @@ def make_worker(
         model=model,
         optimizer=optimizer,
         loader=make_loader(plan, world_size, rank, device),
-        has_test=plan.test is not None,
         padding_batch=make_padding_batch(plan.source, device),
         control_group=group,
         checkpoints=checkpoints,

@@ -49,12 +49,13 @@ def after_step(
     `rows` are the ids that this worker consumed, and `window` includes the step. Raises to end the group when it
     restarts.
     """
-    per_epoch, has_more = worker.steps.per_epoch, step < worker.total_steps
+    plan, every = worker.plan, worker.plan.settings.checkpoint_every_steps
+    per_epoch, has_more = plan.steps.per_epoch, step < plan.total_steps
     epoch_ends = not has_more or step % per_epoch == 0
     worker.took_step(step, rows, window, epoch_ends)
     agreed = consensus.reduce(worker.due(step, window.last_step_s))
-    restart, evaluated = agreed.restart and has_more, not (epoch_ends and worker.has_test)
-    by_interval = agreed.save or is_multiple(step, worker.settings.checkpoint_every_steps)
+    restart, evaluated = agreed.restart and has_more, not (epoch_ends and plan.test)
+    by_interval = agreed.save or (every > 0 and step % every == 0)
     save = agreed.stop or restart or epoch_ends or (by_interval and not agreed.busy)
     record = window.close(step, (step - 1) // per_epoch + 1, learning_rate) if save or agreed.report else {}
     if not evaluated and not agreed.stop and not restart:
@@ -70,25 +71,20 @@ def after_step(
     return agreed.stop
 
 
-def is_multiple(step: int, every: int) -> bool:
-    """Whether `step` is a multiple of `every` (0: never)."""
-    return every > 0 and step % every == 0
-
-
 @torch.no_grad()
 def evaluate(worker: Worker) -> dict[str, float] | None:
     """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows.
 
     None when a restart was requested meanwhile: a notice may be shorter than an evaluation.
     """
-    if not worker.has_test:
+    if not worker.plan.test:
         return {}
-    model = worker.model
+    model, settings = worker.model, worker.plan.settings
     sync_buffers(model)  # a checkpoint has rank 0's
     model.eval()
     sums = Sums()
     for batch in _batches(worker):
-        with torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.settings.precision == "bf16"):
+        with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
             losses, metrics = worker.task.loss(model, batch or worker.padding_batch)
         if batch:
             sums.add({"loss": losses, **metrics})
@@ -105,11 +101,11 @@ def _batches(worker: Worker) -> Iterator[Batch]:
 
     Under FSDP workers make each forward pass together: all get the same number of batches, {} when they have no rows.
     """
-    batches = worker.loader.test(worker.settings.global_batch_size)
+    batches = worker.loader.test(worker.plan.settings.global_batch_size)
     while True:
         batch = next(batches, None)
         restart, more = worker.commands.poll().restart, batch is not None
-        if worker.sharded:
+        if worker.plan.settings.parallel == "fsdp":
             restart, more = any_rank(worker.control_group, restart, more)
         if restart or not more:
             return

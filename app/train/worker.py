@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError
 
 from app.checkpoint import CheckpointManager
-from app.data.order import Steps
 from app.data.ray_loader import RayLoader
 from app.data.source import Batch
 from app.data.torch_loader import TorchLoader
@@ -24,7 +23,7 @@ from app.elastic.watchdog import Watchdog
 from app.observe.metrics import MetricWindow, scalars
 from app.observe.prometheus import Telemetry
 from app.parallel import StepActions
-from app.settings import Settings
+from app.plan import Plan
 from app.tasks import Task
 from app.train.reporter import Reporter
 
@@ -46,10 +45,8 @@ DEADLINE_MARGIN_S = 1.0
 class Worker:
     """What the training loop needs; every worker of the group has one."""
 
-    settings: Settings
+    plan: Plan
     task: Task
-    steps: Steps
-    total_steps: int
     start: int
     "Optimizer steps taken where this group starts."
     evaluated: bool
@@ -62,7 +59,6 @@ class Worker:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loader: TorchLoader | RayLoader
-    has_test: bool
     padding_batch: Batch
     "Two rows for a worker whose share of a step is empty."
     control_group: dist.ProcessGroup
@@ -74,11 +70,6 @@ class Worker:
     reporter: Reporter | None
     "On rank 0 only."
     _reported: float = 0.0
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each worker holds only a part of the model."""
-        return self.settings.parallel == "fsdp"
 
     def due(self, step: int, step_s: float) -> StepActions:
         """What rank 0 wants done after `step`, which took `step_s` seconds; nothing on other ranks."""

@@ -104,9 +104,10 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
         load_parts(*origin, model, optimizer)
 
     rows = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, STEPS * BATCH).items()}
-    worker: Any = SimpleNamespace(settings=settings, task=gpt, world_size=group.ranks, device=device)
-    worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
     steps, prepared = Steps(STEPS * BATCH, BATCH), prepare_alone(model, group)
+    plan = Plan(settings, source, None, steps, STEPS)
+    worker: Any = SimpleNamespace(plan=plan, task=gpt, world_size=group.ranks, device=device)
+    worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
     for step in range(attempt.step, group.upto):
         begin, end = steps.share(step, group.ranks, rank)
         batch = {column: values[begin:end] for column, values in rows.items()}
@@ -117,7 +118,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     checkpoints = CheckpointManager(
         open_run(root, name),
         attempt,
-        Plan(settings, source, None, steps, STEPS),
+        plan,
         model,
         optimizer,
         group=dist.group.WORLD,
