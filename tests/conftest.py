@@ -54,6 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("slow, and the time of --minutes is over")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests by the shared fixtures that they use; the others go to whichever process is free."""
     for item in items:
