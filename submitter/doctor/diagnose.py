@@ -31,7 +31,7 @@ class Report:
 def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Report:
     """Examine a run from cluster and storage, as far as they answer; `cluster_error` says why there is no cluster.
 
-    Raises `NotFoundError` when neither side knows the run, and what keeps one from answering when the other does not.
+    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
     """
     snapshot, view = gather(cluster, run, cluster_error)
     state, reason = snapshot.state()
@@ -45,7 +45,7 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
         except (StorageError, ValueError, TypeError) as error:
             unseen.append(f"the errors of its processes: {error}")
         case = Case(view, state, reason, failures, snapshot.pods, snapshot.time)
-        findings += [finding for finding in diagnose(case) if not _said(finding, findings)]
+        findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
             evidence, details = figures(case)
             if state in (RunState.RUNNING, RunState.SUCCEEDED):
@@ -60,15 +60,8 @@ def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster
     report = examine(cluster, run, cluster_error)
     if as_json:
         findings = [finding.record() for finding in report.findings]
-        print_json(
-            {
-                "run": run.name,
-                "state": report.state,
-                "reason": report.reason,
-                "findings": findings,
-                "unseen": report.unseen,
-            }
-        )
+        stands = {"state": report.state, "reason": report.reason}
+        print_json({"run": run.name, **stands, "findings": findings, "unseen": report.unseen})
         return
     print(f"{run.name}: {report.state}")
     for number, finding in enumerate(report.findings, 1):
@@ -94,7 +87,7 @@ def _unseen(snapshot: RunSnapshot) -> list[str]:
     return texts
 
 
-def _said(finding: Finding, findings: list[Finding]) -> bool:
+def _explained(finding: Finding, findings: list[Finding]) -> bool:
     """Whether the cluster's findings explain the end better than the run's own state does."""
     ends = (Diagnosis.DEADLINE, Diagnosis.REFUSED)
     return finding.finding is Diagnosis.FAILED and not finding.traces and any(f.finding in ends for f in findings)

@@ -224,7 +224,7 @@ def _find_problems(
 ) -> list[str]:
     """What cannot work on any cluster."""
     problems = []
-    if not settings.storage_path.startswith("s3://"):
+    if "://" not in settings.storage_path:
         problems.append(
             f"{PREFIX}STORAGE_PATH={settings.storage_path}: pods come and go, and share no disk; set it to s3://bucket/prefix"
         )
