@@ -247,7 +247,7 @@ def _train_and_kill_yourself(root: str) -> None:
 def test_a_copy_outlives_sigkill(shared_memory: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_train_and_kill_yourself, args=(str(shared_memory),))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == -9
     found = find_snapshot(RUN)
     assert found
