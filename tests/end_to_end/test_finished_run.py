@@ -70,6 +70,7 @@ def test_more_epochs_train_it_further_from_what_is_whole(
     assert_audit_clean(program)
 
 
+@pytest.mark.slow
 def test_another_run_begins_with_its_weights(program: Program, copied_run: FinishedRun) -> None:
     begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9, "LOADER": "torch"}
     program.run(**{**copied_run.settings, **GO_ON, **begun})

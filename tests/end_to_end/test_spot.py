@@ -178,6 +178,7 @@ def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_dat
     assert_audit_clean(program)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_gone_keeps_no_run_from_starting(
     ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

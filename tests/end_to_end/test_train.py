@@ -94,6 +94,7 @@ def test_a_resumed_run_ends_with_the_same_bits(program: Program, make_data: Make
         assert torch.equal(tensor, weights(parts)[name]), name
 
 
+@pytest.mark.slow
 def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

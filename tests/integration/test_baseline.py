@@ -13,7 +13,7 @@ from app.baseline.__main__ import main
 from tests.harness.program import Program
 
 
-@pytest.mark.parametrize("words", [[], ["--on-ray"]])
+@pytest.mark.parametrize("words", [[], pytest.param(["--on-ray"], marks=pytest.mark.slow)])
 def test_the_baseline_learns(
     words: list[str], program: Program, make_data: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
