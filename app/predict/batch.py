@@ -19,7 +19,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.data
 
+from app.checkpoint.sharded import weights_digest
 from app.data.source import Source, find_sources, read_rows, rows_in
 from app.errors import (
     ConflictError,
@@ -73,14 +73,9 @@ class Part(NamedTuple):
         return f"rows-{self.first:08d}-{self.last:08d}.parquet"
 
 
-@dataclass(frozen=True)
-class PartReader:
-    """Reads the rows of one part, in Ray Data's tasks."""
-
-    source: Source
-
-    def __call__(self, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return read_rows(self.source, int(part["first"][0]), int(part["last"][0]))
+def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
+    """The rows of one part; runs in Ray Data's tasks."""
+    return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
 class PartPredictor(Classifier):
@@ -159,7 +154,7 @@ def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts:
         raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
     identity = {
         "checkpoint": model.checkpoint.name,
-        "weights": model.weights,
+        "weights": weights_digest(model.checkpoint),
         "data": source.fingerprint,
         "rows": str(rows_in(source)),
         "rows of a file": str(parts[0].last),
@@ -190,7 +185,7 @@ def predict_parts(
     index.context.enable_progress_bars = False
     index.context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = index.map_batches(PartReader(source), batch_size=None, num_cpus=each)
+    rows = index.map_batches(read_part, fn_kwargs={"source": source}, batch_size=None, num_cpus=each)
     return rows.map_batches(
         PartPredictor,
         fn_constructor_kwargs={**model.arguments, "use_gpu": "true" if gpu else "false"},

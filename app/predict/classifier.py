@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from app.checkpoint.files import load_state, load_weights
-from app.checkpoint.sharded import is_sharded, load_model, weights_digest
+from app.checkpoint.sharded import is_sharded, load_model
 from app.data.images import read_images
 from app.data.source import EmptySource
 from app.errors import DamageError, NotFoundError, SettingsError
@@ -36,11 +36,6 @@ class ModelCheckpoint(NamedTuple):
     classes: int
     warnings: tuple[str, ...]
     "About checkpoints that were skipped to find it."
-
-    @property
-    def weights(self) -> str:
-        """SHA-256 of the model's file, or of the digests of its parts."""
-        return weights_digest(self.checkpoint)
 
     @property
     def arguments(self) -> dict[str, str]:
