@@ -113,8 +113,10 @@ class Cluster:
         jobs = [job_view(item) for item in answer.get("items", ())]
         return newest_first(jobs), answer["metadata"].get("resourceVersion", "")
 
-    def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, JobView]]:
-        """Type and RayJob of each change of a run's RayJobs after `version`, for so many seconds.
+    def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Type and object of each change of a run's RayJobs after `version`, for so many seconds.
+
+        The object of a BOOKMARK has a version and nothing else.
 
         Raises `RefusedError` with status 410 when `version` is too old: list again.
         """
@@ -130,12 +132,12 @@ class Cluster:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     raise self._refusal("GET", event["object"].get("code", 0), event["object"])
-                yield event["type"], job_view(event["object"])
+                yield event["type"], event["object"]
 
-    def find_job(self, name: str) -> JobView | None:
-        """The RayJob of this name, or None."""
-        found = self.find("job", name)
-        return job_view(found) if found else None
+    def has_job(self, job: JobView) -> bool:
+        """Whether this very RayJob, and not a later one of its name, is still there."""
+        found = self.find("job", job.name)
+        return found is not None and job_view(found).uid == job.uid
 
     def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
         """Create or update the RayJob (server-side apply); returns it with its defaults."""

@@ -21,7 +21,7 @@ from app.run.status import RunState, Status, deletion_begun, stop_requested
 from app.settings import PREFIX
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError, newest_first, try_connect
 from submitter.cluster.state import is_of, judge
-from submitter.cluster.views import JobView, PodView, WarningEvent
+from submitter.cluster.views import JobView, PodView, WarningEvent, job_view
 from submitter.manifest.render import settings_of
 from submitter.output import doing, print_json, warn
 from submitter.runs import named_run
@@ -135,10 +135,7 @@ def observe_run(
             snapshot = replace(snapshot, **_read_cluster(cluster, [job for job in jobs if include(job)]))
         except ClusterError as error:
             snapshot = replace(snapshot, cluster_trouble=str(error))
-    try:
-        return replace(snapshot, **_read_storage(run, snapshot.job.name if snapshot.job else ""), time=time.time())
-    except StorageError as error:
-        return replace(snapshot, storage_trouble=str(error), time=time.time())
+    return replace(snapshot, **_read_storage(run, snapshot.job), time=time.time())
 
 
 def observe_existing(cluster: Cluster | None, run: Run, cluster_error: str) -> RunSnapshot:
@@ -238,11 +235,14 @@ class Follower:
                     jobs = {job.name: job for job in listed}
                 self._updates.put({**_read_cluster(self._cluster, list(jobs.values())), "cluster_trouble": ""})
                 gone_since = 0.0
-                for kind, job in self._cluster.watch_jobs(self._run.name, version, WATCH_S):
-                    version = job.version
+                for kind, changed in self._cluster.watch_jobs(self._run.name, version, WATCH_S):
+                    version = changed["metadata"]["resourceVersion"]
+                    if kind == "BOOKMARK":
+                        continue
+                    job = job_view(changed)
                     if kind == "DELETED":
                         jobs.pop(job.name, None)
-                    elif kind != "BOOKMARK":
+                    else:
                         jobs[job.name] = job
                     self._updates.put({"jobs": tuple(newest_first(list(jobs.values())))})
             except UnreachableError as error:
@@ -260,12 +260,8 @@ class Follower:
     def _follow_storage(self) -> None:
         while not self._ended.is_set():
             self._wake_storage.clear()
-            clock, job = self._clock, self._snapshot.job
-            try:
-                update = {**_read_storage(self._run, job.name if job else ""), "storage_trouble": ""}
-            except StorageError as error:
-                update = {"storage_trouble": str(error)}
-            self._updates.put({**update, "read_after": clock})
+            clock = self._clock
+            self._updates.put({**_read_storage(self._run, self._snapshot.job), "read_after": clock})
             self._wake_storage.wait(STORAGE_EVERY_S)
 
 
@@ -278,22 +274,29 @@ def _read_cluster(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
     }
 
 
-def _read_storage(run: Run, job: str) -> dict[str, Any]:
-    status = read_statuses(run.storage, [run.name])[run.name]  # None also if it is malformed
-    return {
-        "status": status,
-        "stop_wanted": stop_requested(run),
-        "deleting": deletion_begun(run),
-        "owner": owner_of(run, job) if job else "",
-        "stored_state": read_state(run) if not job and (status or is_there(run)) else None,
-    }
+def _read_storage(run: Run, job: JobView | None) -> dict[str, Any]:
+    """What storage knows of a run whose newest RayJob is `job`, or why it does not answer."""
+    try:
+        status = read_statuses(run.storage, [run.name])[run.name]  # None also if it is malformed
+        return {
+            "status": status,
+            "stop_wanted": stop_requested(run),
+            "deleting": deletion_begun(run),
+            "owner": owner_of(run, job.name) if job else "",
+            "stored_state": read_state(run) if not job and (status or is_there(run)) else None,
+            "storage_trouble": "",
+        }
+    except StorageError as error:
+        return {"storage_trouble": str(error)}
 
 
-def await_gone(cluster: Cluster, jobs: Sequence[JobView], seconds: float) -> bool:
-    """Wait until deleted RayJobs and their clusters' pods are gone; returns whether they are."""
+def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float) -> bool:
+    """Delete RayJobs, and wait until they and their clusters' pods are gone; returns whether they are."""
+    for job in jobs:
+        cluster.delete_job(job)
     deadline = time.monotonic() + seconds
     own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
-    while any((now := cluster.find_job(job.name)) and now.uid == job.uid for job in jobs) or cluster.list_pods(own):
+    while any(cluster.has_job(job) for job in jobs) or cluster.list_pods(own):
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_S)
@@ -331,19 +334,13 @@ class Outage:
 
     def note(self, snapshot: RunSnapshot) -> None:
         """Report what this snapshot says of them."""
-        self._note("the API server", snapshot.cluster_trouble)
-        self._note("storage", snapshot.storage_trouble)
-
-    def _note(self, what: str, trouble: str) -> None:
         now = time.monotonic()
-        if not trouble:
-            if what in self._said:
-                warn(f"{what} is back after {in_words(now - self._since[what])}")
-            self._since.pop(what, None)
-            self._said.pop(what, None)
-            return
-        self._since.setdefault(what, now)
-        if now - self._said.get(what, float("-inf")) >= OUTAGE_EVERY_S:
-            self._said[what] = now
-            gone = in_words(now - self._since[what])
-            warn(f"{what} unreachable for {gone}, still waiting; the run is not affected: {trouble}")
+        for what, trouble in (("the API server", snapshot.cluster_trouble), ("storage", snapshot.storage_trouble)):
+            gone = in_words(now - self._since.setdefault(what, now))
+            if not trouble:
+                del self._since[what]
+                if self._said.pop(what, None) is not None:
+                    warn(f"{what} is back after {gone}")
+            elif now - self._said.get(what, float("-inf")) >= OUTAGE_EVERY_S:
+                self._said[what] = now
+                warn(f"{what} unreachable for {gone}, still waiting; the run is not affected: {trouble}")

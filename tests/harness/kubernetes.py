@@ -309,11 +309,16 @@ class _Handler(BaseHTTPRequestHandler):
                 if not changes:
                     cluster.changed.wait(0.02)
             for version, kind, job in changes:  # noqa: B007
-                line = json.dumps({"type": kind, "object": job}).encode() + b"\n"
-                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
-                self.wfile.flush()
+                self.send_event(kind, job)
         if not self.server.over.is_set():
+            # At its end a watch tells the version it came to, in an object without a name.
+            self.send_event("BOOKMARK", {"kind": "RayJob", "metadata": {"resourceVersion": str(version)}})
             self.wfile.write(b"0\r\n\r\n")
+
+    def send_event(self, kind: str, changed: dict[str, Any]) -> None:
+        line = json.dumps({"type": kind, "object": changed}).encode() + b"\n"
+        self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+        self.wfile.flush()
 
     def refuse(self, status: int, message: str) -> None:
         answer(status, message)(self)
