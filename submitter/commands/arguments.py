@@ -58,11 +58,10 @@ def render_from(args: argparse.Namespace) -> Rendered:
         if not name or not equals:
             raise SettingsError(f"--set {word}: write VAR=VALUE")
         overrides[name] = value
-    for name, value in (("RUN_NAME", args.run), ("STORAGE_PATH", args.storage)):
-        if value == "":  # as a setting, it would mean the default
-            raise SettingsError("--run and --storage may not be empty")
-        if value is not None:
-            overrides[name] = value
+    given = {"RUN_NAME": args.run, "STORAGE_PATH": args.storage}
+    if "" in given.values():  # as a setting, it would mean the default
+        raise SettingsError("--run and --storage may not be empty")
+    overrides |= {name: value for name, value in given.items() if value is not None}
     return render(
         args.profile,
         overrides,

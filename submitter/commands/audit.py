@@ -97,8 +97,7 @@ class Proof:
         return "; ".join(parts)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:

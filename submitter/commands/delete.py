@@ -32,8 +32,8 @@ from submitter.cluster.watch import (
     GONE_WITHIN_S,
     STORAGE_PATH,
     RunSnapshot,
-    await_gone,
     command_arguments,
+    delete_jobs,
     observe_run,
     reach_run,
     require_known,
@@ -84,10 +84,6 @@ class Remains:
         """RayJobs that `sunspot submit` did not apply."""
         manifests = {entry.key.rpartition("/")[2].partition("-")[2] for entry in self.entries}
         return [job.name for job in self.jobs if f"{job.name}.yaml" not in manifests]
-
-    @property
-    def files(self) -> int:
-        return len(self.entries)
 
     @property
     def bytes(self) -> int:
@@ -198,10 +194,8 @@ def _remove(cluster: Cluster | None, remains: Remains) -> None:
     run = remains.run
     mark_deletion(run, f"{getpass.getuser()}@{socket.gethostname()}")
     if cluster and remains.jobs:
-        for job in remains.jobs:
-            cluster.delete_job(job)
         warn(f"waiting until {plural(len(remains.jobs), 'RayJob')} and the pods are gone")
-        if not await_gone(cluster, remains.jobs, GONE_WITHIN_S):
+        if not delete_jobs(cluster, remains.jobs, GONE_WITHIN_S):
             raise GaveUpError(
                 f"{remains.jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}; nothing was "
                 "removed from storage, which they may still write"
@@ -274,7 +268,10 @@ def _print(cluster: Cluster | None, remains: Remains) -> None:
     run, (state, reason) = remains.run, remains.snapshot.state()
     print(f"{run.name}: {state}, {reason}")
     objects = [[thing["kind"], thing["name"], ""] for thing in _objects(remains)]
-    stored = [[kind["kind"], _count(kind), as_bytes(kind["bytes"])] for kind in _kinds(remains)]
+    stored = []
+    for kind in _kinds(remains):
+        which = f"{kind['checkpoints']}, in " if "checkpoints" in kind else ""
+        stored.append([kind["kind"], which + plural(kind["files"], "file"), as_bytes(kind["bytes"])])
     print_table(["what", "which", "size"], objects + stored)
     if cluster and objects:
         print(f"in namespace {cluster.namespace} of {cluster.server}, and in {run.location}")
@@ -290,11 +287,6 @@ def _print(cluster: Cluster | None, remains: Remains) -> None:
         print(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
 
 
-def _count(kind: dict[str, Any]) -> str:
-    files = plural(kind["files"], "file")
-    return f"{kind['checkpoints']}, in {files}" if "checkpoints" in kind else files
-
-
 def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bool) -> None:
     """Print the outcome; `left` is what is there now."""
     if as_json:
@@ -304,13 +296,13 @@ def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bo
                 "removed": removed,
                 "storage": remains.run.location,
                 "objects": _objects(remains),
-                "files": remains.files,
+                "files": len(remains.entries),
                 "bytes": remains.bytes,
                 "kinds": _kinds(remains),
                 "dataset": remains.dataset or None,
                 "dataset_removed": removed and remains.takes_dataset,
                 "trials_kept": list(remains.trials),
-                "left": {"objects": _objects(left), "files": left.files, "bytes": left.bytes} if left else None,
+                "left": {"objects": _objects(left), "files": len(left.entries), "bytes": left.bytes} if left else None,
             }
         )
     elif removed:
@@ -322,7 +314,7 @@ def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bo
 def _sum_up(remains: Remains) -> str:
     jobs, pods = len(remains.jobs), len(remains.pods)
     parts = [plural(jobs, "RayJob") + (f" with {plural(pods, 'pod')}" if pods else "")] if jobs else []
-    parts.append(f"{plural(remains.files, 'file')}, {as_bytes(remains.bytes)}")
+    parts.append(f"{plural(len(remains.entries), 'file')}, {as_bytes(remains.bytes)}")
     return "; ".join(parts)
 
 

@@ -23,9 +23,7 @@ from submitter.manifest.render import settings_of
 from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_storage
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_limit(parser)
+add_arguments = add_limit
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import argparse
 import codecs
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from submitter.output import warn
 from submitter.runs import find_run
 
 StateReader = Callable[[Run], tuple[RunState, str]]
+"""Tells whether a run has ended: by the cluster if there is one, otherwise by storage."""
 
 POLL_S = 2.0
 """Seconds between two reads of a followed stream. Processes ship what they print every 5 s."""
@@ -49,21 +51,18 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.follow and args.previous:
         raise SettingsError("-f and --previous: choose one; what a start before the newest printed is complete")
-    state = _state_reader(args) if args.follow else read_state
+    state: StateReader = read_state
+    if args.follow:
+        from submitter.cluster.api import try_connect
+        from submitter.cluster.watch import observe_run
+
+        cluster, _ = try_connect(args)
+        state = (lambda run: observe_run(cluster, run).state()) if cluster else read_state
     run = find_run(args.run, args.storage)
     with contextlib.suppress(KeyboardInterrupt):  # the usual end of following
         show(run, args.rank, args.previous, args.follow, args.json, state)
         return
     raise SystemExit(130)
-
-
-def _state_reader(args: argparse.Namespace) -> StateReader:
-    """What tells whether a run has ended: the cluster if there is one, otherwise storage."""
-    from submitter.cluster.api import try_connect
-    from submitter.cluster.watch import observe_run
-
-    cluster, _ = try_connect(args)
-    return (lambda run: observe_run(cluster, run).state()) if cluster else read_state
 
 
 def show(
@@ -159,14 +158,8 @@ class _Printer:
 
 def _find(run: Run, rank: int | None) -> list[str]:
     """The streams of the driver or of one rank, the newest last."""
-    return [stream for stream in list_streams(run) if _is_of(stream, rank)]
-
-
-def _is_of(stream: str, rank: int | None) -> bool:
-    if rank is None:
-        return stream.startswith("driver-")
-    attempt, _, number = stream.partition("-rank-")
-    return attempt.startswith("attempt-") and number.isdigit() and int(number) == rank
+    wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
+    return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
 
 def _explain_absence(run: Run, rank: int | None, only_one: bool) -> str:

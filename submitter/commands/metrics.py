@@ -7,7 +7,7 @@ import csv
 import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from app.errors import SettingsError
 from app.formatting import plural
@@ -17,9 +17,6 @@ from app.run.history import read_journal
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table, write_file
 from submitter.runs import find_run
-
-if TYPE_CHECKING:
-    import pyarrow
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 """What a terminal has no room for; CSV, JSON and Parquet include it."""
@@ -33,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the records, oldest first, or write them into a Parquet file."""
     if args.json and args.csv:
         raise SettingsError("--json and --csv: choose one")
     with doing("reading the metric history"):
@@ -40,32 +38,26 @@ def run(args: argparse.Namespace) -> None:
         records = read_journal(run, "metrics", lineage(read_attempts(run)))
     if args.parquet is not None:
         write_parquet(run, records, args.parquet, args.json)
-    else:
-        show(records, "json" if args.json else "csv" if args.csv else "table")
-
-
-def show(records: list[dict[str, Any]], form: Literal["table", "csv", "json"]) -> None:
-    """Print the records, oldest first."""
-    columns = _columns(records)
-    if form == "json":
+    elif args.json:
         print_json(records)
-    elif form == "csv":
-        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
+    elif args.csv:
+        writer = csv.DictWriter(sys.stdout, _columns(records), extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
     else:
-        shown = [name for name in columns if name not in LEFT_OUT_OF_TABLE]
+        shown = [name for name in _columns(records) if name not in LEFT_OUT_OF_TABLE]
         print_table(shown, [[record.get(name) for name in shown] for record in records])
 
 
 def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
-    """Write a Parquet file: a row for each record, nested values (`ranks`) as lists of structs.
+    """Write a Parquet file: a row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls.
 
     Raises `StorageError` when it cannot be written.
     """
     import pyarrow.parquet
 
-    table = to_table(records)
+    names = dict.fromkeys(name for record in records for name in record)
+    table = pyarrow.table({name: [record.get(name) for record in records] for name in names})
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer, compression="zstd")
     path = write_file(Path(output), buffer.getvalue())
@@ -73,14 +65,6 @@ def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json:
         print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
     else:
         print(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
-
-
-def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
-    """The records as a table; missing values are null."""
-    import pyarrow
-
-    names = dict.fromkeys(name for record in records for name in record)
-    return pyarrow.table({name: [record.get(name) for record in records] for name in names})
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:

@@ -11,9 +11,7 @@ from submitter.cluster.watch import observe_existing, print_state, reach_run
 from submitter.commands.arguments import add_run
 from submitter.commands.submit import print_outcome, start_job
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:

@@ -18,21 +18,15 @@ from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import doing, print_json, warn
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+add_arguments = add_run
 
 
 def run(args: argparse.Namespace) -> None:
-    cluster, run, cluster_error = reach_run(args)
-    show(cluster, run, args.json, cluster_error)
-
-
-def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = "") -> None:
     """Print where the run stands, from cluster and storage or from the one that answers.
 
     Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
     """
+    cluster, run, cluster_error = reach_run(args)
     snapshot, view = gather(cluster, run, cluster_error)
     if snapshot.cluster_trouble:
         warn(f"from storage alone, without the cluster: {snapshot.cluster_trouble}")
@@ -42,7 +36,7 @@ def show(cluster: Cluster | None, run: Run, as_json: bool, cluster_error: str = 
     if others:
         warn(f"also live, and superseded by {snapshot.jobs[0].name} once that trains: {', '.join(others)}")
     record = summarize(cluster, run, snapshot, view)
-    if as_json:
+    if args.json:
         print_json(record)
     else:
         _print(record, view)
@@ -85,20 +79,14 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
     }
     if view:
         record |= {
-            "step": view.step,
+            **{name: getattr(view, name) for name in ("step", "epoch", "loss", "goodput", "checkpoint_age_s")},
+            **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
             "total_steps": view.total_steps or None,
-            "epoch": view.epoch,
             "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "checkpoint_age_s": view.checkpoint_age_s,
-            "goodput": view.goodput,
-            "loss": view.loss,
             "rows_per_s": None if state.terminal else view.rows_per_s,
             "seconds_left": None if state.terminal else view.seconds_left,
             "attempt": view.attempts[-1].number if view.attempts else 0,
-            "restarts": view.restarts,
             "incidents": len(view.incidents),
-            "incidents_by_cause": view.incidents_by_cause,
-            "steps_replayed": view.steps_replayed,
         }
     if snapshot.status:
         record["workers_running"] = 0 if state.terminal else snapshot.status.world_size

@@ -15,8 +15,8 @@ from submitter.cluster.watch import (
     GONE_WITHIN_S,
     Follower,
     RunSnapshot,
-    await_gone,
     command_arguments,
+    delete_jobs,
     observe_existing,
     print_state,
     reach_run,
@@ -48,9 +48,8 @@ def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json:
         return
     request_stop(run, f"{getpass.getuser()}@{socket.gethostname()}")
     if not wait:
-        print_state(
-            run, RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended", as_json
-        )
+        reason = "it saves and ends by itself; its cluster goes when its RayJob has ended"
+        print_state(run, RunState.STOPPING, reason, as_json)
         return
     began = time.monotonic()
     training = snapshot.driver_began and state is not RunState.RETRYING
@@ -58,19 +57,17 @@ def stop(cluster: Cluster | None, run: Run, timeout: float, wait: bool, as_json:
         with doing("waiting for the run to save and end"):
             snapshot = _await_end(cluster, run, timeout, cluster_error)
         state, reason = snapshot.state()
-    if cluster and snapshot.jobs:
-        for job in snapshot.jobs:
-            cluster.delete_job(job)
+    if cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
         with doing("waiting for its pods to go"):
-            gone = await_gone(cluster, snapshot.jobs, left)
+            gone = delete_jobs(cluster, snapshot.jobs, left)
         if not gone:
             raise GaveUpError(f"{run.name} has ended ({reason}), but its pods are still there; they go by themselves")
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
-    print_state(
-        run, state, f"{_saved(snapshot)}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json
-    )
+    checkpoint = snapshot.status and snapshot.status.checkpoint
+    saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
+    print_state(run, state, f"{saved}; `sunspot resume {command_arguments(cluster, run)}` lets it go on", as_json)
 
 
 def _await_end(cluster: Cluster | None, run: Run, timeout: float, cluster_error: str) -> RunSnapshot:
@@ -86,9 +83,3 @@ def _await_end(cluster: Cluster | None, run: Run, timeout: float, cluster_error:
                 f"`sunspot stop {command_arguments(cluster, run)}` waits again"
             )
     raise AssertionError("following never ends by itself")
-
-
-def _saved(snapshot: RunSnapshot) -> str:
-    if snapshot.status and snapshot.status.checkpoint:
-        return f"saved as {snapshot.status.checkpoint}"
-    return "it had not saved anything yet"

@@ -18,8 +18,8 @@ from submitter.cluster.views import JobView, job_view
 from submitter.cluster.watch import (
     GONE_WITHIN_S,
     RunSnapshot,
-    await_gone,
     command_arguments,
+    delete_jobs,
     observe_run,
     require_answers,
 )
@@ -95,9 +95,8 @@ def start_job(
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
     others = [other for other in snapshot.jobs if other.live and other.name != name]
     if others:
-        raise ConflictError(
-            _explain_conflict(others[0], expected or job_view(manifest), command_arguments(cluster, run))
-        )
+        wanted, again = expected or job_view(manifest), command_arguments(cluster, run)
+        raise ConflictError(_explain_conflict(others[0], wanted, again))
     deadline = time.monotonic() + STOPPED_WITHIN_S
     with doing(f"waiting for {name} to save and end"):
         while job and _is_ending(snapshot, job) and not dry_run:
@@ -119,10 +118,8 @@ def start_job(
         was = f"it takes the run over from {snapshot.status.owner}: {reason}"
     if not dry_run:
         clear_stop(run)
-        for other in ended:
-            cluster.delete_job(other)
         with doing("waiting for the old cluster to go"):
-            gone = await_gone(cluster, ended, GONE_WITHIN_S)
+            gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
         if not gone:
             raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
         with doing(f"applying {name}"):
@@ -157,28 +154,21 @@ def _observe_job(cluster: Cluster, run: Run, name: str) -> tuple[RunSnapshot, Jo
 
 def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
     """Whether the RayJob is being deleted, or its driver may still see the stop marker."""
-    if job.deleting:
-        return True
-    return snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began
+    return job.deleting or (snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began)
 
 
 def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
-    changes = find_changes(live, wanted)
+    """Why `wanted` is refused: a line for each difference, settings by name, the rest by its path in the spec."""
+    before, after = (
+        {name: value for name, value in settings_of(job.raw).items() if name != JOB_ID} for job in (live, wanted)
+    )
+    changes = differences(before, after) + differences(_flatten(live.spec), _flatten(wanted.spec))
     more = [f"and {len(changes) - MOST_CHANGES_SHOWN} more"] if len(changes) > MOST_CHANGES_SHOWN else []
     lines = "\n".join(f"  {line}" for line in changes[:MOST_CHANGES_SHOWN] + more)
     return (
         f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n"
         f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"
     )
-
-
-def find_changes(live: JobView, wanted: JobView) -> list[str]:
-    """A line for each difference between two RayJobs: settings by name, the rest by its path in the spec."""
-    before, after = (
-        {name: value for name, value in settings_of(job.raw).items() if name != JOB_ID} for job in (live, wanted)
-    )
-    old, new = _flatten(live.spec), _flatten(wanted.spec)
-    return differences(before, after) + differences(old, new)
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,10 +48,14 @@ def run(args: argparse.Namespace) -> None:
         raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
     _refuse_if_cut(run, checkpoint)
     directory = Path(args.output or checkpoint.name).absolute()
-    with _disk_errors(), doing(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
-        manifest = _begin(run, checkpoint, directory)
-        kept = _fetch_all(run, checkpoint, directory)
-        os.replace(manifest, directory / MANIFEST)
+    try:
+        with doing(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
+            manifest = _begin(run, checkpoint, directory)
+            kept = _fetch_all(run, checkpoint, directory)
+            os.replace(manifest, directory / MANIFEST)
+    except OSError as error:
+        why = f"cannot be written: {error.strerror or error}"
+        raise StorageError(f"{error.filename or 'the directory'}: {why}") from error
     if args.json:
         print_json(
             {
@@ -176,13 +178,3 @@ def _go_on(run: Run, key: str, part: Path, size: int, given_up: threading.Event)
 def _hash(path: Path) -> Any:
     with open(path, "rb") as source:
         return hashlib.file_digest(source, "sha256")
-
-
-@contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{error.filename or 'the directory'}: cannot be written: {error.strerror or error}"
-        ) from error

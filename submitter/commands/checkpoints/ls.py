@@ -41,7 +41,8 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
             if faults:
                 warn(f"{checkpoint.name}: damaged, {'; '.join(faults)}")
     else:
-        names = sorted({name for checkpoint, _ in checked for name in checkpoint.metrics if _is_result(name)})
+        metrics = {name for checkpoint, _ in checked for name in checkpoint.metrics}
+        names = sorted(name for name in metrics if name.endswith(("loss", "accuracy")))  # no room for the others
         print_table(
             ["name", "step", "epoch", *names, "bytes", "age", "verified"],
             [
@@ -71,8 +72,3 @@ def _as_record(checkpoint: Checkpoint, faults: list[str], now: float) -> dict[st
         "verified": not faults,
         "faults": faults,
     }
-
-
-def _is_result(name: str) -> bool:
-    """Whether a metric says how good the model is; the table has no room for others."""
-    return name.endswith(("loss", "accuracy"))
