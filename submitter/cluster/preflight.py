@@ -86,17 +86,15 @@ def find_missing_rights(cluster: Cluster) -> list[str]:
     asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
     with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
         allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
-    problems = []
-    for group, resource in NEEDED:
-        missing = [
-            verb for (verb, g, r), good in zip(asked, allowed, strict=True) if (g, r) == (group, resource) and not good
-        ]
-        if missing:
-            problems.append(
-                f"no permission to {', '.join(missing)} {resource} in namespace {cluster.namespace}; have the Role "
-                "sunspot-submitter of k8s/base bound to you, which grants it"
-            )
-    return problems
+    missing: dict[str, list[str]] = {}
+    for (verb, _, resource), good in zip(asked, allowed, strict=True):
+        if not good:
+            missing.setdefault(resource, []).append(verb)
+    return [
+        f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}; have the Role "
+        "sunspot-submitter of k8s/base bound to you, which grants it"
+        for resource, verbs in missing.items()
+    ]
 
 
 def _find_storage_problems(run: Run) -> list[str]:

@@ -11,12 +11,11 @@ a third to storage (`app.run.status`). What decides:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from app.formatting import in_words, plural
 from app.run.overview import SILENCE_S
 from app.run.status import RunState, Status
-from submitter.cluster.views import NOISE, JobView, PodView, Trouble, WarningEvent
+from submitter.cluster.views import NOISE, JobView, Pods, PodView, Trouble, WarningEvent, Warnings
 from submitter.findings import Diagnosis
 
 OPERATOR_OVERDUE_S = 30
@@ -46,8 +45,8 @@ FAILURES = {
 
 def judge(
     job: JobView,
-    pods: Sequence[PodView] = (),
-    warnings: Sequence[WarningEvent] = (),
+    pods: Pods = (),
+    warnings: Warnings = (),
     status: Status | None = None,
     owner: str = "",
     stop_wanted: bool = False,
@@ -59,18 +58,17 @@ def judge(
     """
     own = status if status and is_of(status, job, owner) else None
     if status and not own and _took_over(status, job):
-        return status.state, _taken_over(status, job)
+        reason = f"{status.owner} has taken the run over from {job.name}"
+        return status.state, f"{reason}: {status.reason}" if status.reason else reason
     if own and _ended_for_good(own, job, stop_wanted):
-        return own.state, own.reason or _describe_end(own)
+        stopped = "stopped " if own.state is RunState.STOPPED else ""
+        return own.state, own.reason or f"{stopped}at step {own.step}"
     state, reason = _judge_job(job, pods, warnings, own, now)
     if state.terminal or not (stop_wanted or job.deleting):
         return state, reason
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
-    return (
-        RunState.STOPPING,
-        "told to stop; it saves and ends" if own else "told to stop; it ends when its driver begins",
-    )
+    return RunState.STOPPING, f"told to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
 
 
 def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
@@ -88,9 +86,7 @@ def is_of(status: Status, job: JobView, owner: str) -> bool:
     return mine and status.time >= job.created - CLOCK_SKEW_S
 
 
-def _judge_job(
-    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], last: Status | None, now: float
-) -> tuple[RunState, str]:
+def _judge_job(job: JobView, pods: Pods, warnings: Warnings, last: Status | None, now: float) -> tuple[RunState, str]:
     """By the operator and the run's own processes; `last` may be of an earlier try."""
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
@@ -127,9 +123,7 @@ def _judge_job(
     return _running(job, pods, warnings, own, now)
 
 
-def _starting(
-    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
-) -> tuple[RunState, str]:
+def _starting(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> tuple[RunState, str]:
     """The operator waits for the driver to start: for the first time, or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
@@ -138,9 +132,7 @@ def _starting(
     return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
 
 
-def _running(
-    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
-) -> tuple[RunState, str]:
+def _running(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> tuple[RunState, str]:
     why = pods_in_trouble(job, pods, warnings, now)
     if own is None:
         return RunState.STARTING, _join("its driver runs, and has left no word in storage yet", why)
@@ -172,14 +164,9 @@ def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str
     return RunState.FAILED, reason
 
 
-def _failure(
-    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], own: Status | None, now: float
-) -> str:
-    numbers = {
-        "active": job.spec.get("activeDeadlineSeconds", "?"),
-        "start": job.spec.get("preRunningDeadlineSeconds", "?"),
-    }
-    meaning = FAILURES.get(job.failure, job.failure or "it failed").format(**numbers)
+def _failure(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> str:
+    active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
+    meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
     said = _last_words(own)
     if job.failure == "PreRunningDeadlineExceeded":
         said = pods_in_trouble(job, pods, warnings, now)
@@ -199,15 +186,10 @@ def _took_over(status: Status, job: JobView) -> bool:
     )
 
 
-def _taken_over(status: Status, job: JobView) -> str:
-    reason = f"{status.owner} has taken the run over from {job.name}"
-    return f"{reason}: {status.reason}" if status.reason else reason
-
-
 # ----------------------------------------------------------------------------------------------------------------- pods
 
 
-def explain_pods(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> str:
+def explain_pods(job: JobView, pods: Pods, warnings: Warnings, now: float) -> str:
     """Why a RayJob's driver has not started yet, by its pods."""
     if trouble := pods_in_trouble(job, pods, warnings, now):
         return trouble
@@ -222,7 +204,7 @@ def explain_pods(job: JobView, pods: Sequence[PodView], warnings: Sequence[Warni
     return "its pods are ready; the driver is about to begin"
 
 
-def pods_in_trouble(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> str:
+def pods_in_trouble(job: JobView, pods: Pods, warnings: Warnings, now: float) -> str:
     """What keeps pods from running, with the fix; empty if nothing seems to."""
     mine = _pods_of(job, pods)
     fresh = [event for event in warnings if now - event.time < WARNING_FRESH_S]
@@ -242,14 +224,14 @@ def pods_in_trouble(job: JobView, pods: Sequence[PodView], warnings: Sequence[Wa
     return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {commonest}"
 
 
-def refused_pod(job: JobView, warnings: Sequence[WarningEvent]) -> WarningEvent | None:
+def refused_pod(job: JobView, warnings: Warnings) -> WarningEvent | None:
     """The newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
     return next(
         (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
     )
 
 
-def trouble_of(pod: PodView, warnings: Sequence[WarningEvent]) -> Trouble | None:
+def trouble_of(pod: PodView, warnings: Warnings) -> Trouble | None:
     """What keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
     if pod.ready or pod.trouble:
         return pod.trouble
@@ -260,13 +242,13 @@ def trouble_of(pod: PodView, warnings: Sequence[WarningEvent]) -> Trouble | None
     return None
 
 
-def count_workers(job: JobView, pods: Sequence[PodView]) -> tuple[int, int]:
+def count_workers(job: JobView, pods: Pods) -> tuple[int, int]:
     """Worker pods of the training group: how many there should be now, and how many run."""
     workers = [pod for pod in _pods_of(job, pods) if not pod.head and pod.group == job.training_group]
     return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
 
-def _pods_of(job: JobView, pods: Sequence[PodView]) -> list[PodView]:
+def _pods_of(job: JobView, pods: Pods) -> list[PodView]:
     return [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
 
 
@@ -284,10 +266,6 @@ def _because(own: Status | None, job: JobView) -> str:
 
 def _last_words(own: Status | None) -> str:
     return own.reason if own and own.state in (RunState.FAILED, RunState.LOST) else ""
-
-
-def _describe_end(own: Status) -> str:
-    return f"at step {own.step}" if own.state is RunState.SUCCEEDED else f"stopped at step {own.step}"
 
 
 def _describe_work(own: Status) -> str:

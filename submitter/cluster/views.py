@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -12,26 +12,23 @@ from submitter.findings import Diagnosis
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """Values of `jobDeploymentStatus` after which the operator only cleans up."""
 
-FIXES = {
-    "ErrImagePull": "push the image, or correct --image and the pull secret",
-    "InvalidImageName": "correct --image",
-    "ErrImageNeverPull": "load the image onto the nodes, or let it be pulled",
-    "CreateContainerConfigError": "create what is missing, in the namespace of the run",
-    "RunContainerError": "correct the image or the container's settings",
-    "CreateContainerError": "correct the image or the container's settings",
-    "CrashLoopBackOff": "`kubectl logs --previous` of this pod says why",
+PUSH_IMAGE, CREATE_MISSING = (
+    "push the image, or correct --image and the pull secret",
+    "create what is missing, in the namespace of the run",
+)
+
+CANNOT_START = {
+    "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
+    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or let it be pulled"),
+    "CreateContainerConfigError": (Diagnosis.MISSING, CREATE_MISSING),
+    "RunContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
+    "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
+    "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
 }
-"""What to do about a container that cannot start, by the kubelet's reason."""
+"""Why a container cannot start, and what to do about it, by the kubelet's reason."""
 
 LONGEST_MESSAGE = 600
 """Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
-
-KINDS = {
-    "InvalidImageName": Diagnosis.IMAGE,
-    "ErrImageNeverPull": Diagnosis.IMAGE,
-    "CreateContainerConfigError": Diagnosis.MISSING,
-}
-"""What such a reason means, where it is not the container itself that fails."""
 
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 
@@ -118,7 +115,7 @@ class PodView:
 
 
 class WarningEvent(NamedTuple):
-    """A warning event."""
+    """An event of type Warning."""
 
     object: str
     "Name of the pod, RayCluster or RayJob it is about."
@@ -126,6 +123,11 @@ class WarningEvent(NamedTuple):
     message: str
     time: float
     "When it was last seen, in seconds since the epoch."
+
+
+Pods = Sequence[PodView]
+
+Warnings = Sequence[WarningEvent]
 
 
 def job_view(raw: dict[str, Any]) -> JobView:
@@ -172,8 +174,7 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         restarts=sum(container.get("restartCount", 0) for container in containers),
         trouble=None if ready else next(_troubles(raw), None),
         out_of_memory=any(
-            container.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled"
-            for container in containers
+            c.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled" for c in containers
         ),
     )
 
@@ -205,10 +206,10 @@ def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
             # The kubelet reports the failure and the wait in turn: one sentence for both.
             said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
             said = f"image {container.get('image', '')} cannot be pulled: {said}"
-            yield Trouble(Diagnosis.IMAGE, said, FIXES["ErrImagePull"])
-        elif reason in FIXES:
-            said = f"{reason}: {_line(waiting.get('message', ''))}"
-            yield Trouble(KINDS.get(reason, Diagnosis.CONTAINER), said, FIXES[reason])
+            yield Trouble(Diagnosis.IMAGE, said, PUSH_IMAGE)
+        elif reason in CANNOT_START:
+            kind, fix = CANNOT_START[reason]
+            yield Trouble(kind, f"{reason}: {_line(waiting.get('message', ''))}", fix)
         elif container.get("state", {}).get("terminated", {}).get("exitCode"):
             said = f"container {name} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
             yield Trouble(Diagnosis.CONTAINER, said)

@@ -137,7 +137,8 @@ def prove(run: Run) -> Proof:
         raise error(f"{run.location}: no whole checkpoint, so there is no model whose rows could be proved")
 
     step = whole[-1].step
-    epochs, wrong_rows = prove_rows(run, _cut(spans, step), step)
+    spans = [s._replace(upto=step if s.upto is None else min(s.upto, step)) for s in spans if s.after < step]
+    epochs, wrong_rows = prove_rows(run, spans, step)
     stepped = find_stepped(run, attempts, [name for name, files in directories.items() if MANIFEST in files])
     gaps = find_gaps(attempts, read_receipts(read_journal(run, "events")), stepped)
     old = without_receipts(attempts)
@@ -233,11 +234,6 @@ def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[
         *_shorten(f"steps {first}..{last}: not recorded" for first, last in _ranges(unrecorded)),
         *_shorten(f"step {step}: {found[step]} rows instead of {data.rows_of(step)}" for step in wrong),
     ]
-
-
-def _cut(spans: list[Span], end: int) -> list[Span]:
-    """The spans up to step `end`."""
-    return [span._replace(upto=end if span.upto is None else min(span.upto, end)) for span in spans if span.after < end]
 
 
 def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:

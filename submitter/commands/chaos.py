@@ -115,6 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Inject faults into a live run, wait until it has recovered, and audit it; end early if the run ends.
+
+    Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
+    checkpoints and receipts are audited. Raises `NotFoundError` when the run is not live, `ClusterError`, `GaveUpError`
+    when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
+    """
     plan = make_plan(args.kinds, args.every, args.count, args.seed)
     if not args.yes:
         where = f"of the run {args.run}" + (f" in {args.namespace}" if args.namespace else "")
@@ -122,7 +128,33 @@ def run(args: argparse.Namespace) -> None:
     cluster, run, cluster_error = reach_run(args)
     if cluster is None:
         raise ClusterError(cluster_error)
-    chaos(cluster, run, plan, args.json)
+    injector = FaultInjector(cluster, run, args.json)
+    injector.refuse_unless_live()
+    kinds = plan.kinds
+    injector.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
+    random = Random(plan.seed)
+    for number, kind in enumerate(kinds, 1):
+        if number > 1:
+            injector.watch(plan.every_s)
+        if not injector.ended:
+            injector.inject(kind, random)
+    injector.watch_recovery()
+    if injector.ended:
+        injected = len(injector.faults)
+        injector.say(
+            {"event": "ended", "reason": injector.ended, "blows": injected},
+            f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {injector.ended}",
+        )
+
+    proof = prove(run)
+    if args.json:
+        epochs = [asdict(epoch) for epoch in proof.epochs]
+        print_json_line({"time": time.time(), "event": "audit", "epochs": epochs, "faults": proof.faults})
+    elif proof.epochs:
+        print_epochs(proof)
+    conclude(run, proof)
+    if not proof.epochs:
+        warn(f"checkpoints and receipts are in order; which rows were consumed is not proved: {NO_ROWS}")
 
 
 def _seconds(text: str) -> float:
@@ -149,42 +181,6 @@ def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | Non
     order = [Kind(words[number % len(words)]) for number in range(faults)]
     Random(seed).shuffle(order)
     return Plan(tuple(order), every_s, seed)
-
-
-def chaos(cluster: Cluster, run: Run, plan: Plan, as_json: bool) -> None:
-    """Inject the plan's faults into a live run, wait until it has recovered, and audit it; end early if the run ends.
-
-    Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
-    checkpoints and receipts are audited. Raises `NotFoundError` when the run is not live, `ClusterError`, `GaveUpError`
-    when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
-    """
-    injector = FaultInjector(cluster, run, as_json)
-    injector.refuse_unless_live()
-    kinds = plan.kinds
-    injector.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
-    random = Random(plan.seed)
-    for number, kind in enumerate(kinds, 1):
-        if number > 1:
-            injector.watch(plan.every_s)
-        if not injector.ended:
-            injector.inject(kind, random)
-    injector.watch_recovery()
-    if injector.ended:
-        injected = len(injector.faults)
-        injector.say(
-            {"event": "ended", "reason": injector.ended, "blows": injected},
-            f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {injector.ended}",
-        )
-
-    proof = prove(run)
-    if as_json:
-        epochs = [asdict(epoch) for epoch in proof.epochs]
-        print_json_line({"time": time.time(), "event": "audit", "epochs": epochs, "faults": proof.faults})
-    elif proof.epochs:
-        print_epochs(proof)
-    conclude(run, proof)
-    if not proof.epochs:
-        warn(f"checkpoints and receipts are in order; which rows were consumed is not proved: {NO_ROWS}")
 
 
 class FaultInjector:

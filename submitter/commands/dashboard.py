@@ -94,10 +94,8 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
             return base64.b64decode(secret["data"][source["key"]]).decode(), ""
     except (RefusedError, KeyError, ValueError) as error:
         why = str(error)
-    return (
-        "",
-        f"the dashboard will ask for its token, {source['key']} of Secret {source['name']}, unreadable here: {why}",
-    )
+    unreadable = f"{source['key']} of Secret {source['name']}, unreadable here: {why}"
+    return "", f"the dashboard will ask for its token, {unreadable}"
 
 
 def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:

@@ -23,8 +23,6 @@ LEAST_OPERATOR = (1, 7)
 
 LEVEL = "pod-security.kubernetes.io/enforce"
 
-APPLY_BASE = "`kubectl apply -k k8s/base` makes it"
-
 
 def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     """Every check of the cluster for a run like `rendered`; only the first when the API server does not answer."""
@@ -126,25 +124,21 @@ def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     """The objects that protect runs, without which pods start all the same."""
+    files = sorted((manifests() / "base").glob("*.yaml"))
+    objects = [item for file in files for item in read_documents(file) if "metadata" in item]
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
-        names = [item["metadata"]["name"] for item in _base_objects() if item["kind"] == kind]
+        names = [item["metadata"]["name"] for item in objects if item["kind"] == kind]
         there = {name: cluster.exists(kind, name) for name in names}
         missing = [name for name in names if there[name] is False]
         hidden = [name for name in names if there[name] is None]
         if missing:
             seen = f"{', '.join(missing)} of k8s/base {'is' if len(missing) == 1 else 'are'} not in {cluster.namespace}"
-            yield Check(kind, Result.WARNING, seen, APPLY_BASE)
+            yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` makes it")
         elif hidden:
-            yield Check(
-                kind, Result.WARNING, f"this user may not see {', '.join(hidden)}", "have somebody look who may"
-            )
+            seen = f"this user may not see {', '.join(hidden)}"
+            yield Check(kind, Result.WARNING, seen, "have somebody look who may")
         else:
             yield Check(kind, Result.OK, f"{', '.join(names)} of k8s/base {'is' if len(names) == 1 else 'are'} there")
-
-
-def _base_objects() -> Iterator[dict[str, Any]]:
-    for file in sorted((manifests() / "base").glob("*.yaml")):
-        yield from (item for item in read_documents(file) if "metadata" in item)
 
 
 def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
@@ -210,11 +204,8 @@ def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         used = quota.get("status", {}).get("used", {})
         short, never = [], False
         for resource, limit in hard.items():
-            need, most, taken = (
-                needed.get(resource, 0.0),
-                parse_quantity(limit),
-                parse_quantity(used.get(resource, "0")),
-            )
+            need, most = needed.get(resource, 0.0), parse_quantity(limit)
+            taken = parse_quantity(used.get(resource, "0"))
             if need and taken + need > most:
                 never = never or need > most
                 figures = [_amount(resource, value) for value in (need, most - taken, most)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from app.formatting import in_words
@@ -17,7 +17,7 @@ from submitter.cluster.state import (
     refused_pod,
     trouble_of,
 )
-from submitter.cluster.views import JobView, PodView, Trouble, WarningEvent
+from submitter.cluster.views import CREATE_MISSING, PUSH_IMAGE, JobView, Pods, Trouble, WarningEvent, Warnings
 from submitter.findings import Diagnosis, Finding, Severity
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
@@ -45,9 +45,7 @@ class Refusal(NamedTuple):
     "The resource, the taint, or the scheduler's words."
 
 
-def find_pending(
-    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], state: RunState, now: float
-) -> list[Finding]:
+def find_pending(job: JobView, pods: Pods, warnings: Warnings, state: RunState, now: float) -> list[Finding]:
     """What keeps a run's newest RayJob from having all its pods; empty when it has them or needs none."""
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
@@ -61,7 +59,8 @@ def find_pending(
     if late != "DeadlineExceeded":
         found += _explain_job(job, now)
         # Of pods that are gone, the last warnings say what was wrong.
-        found += _explain_pods(job, pods, warnings if late else _fresh(warnings, now), severity)
+        recent = [event for event in warnings if late or now - event.time < WARNING_FRESH_S]
+        found += _explain_pods(job, pods, recent, severity)
     if not found and state in (RunState.PENDING, RunState.RETRYING):
         found.append(_starting(job, pods, warnings, now))
     return found
@@ -121,9 +120,7 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
         yield Finding(Diagnosis.QUEUE, Severity.ERROR, evidence, advice, {"queue": job.queue or None})
 
 
-def _explain_pods(
-    job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], severity: Severity
-) -> Iterator[Finding]:
+def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
     mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
     wanted, _ = count_workers(job, pods)
     has_head = any(pod.head for pod in mine)
@@ -161,9 +158,9 @@ def _last_trouble(event: WarningEvent) -> Trouble | None:
     if event.reason == "FailedScheduling":
         return Trouble(Diagnosis.NO_NODE, event.message)
     if event.reason == "Failed" and "pull" in event.message:
-        return Trouble(Diagnosis.IMAGE, event.message, "push the image, or correct --image and the pull secret")
+        return Trouble(Diagnosis.IMAGE, event.message, PUSH_IMAGE)
     if event.reason in ("FailedMount", "Failed") and "not found" in event.message:
-        return Trouble(Diagnosis.MISSING, event.message, "create what is missing, in the namespace of the run")
+        return Trouble(Diagnosis.MISSING, event.message, CREATE_MISSING)
     return None
 
 
@@ -179,7 +176,7 @@ def _refused(event: WarningEvent, which: str, severity: Severity) -> Finding:
         details = {"quota": name, "requested": requested, "used": used, "limited": limited}
         return Finding(Diagnosis.QUOTA, severity, evidence, advice, details)
     if "not found" in event.message:
-        return Finding(Diagnosis.MISSING, severity, evidence, "create what is missing, in the namespace of the run")
+        return Finding(Diagnosis.MISSING, severity, evidence, CREATE_MISSING)
     advice = "a policy of the namespace refuses it; correct what it names, or have the policy changed"
     return Finding(Diagnosis.REFUSED, severity, evidence, advice)
 
@@ -238,7 +235,7 @@ def _deadline(job: JobView, reason: str) -> Finding:
     return Finding(Diagnosis.DEADLINE, Severity.ERROR, evidence, advice, {"limit_s": limit, "job": job.name}, cost=1.0)
 
 
-def _starting(job: JobView, pods: Sequence[PodView], warnings: Sequence[WarningEvent], now: float) -> Finding:
+def _starting(job: JobView, pods: Pods, warnings: Warnings, now: float) -> Finding:
     waited = now - job.try_began
     evidence = f"{explain_pods(job, pods, warnings, now)}; nothing is wrong after {in_words(waited)}"
     limit = job.spec.get("preRunningDeadlineSeconds")
@@ -251,10 +248,6 @@ def _pod_spec(job: JobView, group: str) -> dict[str, Any]:
     groups = {each.get("groupName"): each for each in cluster.get("workerGroupSpecs") or ()}
     found = cluster.get("headGroupSpec") if group == "head" else groups.get(group)
     return dict((found or {}).get("template", {}).get("spec", {}))
-
-
-def _fresh(warnings: Sequence[WarningEvent], now: float) -> list[WarningEvent]:
-    return [event for event in warnings if now - event.time < WARNING_FRESH_S]
 
 
 def _pods(names: list[str]) -> str:

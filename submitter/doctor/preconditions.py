@@ -26,8 +26,11 @@ def examine(
     for check, of_cluster in _every_check(cluster, rendered, from_pods, cluster_error):
         checks.append(check)
         in_cluster |= of_cluster and check.result is Result.FAILED
-        if not as_json:
-            _print(check)
+        if as_json:
+            continue
+        print(f"{check.result:8} {check.check}: {check.seen}", flush=True)
+        if check.fix and check.result is not Result.OK:
+            print(f"{'':8} -> {check.fix}", flush=True)
     failed = [check for check in checks if check.result is Result.FAILED]
     if as_json:
         print_json({"fit": not failed, "checks": [asdict(check) for check in checks]})
@@ -52,9 +55,3 @@ def _every_check(
         from submitter.doctor.probe_pods import try_from_pods
 
         yield from ((check, True) for check in try_from_pods(cluster, rendered))
-
-
-def _print(check: Check) -> None:
-    print(f"{check.result:8} {check.check}: {check.seen}", flush=True)
-    if check.fix and check.result is not Result.OK:
-        print(f"{'':8} -> {check.fix}", flush=True)

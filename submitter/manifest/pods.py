@@ -62,7 +62,10 @@ def make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, 
                 }
             }
         }
-        _send_to_spot(workers, profile)
+        tolerations = profile.spot.tolerations
+        if tolerations is None:
+            tolerations = [Toleration(key=profile.spot.label, operator="Exists")]
+        _select_nodes(workers, {profile.spot.label: profile.spot.value}, tolerations)
     if shape.data:
         cluster["workerGroupSpecs"].append(_data_group(workers, shape))
 
@@ -100,10 +103,11 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
     environment = {entry["name"]: entry for entry in container["env"] if not entry["name"].startswith(PREFIX)}
     values = {**(profile.env or {}), **variables}
     if profile.notice_s:
-        values = {DRAIN: str(_drain_s(profile.notice_s)), **values}
+        margin_s = max(LEAST_DRAIN_MARGIN_S, math.ceil(profile.notice_s * DRAIN_MARGIN))
+        values = {DRAIN: str(profile.notice_s - margin_s), **values}
     values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
     for name, value in values.items():
-        environment[name] = {"name": name, "value": _escape(value)}
+        environment[name] = {"name": name, "value": value.replace("$", "$$")}  # in a manifest, $(NAME) is expanded
     for name, source in (profile.env_secrets or {}).items():
         environment[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
     container["env"] = list(environment.values())
@@ -136,14 +140,6 @@ def _select_nodes(
             *spec.get("tolerations", ()),
             *(toleration.model_dump(exclude_none=True) for toleration in tolerations),
         ]
-
-
-def _send_to_spot(group: dict[str, Any], profile: Profile) -> None:
-    assert profile.spot
-    tolerations = profile.spot.tolerations
-    if tolerations is None:
-        tolerations = [Toleration(key=profile.spot.label, operator="Exists")]
-    _select_nodes(group, {profile.spot.label: profile.spot.value}, tolerations)
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
@@ -213,11 +209,6 @@ def set_variable(job: dict[str, Any], name: str, value: str) -> None:
         ray_container(group)["env"].append({"name": name, "value": value})
 
 
-def _drain_s(notice_s: int) -> int:
-    """How long Ray may drain, to end before the node does."""
-    return notice_s - max(LEAST_DRAIN_MARGIN_S, math.ceil(notice_s * DRAIN_MARGIN))
-
-
 def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
     head: dict[str, Any] = job["spec"]["rayClusterSpec"]["headGroupSpec"]
     return head
@@ -239,8 +230,3 @@ def parse_runtime_env(text: str) -> dict[str, str]:
     import yaml
 
     return dict((yaml.safe_load(text) or {}).get("env_vars", {}))
-
-
-def _escape(value: str) -> str:
-    """A variable's value for a container's manifest, where $(NAME) is expanded and $$ stands for $."""
-    return value.replace("$", "$$")

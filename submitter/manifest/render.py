@@ -132,7 +132,7 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     spec = manifest["spec"]
     if spec.get("rayClusterSpec"):
         variables = {
-            entry["name"]: _unescape(entry.get("value", ""))
+            entry["name"]: entry.get("value", "").replace("$$", "$")
             for entry in ray_container(head_group(manifest)).get("env", ())
         }
     else:
@@ -143,10 +143,7 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 def image_problem(reference: str) -> str:
     """What is wrong with an image reference that may change its meaning; empty if it names a version or digest."""
     name = reference.rpartition("/")[2]
-    if "@sha256:" in name:
-        return ""
-    tag = name.partition(":")[2]
-    if tag and tag != "latest":
+    if "@sha256:" in name or name.partition(":")[2] not in ("", "latest"):
         return ""
     return (
         f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
@@ -299,38 +296,26 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
     per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
+    deadline_s = profile.pre_running_deadline_s
+    autoscaler, where = ("none", "the number of pods is fixed"), ("on any node", "the profile has no spot nodes")
+    if shape.autoscaled:
+        autoscaler = ("v2", "the number of pods may change")
+    if profile.spot:
+        where = ("not on spot nodes", "its loss would end every worker")
+    benefit = "the loss of a node costs as few workers as can be"
+    if machine.placement == "pack":
+        benefit = "within a zone the network is faster, and costs nothing"
     found = [
         ("image", ray_container(workers)["image"], source(profile.image)),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
-        (
-            "autoscaler",
-            "v2" if shape.autoscaled else "none",
-            "the number of pods may change" if shape.autoscaled else "the number of pods is fixed",
-        ),
-        (
-            "head",
-            "not on spot nodes" if profile.spot else "on any node",
-            "its loss would end every worker" if profile.spot else "the profile has no spot nodes",
-        ),
+        ("autoscaler", *autoscaler),
+        ("head", *where),
         ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
-        (
-            "placement",
-            machine.placement or "spread",
-            f"{source(machine.placement)}: "
-            + (
-                "within a zone the network is faster, and costs nothing"
-                if machine.placement == "pack"
-                else "the loss of a node costs as few workers as can be"
-            ),
-        ),
+        ("placement", machine.placement or "spread", f"{source(machine.placement)}: {benefit}"),
         ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
         (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
         (NOTICE, drain, f"the time that {DRAIN} leaves"),
-        (
-            "preRunningDeadlineSeconds",
-            str(profile.pre_running_deadline_s or spec["preRunningDeadlineSeconds"]),
-            source(profile.pre_running_deadline_s),
-        ),
+        ("preRunningDeadlineSeconds", str(deadline_s or spec["preRunningDeadlineSeconds"]), source(deadline_s)),
     ]
     if shape.runs > 1:
         memory = ray_container(head_group(job))["resources"]["limits"]["memory"]
@@ -346,7 +331,3 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
 def _digest(job: Mapping[str, Any]) -> str:
     without_name = {**job, "metadata": {name: value for name, value in job["metadata"].items() if name != "name"}}
     return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]
-
-
-def _unescape(value: str) -> str:
-    return value.replace("$$", "$")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from submitter.doctor.training.case import Case
@@ -18,16 +17,8 @@ __all__ = ["Case", "diagnose", "figures"]
 
 def diagnose(case: Case) -> list[Finding]:
     """What explains the state of a run that has begun, in no order; empty when nothing seems wrong."""
-    looks: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-        find_end,
-        find_hung,
-        find_stillness,
-        find_slow,
-        find_climb,
-        find_storage,
-        find_losses,
-    )
-    return [finding for look in looks for finding in look(case)]
+    checks = (find_end, find_hung, find_stillness, find_slow, find_climb, find_storage, find_losses)
+    return [finding for check in checks for finding in check(case)]
 
 
 def figures(case: Case) -> tuple[str, dict[str, Any]]:

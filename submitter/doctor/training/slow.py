@@ -94,20 +94,16 @@ def find_slow(case: Case) -> Iterator[Finding]:
     yield from _throttled(case, speed)
     yield from _straggler(case, speed)
     if speed.data_share >= DATA_SHARE:
+        wait_s = statistics.median(speed.waits)
         rows = "LOADER=torch, where the rows fit into memory" if case.setting("loader") == "ray" else "LOADER=ray"
         evidence = (
-            f"{speed.data_share:.0%} of the step time all ranks wait for rows: "
-            f"{in_ms(statistics.median(speed.waits))} of {in_ms(speed.step_s)}"
+            f"{speed.data_share:.0%} of the step time all ranks wait for rows: {in_ms(wait_s)} of {in_ms(speed.step_s)}"
         )
         advice = (
             "more CPUs that read (data_workers, or worker.cpu in the profile), images stored as pixels and not as PNG "
             f"or JPEG, or {rows}"
         )
-        details = {
-            "data_share": speed.data_share,
-            "data_wait_s": statistics.median(speed.waits),
-            "step_s": speed.step_s,
-        }
+        details = {"data_share": speed.data_share, "data_wait_s": wait_s, "step_s": speed.step_s}
         yield Finding(Diagnosis.DATA_BOUND, Severity.WARNING, evidence, advice, details, cost=speed.data_share)
 
 
