@@ -209,10 +209,9 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------- preflight
 
-    def has_ray_jobs(self) -> bool:
-        """Whether the API server knows RayJobs in the version that is rendered."""
-        answer = self.find("ray") or {}
-        return any(resource["name"] == "rayjobs" for resource in answer.get("resources", ()))
+    def ray_resources(self) -> set[str]:
+        """KubeRay's resources that the API server knows in the version that is rendered, such as rayjobs."""
+        return {resource["name"] for resource in (self.find("ray") or {}).get("resources", ())}
 
     def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
         """The object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""

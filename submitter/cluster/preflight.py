@@ -65,7 +65,7 @@ def check_identity(run: Run, variables: Mapping[str, str]) -> None:
 
 def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings: list[str]) -> list[str]:
     namespace = cluster.namespace
-    if not cluster.has_ray_jobs():
+    if "rayjobs" not in cluster.ray_resources():
         return [
             f"{cluster.server} knows no RayJobs (ray.io/v1); install the KubeRay operator with its CRDs, 1.7 or later"
         ]

@@ -23,7 +23,6 @@ from submitter.cluster.api import Cluster, UnreachableError
 from submitter.cluster.views import PodView
 from submitter.cluster.watch import (
     Outage,
-    RunSnapshot,
     command_arguments,
     observe_run,
     reach_run,
@@ -200,7 +199,8 @@ class FaultInjector:
         snapshot = observe_run(self._cluster, self._run)
         require_answers(snapshot)
         require_known(self._cluster, self._run, snapshot)
-        self._take_step(snapshot)
+        if snapshot.status:
+            self._step = snapshot.status.step
         live = next((job for job in snapshot.jobs if job.live), None)
         state, reason = snapshot.state()
         if not live or state.terminal:
@@ -277,16 +277,13 @@ class FaultInjector:
         """Take in all that is new."""
         snapshot = observe_run(self._cluster, self._run)
         self._outage.note(snapshot)
-        self._take_step(snapshot)
+        if snapshot.status:
+            self._step = snapshot.status.step
         self._take_receipts()
         state, reason = snapshot.state()
         # As long as the cluster does not answer, a failure may be followed by another try.
         if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster_trouble):
             self.ended = f"{state}, {reason}"
-
-    def _take_step(self, snapshot: RunSnapshot) -> None:
-        if snapshot.status:
-            self._step = snapshot.status.step
 
     def _take_receipts(self) -> None:
         """Print each new receipt with the faults it answers; if storage fails, the next look tries again."""

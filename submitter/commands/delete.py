@@ -273,10 +273,8 @@ def _print(cluster: Cluster | None, remains: Remains) -> None:
         which = f"{kind['checkpoints']}, in " if "checkpoints" in kind else ""
         stored.append([kind["kind"], which + plural(kind["files"], "file"), as_bytes(kind["bytes"])])
     print_table(["what", "which", "size"], objects + stored)
-    if cluster and objects:
-        print(f"in namespace {cluster.namespace} of {cluster.server}, and in {run.location}")
-    else:
-        print(f"in {run.location}")
+    in_cluster = f"in namespace {cluster.namespace} of {cluster.server}, and " if cluster and objects else ""
+    print(f"{in_cluster}in {run.location}")
     if remains.snapshot.cluster_trouble:
         warn(f"only what is in storage: {remains.snapshot.cluster_trouble}")
     if remains.takes_dataset:

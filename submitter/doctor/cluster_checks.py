@@ -59,7 +59,7 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 def _check_resources(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     fix = "install the KubeRay operator with its CRDs, 1.7 or later"
-    known = {resource["name"] for resource in (cluster.find("ray") or {}).get("resources", ())}
+    known = cluster.ray_resources()
     missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
     if missing:
         yield Check("KubeRay", Result.FAILED, f"the API server knows no {' and no '.join(missing)} (ray.io/v1)", fix)

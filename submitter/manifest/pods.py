@@ -49,19 +49,14 @@ def make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, 
         _patch_pod(group["template"], profile, run, variables)
     _set_machine(head, profile.head or Machine())
     if shape.runs > 1:
-        memory = parse_quantity(ray_container(head)["resources"]["limits"]["memory"]) + (
-            shape.runs - 1
-        ) * parse_quantity(TRIAL_MEMORY)
+        memory = parse_quantity(ray_container(head)["resources"]["limits"]["memory"])
+        memory += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
         _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
     if profile.spot:
         elsewhere = {"key": profile.spot.label, "operator": "NotIn", "values": [profile.spot.value]}
-        head["template"]["spec"]["affinity"] = {
-            "nodeAffinity": {
-                "requiredDuringSchedulingIgnoredDuringExecution": {
-                    "nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]
-                }
-            }
-        }
+        required = {"nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]}
+        affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+        head["template"]["spec"]["affinity"] = affinity
         tolerations = profile.spot.tolerations
         if tolerations is None:
             tolerations = [Toleration(key=profile.spot.label, operator="Exists")]
@@ -136,10 +131,8 @@ def _select_nodes(
     if labels:
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **labels}
     if tolerations:
-        spec["tolerations"] = [
-            *spec.get("tolerations", ()),
-            *(toleration.model_dump(exclude_none=True) for toleration in tolerations),
-        ]
+        added = [toleration.model_dump(exclude_none=True) for toleration in tolerations]
+        spec["tolerations"] = [*spec.get("tolerations", ()), *added]
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
@@ -151,11 +144,8 @@ def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
     if machine.placement == "pack":
         del spec["topologySpreadConstraints"]
         near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
-        spec["affinity"] = {
-            "podAffinity": {
-                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]
-            }
-        }
+        preferred = [{"weight": 100, "podAffinityTerm": near}]
+        spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:

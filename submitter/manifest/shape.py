@@ -99,9 +99,8 @@ def _choose_resources(settings: Settings, cpus: int, per_pod: int) -> tuple[dict
     each = (cpus - reading) / per_pod
     rounded = math.floor(each) if each >= 1 else math.floor(each * 100) / 100
     shared = f" for {per_pod} workers" if per_pod > 1 else ""
-    return {"CPU": rounded}, f"{cpus} CPUs of a pod{shared}" + (
-        f", {reading} of them left for reading" if reading else ""
-    )
+    left = f", {reading} of them left for reading" if reading else ""
+    return {"CPU": rounded}, f"{cpus} CPUs of a pod{shared}{left}"
 
 
 def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:

@@ -43,16 +43,12 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
     else:
         metrics = {name for checkpoint, _ in checked for name in checkpoint.metrics}
         names = sorted(name for name in metrics if name.endswith(("loss", "accuracy")))  # no room for the others
-        print_table(
-            ["name", "step", "epoch", *names, "bytes", "age", "verified"],
-            [
-                [
-                    *(c.name, c.step, c.epoch, *(c.metrics.get(name) for name in names), c.bytes),
-                    *("" if c.damage else in_words(now - c.time), f"no: {'; '.join(faults)}" if faults else "yes"),
-                ]
-                for c, faults in checked
-            ],
-        )
+        rows = []
+        for c, faults in checked:
+            age = "" if c.damage else in_words(now - c.time)
+            verified = f"no: {'; '.join(faults)}" if faults else "yes"
+            rows.append([c.name, c.step, c.epoch, *map(c.metrics.get, names), c.bytes, age, verified])
+        print_table(["name", "step", "epoch", *names, "bytes", "age", "verified"], rows)
     if len(counted) > len(shown):
         warn(f"left out: {len(counted) - len(shown)} older; --all lists them")
     if incomplete:

@@ -30,10 +30,8 @@ def find_hung(case: Case) -> Iterator[Finding]:
         f"{case.name(number, rank)}: {words.get(rank, 'left no word: stopped, or lost with its node')}"
         for rank in blamed or words
     ]
-    waiting = [rank for rank in words if rank not in blamed]
-    others = f"; rank{'s' * (len(waiting) != 1)} {', '.join(map(str, waiting))} waited for it" * bool(
-        waiting and blamed
-    )
+    waiting = [rank for rank in words if rank not in blamed] if blamed else []
+    others = f"; rank{'s' * (len(waiting) != 1)} {', '.join(map(str, waiting))} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
     advice = "look at that call: a read without a time limit, a lock, or a collective that not all ranks enter"
     advice += "; its workers were started again" if again else ""
