@@ -173,13 +173,11 @@ def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
     """The head of a request with `headers` in place of its own; closes afterwards unless it upgrades the protocol."""
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     replaced = {name.lower() for name in headers}
-    upgraded = "upgrade" in dict(_headers(head))
-    if not upgraded:
-        replaced |= {"connection", "keep-alive", "proxy-connection"}
-    kept = [line for line in lines if line.partition(b":")[0].strip().lower().decode("latin-1") not in replaced]
     added = [f"{name}: {value}".encode("latin-1") for name, value in headers.items()]
-    if not upgraded:
+    if "upgrade" not in dict(_headers(head)):
+        replaced |= {"connection", "keep-alive", "proxy-connection"}
         added.append(b"Connection: close")
+    kept = [line for line in lines if line.partition(b":")[0].strip().lower().decode("latin-1") not in replaced]
     return b"\r\n".join([first, *kept, *added]) + b"\r\n\r\n"
 
 

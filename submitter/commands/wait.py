@@ -127,10 +127,8 @@ class LiveLine(Lines):
 
     def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
         super().__call__(snapshot, state, reason)
-        training = state is RunState.RUNNING
-        self._status.update(
-            describe(snapshot, state, "") if training else f"{state}, {in_words(time.monotonic() - self._began)}"
-        )
+        waited = f"{state}, {in_words(time.monotonic() - self._began)}"
+        self._status.update(describe(snapshot, state, "") if state is RunState.RUNNING else waited)
 
     def close(self) -> None:
         self._status.stop()

@@ -184,8 +184,7 @@ def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         seen = f"there is no LocalQueue {name} in namespace {cluster.namespace}, or no Kueue"
         yield Check("queue", Result.FAILED, seen, "create it, correct --queue or the profile, or leave it out")
         return
-    conditions = {c["type"]: c for c in queue.get("status", {}).get("conditions", ())}
-    active = conditions.get("Active", {})
+    active = {c["type"]: c for c in queue.get("status", {}).get("conditions", ())}.get("Active", {})
     if active.get("status") == "False":
         seen = f"LocalQueue {name} admits nothing: {active.get('message', '')}"
         yield Check("queue", Result.FAILED, seen, "create or mend its ClusterQueue")
