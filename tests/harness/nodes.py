@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 import ray
@@ -72,11 +74,12 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
         *(f"--{port}-port={number}" for port, number in ports.items()),
     ]
     environment = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(notice_s)}
-    node = Node(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the node
+    node = Node(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while not (joined := [one for one in ray.nodes() if one["Alive"] and name in one["Resources"]]):
-            assert node.poll() is None, f"the node ended with {node.returncode} instead of joining"
+            assert node.poll() is None, read_all(output)
             assert time.monotonic() < deadline, "the node has not joined"
             time.sleep(0.1)
         node.node_id = joined[0]["NodeID"]
@@ -86,6 +89,12 @@ def start_node(ray_address: str, notice_s: float = 15, **resources: float) -> It
             node.wait(LEAVES_WITHIN_S)
     finally:
         node.lose()
+        output.close()
+
+
+def read_all(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def free_ports(count: int) -> list[int]:
