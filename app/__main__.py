@@ -1,7 +1,5 @@
 """`python -m app`: train the run that the SUNSPOT_ settings describe, from wherever it stands."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

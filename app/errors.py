@@ -13,8 +13,6 @@ SunspotError               1  the run failed
 `-- DamageError            7  a checkpoint fails verification, an audit finds faults
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Numbers, durations, dates and sizes as people read them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 

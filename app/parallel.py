@@ -4,8 +4,6 @@ Each worker has a copy of the model (ddp) or a part of each of its tensors (fsdp
 workers, once for each optimizer step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

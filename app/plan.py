@@ -1,7 +1,5 @@
 """What is trained, in how many steps and with which resources; every value chosen for the user has its reason."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

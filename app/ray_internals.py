@@ -7,8 +7,6 @@ ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes
                                               preempted nor unreachable nodes
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Sessions of Ray: started here or joined, with the environment that the workers rely on."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -10,8 +10,6 @@ What trial n draws is a function of SEED, n and the expression alone: more trial
 nothing about the others, and a restarted search has the same trials.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ A setting is an environment variable with the prefix SUNSPOT_. The sentence belo
 `--help` and in the documentation; `takes` is the fix named when a value is wrong. Secrets are never settings.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import itertools

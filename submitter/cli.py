@@ -4,8 +4,6 @@
 is imported only when that verb is used, so help and wrong usage answer at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """What `sunspot doctor RUN` can find, and the form of a finding."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the command prints: a table or a JSON document on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Finds the run that a command names, or the storage of all runs."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

@@ -1,7 +1,5 @@
 """`python -m app.baseline`: train without the training program, here or as one Ray task."""
 
-from __future__ import annotations
-
 from app.errors import run_and_exit
 from app.settings import CommandParser, load_settings
 

@@ -3,8 +3,6 @@
 It takes the same SUNSPOT_ settings and writes metrics.csv and model.pt to <STORAGE_PATH>/<RUN_NAME>-baseline.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import time

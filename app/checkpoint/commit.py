@@ -5,8 +5,6 @@ is committed at a time; when storage is slower than the interval, a newer copy r
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (sharded.py).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

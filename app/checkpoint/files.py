@@ -1,7 +1,5 @@
 """A checkpoint's files: uploaded and read back, and loaded only with the bytes that the manifest lists."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import pickle

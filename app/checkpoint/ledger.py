@@ -4,8 +4,6 @@ Each node keeps them beside its copy of the state, so a group that resumes from 
 not. All nodes have the same windows, as they gather and drop them together.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ commit thread     uploads the copy, reads it back and writes the manifest (commi
                   sharded.py for one worker's part of it)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import platform

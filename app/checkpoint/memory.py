@@ -4,8 +4,6 @@ A copy lies in a slot: a file that gets a marker, with step and checksum, once i
 directory below that of its run; the next process on the node finds what the one before left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

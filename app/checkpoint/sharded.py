@@ -17,8 +17,6 @@ no other rank waiting in a collective call. All ranks commit the same snapshots 
 (app/train/step.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -8,8 +8,6 @@ has the whole state: after a loss, the next worker group resumes from the newest
 other parts are no state.
 """
 
-from __future__ import annotations
-
 import io
 import time
 from collections import deque

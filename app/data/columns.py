@@ -1,7 +1,5 @@
 """The columns `image` and `label` of a Parquet file: checking their types and values, and decoding them to NumPy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`python -m app.data.convert`: a dataset written as Parquet, in the form that reads fastest."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Images from files: PNG, JPEG (or any other format that Pillow reads), and NumPy's .npy."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

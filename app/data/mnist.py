@@ -1,7 +1,5 @@
 """DATASET=mnist: the published files as torchvision keeps them in DATA_ROOT/MNIST/raw, downloaded if missing."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

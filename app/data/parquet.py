@@ -10,8 +10,6 @@ C is 1 or 3; a shape that could be either is read as [H, W, C]. For bytes, the f
 16 bits are cut to the upper 8, and grey images among coloured ones become RGB.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Parquet files on disk or in S3: listing and opening them, with Arrow's errors turned into ours."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each worker gets a stream of exactly its own rows, in the order its steps consum
 end. Only the position has to be stored, and no worker's stream ends before another's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Text as rows of bytes, for language models: Python's own reference, or any file."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

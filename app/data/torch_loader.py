@@ -1,7 +1,5 @@
 """LOADER=torch: all rows in memory, behind a DataLoader that indexes the epoch's permutation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

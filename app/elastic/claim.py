@@ -1,7 +1,5 @@
 """The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass

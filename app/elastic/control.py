@@ -1,7 +1,5 @@
 """The control channel between driver and workers: a Ray actor on the driver's node, as workers cannot call a driver."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Watches the cluster's nodes for what matters to the workers: a preemption, a loss, or room to scale up."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

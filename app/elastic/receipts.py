@@ -1,7 +1,5 @@
 """The receipt of a restart: what it cost, written by rank 0 of the new worker group after its first step."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state that a worker group goes on from: out of a node's shared memory, a checkpoint, or INIT_FROM."""
 
-from __future__ import annotations
-
 import io
 import zlib
 from collections.abc import Callable

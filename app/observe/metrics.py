@@ -1,7 +1,5 @@
 """The workers' numbers over a window of steps, reduced to one record of the metric history."""
 
-from __future__ import annotations
-
 import resource
 import time
 from typing import Any

@@ -3,8 +3,6 @@
 The output of a worker is a file of Ray's; that of the driver a terminal, a pipe, or whatever it was started with.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

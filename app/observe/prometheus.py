@@ -5,8 +5,6 @@ of its own. The counters of an ended process keep their last value. Ray's agent 
 20 s, so a thread sets all of them again and again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

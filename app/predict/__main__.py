@@ -1,7 +1,5 @@
 """`python -m app.predict`: images, or a whole dataset, predicted by a run's model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Ray actor with the model of a verified checkpoint: starting it, getting its results, ending it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -10,8 +10,6 @@
 A file has all of its rows or does not exist, so a killed command resumes with the missing files.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """A checkpoint's model, ready to classify images. Knows nothing of Ray."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

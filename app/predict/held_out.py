@@ -1,7 +1,5 @@
 """Predictions of held-out rows by the newest checkpoint, stored in the run for its report when training has ended."""
 
-from __future__ import annotations
-
 import heapq
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The report of a run or a search as one HTML file, made from storage alone."""
 
-from __future__ import annotations
-
 from app.report.model import Report, gather
 from app.report.page import render
 

@@ -3,8 +3,6 @@
 Colours and fonts come from the page's style.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The checkpoints, and whether every byte is as it was written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

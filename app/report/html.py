@@ -1,7 +1,5 @@
 """HTML elements: escaped text, numbers for people and programs, tables that fit on a phone."""
 
-from __future__ import annotations
-
 import html
 import math
 import re

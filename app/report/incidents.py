@@ -1,7 +1,5 @@
 """What interrupted the run, and what each start of its workers cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from app.formatting import plural

@@ -1,7 +1,5 @@
 """The learning curves, over steps and over the wall clock, and the numbers behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from app.formatting import plural

@@ -1,7 +1,5 @@
 """What a report shows of a run, read from storage; a part that cannot be read is reported, and hides no other."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The page of a report: self-contained HTML without scripts, the same offline and in ten years."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The model's predictions of held-out rows, mistakes first."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The report of a search: its trials, learning curves, and the metric over each setting that is varied."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

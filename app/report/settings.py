@@ -1,7 +1,5 @@
 """Settings, data and versions of the run, and what changed between attempts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

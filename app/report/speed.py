@@ -1,7 +1,5 @@
 """Throughput and step time: over the wall clock, and of each rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

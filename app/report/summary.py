@@ -1,7 +1,5 @@
 """The outcome of a run as lines for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from app.errors import shorten

@@ -32,8 +32,6 @@ position. Attempts form a chain: each names the checkpoint it starts from. What 
 a later attempt continued from, and not beyond (`attempts.lineage`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Each start of a worker group claims the next number in `attempts/` by a conditio
 run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

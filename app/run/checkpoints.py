@@ -5,8 +5,6 @@ every file has the size and the SHA-256 the manifest lists. A file listed under 
 it back has not been written since, which saves reading it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -6,8 +6,6 @@
 A killed process leaves none.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

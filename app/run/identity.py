@@ -1,7 +1,5 @@
 """What a run may never change, as `run.json` keeps it: the settings that give its steps their meaning, and its data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from app.errors import ConflictError, NotFoundError

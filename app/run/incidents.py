@@ -5,8 +5,6 @@ Receipts form a chain: `since` is the attempt of the receipt before, so an attem
 by a later receipt.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ A stream is the output of one process: `driver-<start time>` or `attempt-0001-ra
 stream is a series of segments of at most SEGMENT_BYTES, and only the last is rewritten.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A listing has name, size and time of every object, which is most of what the list of runs shows.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The predictions of held-out rows that the report shows: `predictions.json`."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import asdict, dataclass, field
 from typing import Any

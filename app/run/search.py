@@ -1,7 +1,5 @@
 """The results of a search: `search.json` in its run, and the state of its trials by their own runs."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

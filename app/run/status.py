@@ -4,8 +4,6 @@
 it starts and ends, rank 0 while it trains.
 """
 
-from __future__ import annotations
-
 import enum
 import time
 from dataclasses import asdict, dataclass, field, replace

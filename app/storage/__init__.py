@@ -3,8 +3,6 @@
 A new backend is a module with a `Storage` and a line in BACKENDS (and its scheme in the pattern of STORAGE_PATH).
 """
 
-from __future__ import annotations
-
 from app.storage.base import Storage
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage

@@ -4,8 +4,6 @@ Keys are `/`-separated and relative to the storage path. Every operation succeed
 naming the object (`NotFoundError` when it is not there), within the limits below.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """A directory as storage, local or NFS."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -3,8 +3,6 @@
 Everything is written below one folder that is not a run, and deleted afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import json

@@ -1,7 +1,5 @@
 """A task is the module with a run's model, optimizer and loss, or with a LightningModule that has all three."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Protocol, cast

@@ -5,8 +5,6 @@ any text file. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (1
 layer shares the weights of the byte embedding).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared by tasks on images: normalization, a classifier's loss and prediction, and a learning rate schedule."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Only this file and app/train/lightning.py know Lightning; both are imported only for a task that defines `build_module`.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Digits with Lightning: an ordinary LightningModule, whose logged values become the run's metric history."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning

@@ -1,7 +1,5 @@
 """ResNet-18 on digits, or any other images: its first convolution and its head are made for the dataset."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torchvision.models import resnet18

@@ -4,8 +4,6 @@ A separate process, as the service's library takes seconds and some 180 MB to im
 hangs may affect the processes that train.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What a delivery needs of a tracking service, and the choice of one."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

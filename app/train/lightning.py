@@ -1,7 +1,5 @@
 """The training loop of a LightningModule: Lightning's Trainer takes the steps, app/train/step.py does the rest."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping

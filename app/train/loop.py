@@ -1,7 +1,5 @@
 """The training loop, as every worker of the group runs it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks before training that every node reads and writes the run's storage."""
 
-from __future__ import annotations
-
 import uuid
 
 import ray

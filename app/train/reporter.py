@@ -1,7 +1,5 @@
 """Reports a run's progress while it trains: to the terminal, the metric history, the status and the receipts."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Makes a process a worker of the run: claims it with the group, loads the state, builds what a step needs."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What surrounds an optimizer step, taken by app/train/loop.py or by Lightning's Trainer."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

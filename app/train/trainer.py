@@ -1,7 +1,5 @@
 """Trains a plan with Ray Train's TorchTrainer, and judges how the training ended."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import time

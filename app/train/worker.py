@@ -1,7 +1,5 @@
 """One worker of a group: what a step needs, and what it records, saves and reports after the step."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """`python -m app.tune`: train a run for each of several settings, and keep the best one's checkpoint."""
 
-from __future__ import annotations
-
 from app.errors import run_and_exit
 from app.settings import CommandParser, Settings
 from app.tune.search import main

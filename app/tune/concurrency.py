@@ -1,7 +1,5 @@
 """How many trials train at once, and with what resources."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

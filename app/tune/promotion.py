@@ -1,7 +1,5 @@
 """Makes the best trial's checkpoint the search's own: copied file by file, verified, the manifest last."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a search prints while it runs, and the results that it leaves in its run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A search is itself a run, with a status, logs, results and, at its end, one chec
 called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ history is replayed to the scheduler, and the others resume from their checkpoin
 killed by Tune, but stopped as a user would stop it: it saves, and stays stopped.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

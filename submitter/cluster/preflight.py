@@ -1,7 +1,5 @@
 """Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

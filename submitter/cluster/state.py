@@ -8,8 +8,6 @@ a third to storage (`app.run.status`). What decides:
 3. A status in storage counts for a RayJob if that RayJob owns it; a later owner has taken the run over.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from app.formatting import in_words, plural

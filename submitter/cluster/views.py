@@ -1,7 +1,5 @@
 """What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """What cluster and storage know of a run: once, as a snapshot, or as it changes."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """`sunspot chaos`: reclaims and kills parts of a live run on purpose, prints what each fault cost, then audits it."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import secrets

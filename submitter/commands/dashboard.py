@@ -1,7 +1,5 @@
 """`sunspot dashboard`: the Ray dashboard of a live run on a local port, with its token added to every request."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import contextlib

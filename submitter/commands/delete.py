@@ -5,8 +5,6 @@ deleted, nothing trains it, and the same command goes on. What a surviving proce
 reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import getpass

@@ -1,7 +1,5 @@
 """`sunspot events`: what happened to a run besides training, and each start of its workers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

@@ -1,7 +1,5 @@
 """`sunspot list`: every run below a storage path, and where each stands."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """`sunspot metrics`: a run's metric history, along the steps that made its model."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

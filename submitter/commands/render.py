@@ -1,7 +1,5 @@
 """`sunspot render`: the manifest that `submit` would apply; needs no cluster."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 

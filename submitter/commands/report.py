@@ -1,7 +1,5 @@
 """`sunspot report`: all that storage has to say of a run, in one HTML file."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`sunspot resume`: lets a stopped run go on, as it was submitted last."""
 
-from __future__ import annotations
-
 import argparse
 
 from app.errors import ClusterError

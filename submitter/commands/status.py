@@ -1,7 +1,5 @@
 """`sunspot status`: where one run stands, from cluster and storage together."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from dataclasses import replace

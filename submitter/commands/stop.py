@@ -1,7 +1,5 @@
 """`sunspot stop`: has a run save and end, then removes its cluster."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import socket

@@ -1,7 +1,5 @@
 """`sunspot submit`: starts a run's RayJob, or says why it need not or must not start."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import asdict, dataclass, replace

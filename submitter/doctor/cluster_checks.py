@@ -1,7 +1,5 @@
 """What a run needs of a cluster, and what it should have: every check is independent of the others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`sunspot doctor`: with RUN, why it is as it is; without, whether a cluster and a bucket are ready for a run."""
 
-from __future__ import annotations
-
 import argparse
 
 from app.errors import ClusterError, SettingsError

@@ -1,7 +1,5 @@
 """`sunspot doctor RUN`: why a run is pending, slow, stuck, climbing in memory or failed, and how to fix it."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Pods that run there already are ignored: they may end, and not everybody may see other users' pods.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

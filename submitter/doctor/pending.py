@@ -1,7 +1,5 @@
 """Why a run's pods do not all run, or its RayJob does not start, from what Kubernetes reports. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple

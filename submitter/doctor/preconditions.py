@@ -1,7 +1,5 @@
 """`sunspot doctor` without a run: whether this cluster and this bucket are ready for one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 

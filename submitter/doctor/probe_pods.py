@@ -3,8 +3,6 @@
 They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """The pods of a manifest: the head and the worker groups, for a profile and a shape."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Those in k8s/profiles are given by name, a user's own by path; each may extend a
 documentation; what it takes is the fix named when a value is wrong.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

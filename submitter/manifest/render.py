@@ -4,8 +4,6 @@ k8s/rayjob.yaml is read, patched as data, and written in its own order. The inpu
 the SUNSPOT_ variables of the environment; no cluster, no network, no clock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

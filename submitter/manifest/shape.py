@@ -1,7 +1,5 @@
 """How many pods a run gets, and what share of a pod a training worker gets, from settings and profile."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

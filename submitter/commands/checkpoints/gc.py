@@ -1,7 +1,5 @@
 """`sunspot checkpoints gc`: finds and removes checkpoints that are of no use any more."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`sunspot checkpoints get`: downloads and verifies a checkpoint; run again after an interruption, it goes on."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

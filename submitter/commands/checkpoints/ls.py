@@ -1,7 +1,5 @@
 """`sunspot checkpoints ls`: which checkpoints a run has, and whether they are whole."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """`sunspot checkpoints verify`: whether every byte of a run's checkpoints is as it was written."""
 
-from __future__ import annotations
-
 import argparse
 
 from app.errors import DamageError

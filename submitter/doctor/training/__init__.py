@@ -1,7 +1,5 @@
 """Why a run that has begun is slow, stuck, climbing in memory or failed: from what it left in storage. Pure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from submitter.doctor.training.case import Case

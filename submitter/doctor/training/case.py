@@ -1,7 +1,5 @@
 """A run that has begun, as the checks of its training see it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

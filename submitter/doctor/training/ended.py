@@ -1,7 +1,5 @@
 """What ended a run, or an attempt of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

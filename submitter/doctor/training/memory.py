@@ -1,7 +1,5 @@
 """Ranks whose memory climbs."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any

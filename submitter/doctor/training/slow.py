@@ -1,7 +1,5 @@
 """What takes the time of a run: a CPU quota, one rank, its rows, or its incidents."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

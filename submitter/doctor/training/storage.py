@@ -1,7 +1,5 @@
 """Checkpoints that fail, come late, are damaged, or take longer than a notice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from app.formatting import in_words, plural

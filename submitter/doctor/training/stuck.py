@@ -1,7 +1,5 @@
 """Why a run that should train takes no steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from app.formatting import in_words
