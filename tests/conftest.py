@@ -54,13 +54,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("slow, and the time of --minutes is over")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Group tests by the shared fixtures that they use; the others go to whichever process is free."""
-    for item in items:
-        groups = [group for name, group in SHARED.items() if name in getattr(item, "fixturenames", ())]
-        if groups:
-            item.add_marker(pytest.mark.xdist_group(groups[0]))
+    groups = [group for name, group in SHARED.items() if name in getattr(item, "fixturenames", ())]
+    if groups:
+        item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 @pytest.fixture(autouse=True)

@@ -63,12 +63,15 @@ class Program:
 
 
 @pytest.fixture(scope="session")
-def ray_address() -> Iterator[str]:
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray."""
     import ray
 
     from app.ray_session import RAY_ENVIRONMENT
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Fails in a second process: pytest-xdist has not kept the group together.
+        (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT)
     context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
