@@ -85,9 +85,9 @@ def group() -> Iterator[Path]:
         pytest.skip(f"no control group can be made here: {error}")
     try:
         if version_1.is_dir():
-            (folder / "cpu.cfs_quota_us").write_text("20000")
+            (folder / "cpu.cfs_quota_us").write_text("5000")
         else:
-            (folder / "cpu.max").write_text("20000 100000")
+            (folder / "cpu.max").write_text("5000 100000")
         yield folder
     except OSError as error:
         pytest.skip(f"no quota can be set here: {error}")
