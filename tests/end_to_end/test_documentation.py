@@ -83,6 +83,7 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
         "PYTHON": "false",  # the .venv is the repository's own: making it anew has to fail
         "RAY_ADDRESS": ray_address,
         "SUNSPOT_MAX_STEPS": "2",
+        "SUNSPOT_NUM_WORKERS": "1",
         "SUNSPOT_GLOBAL_BATCH_SIZE": "16",
         "SUNSPOT_RESOURCES_PER_WORKER": '{"CPU": 1}',
         "SUNSPOT_PREDICT_ROWS": "32",
@@ -90,7 +91,7 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
     if " -m app.predict " in command:
         short = {"RAY_ADDRESS": ray_address}
     elif command.startswith("make tune"):
-        short |= {"SUNSPOT_TRIALS": "2", "SUNSPOT_NUM_WORKERS": "1"}
+        short |= {"SUNSPOT_TRIALS": "2"}
     elif not command.startswith("make train"):
         short = {}
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}

@@ -13,6 +13,7 @@ from app.errors import ConflictError
 from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import in_lineage, list_checkpoints, write_manifest
 from app.run.history import read_audit, read_journal, write_audit
+from app.run.logs import list_streams, rank_stream, read_stream
 from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, assert_complete, audit, the_run, weights
@@ -27,8 +28,10 @@ def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
     page = run.storage.read(run.key("report.html")).decode()
     assert "Succeeded" in page
     assert "Each rank over the whole run" in page
-    [log] = [entry.key for entry in run.storage.list(run.key("logs")) if "/driver-" in entry.key]
-    assert "report: " in run.storage.read(log).decode(), "what was shipped of the output has it, too"
+    [driver] = [stream for stream in list_streams(run) if stream.startswith("driver-")]
+    assert "report: " in read_stream(run, driver).decode(), "what was shipped of the output has it, too"
+    for rank in (0, 1):
+        assert f"attempt 1: rank {rank} of 2 on cpu of " in read_stream(run, rank_stream(1, rank)).decode()
 
 
 def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
@@ -72,12 +75,13 @@ def test_more_epochs_train_it_further_from_what_is_whole(
 
 @pytest.mark.slow
 def test_another_run_begins_with_its_weights(program: Program, copied_run: FinishedRun) -> None:
-    begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9, "LOADER": "torch"}
+    begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9}
     program.run(**{**copied_run.settings, **GO_ON, **begun})
     before, after = weights(copied_run.run), weights(the_run(program, "warm"))
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, copied_run: FinishedRun) -> None:
     run, before = copied_run.run, copied_run.newest
     metrics = {name: value for name, value in before.metrics.items() if not name.startswith("test_")}

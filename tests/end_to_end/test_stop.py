@@ -17,6 +17,14 @@ from submitter.findings import Diagnosis
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, newest, the_run, wait_for_step, wait_until
 
+SLOW = {
+    "TASK": "tests.tasks.slow",
+    "GLOBAL_BATCH_SIZE": 20,
+    "EPOCHS": 6,
+    "CHECKPOINT_EVERY_STEPS": 50,
+    "REPORT_EVERY_S": 1,
+}
+
 
 def driver_of(run: Run) -> str:
     """The output of the run's first driver."""
@@ -26,14 +34,7 @@ def driver_of(run: Run) -> str:
 def test_a_stopped_run_stands_still_until_it_is_resumed(
     program: Program, make_data: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {
-        "TASK": "tests.tasks.slow",
-        "DATASET": make_data(2000),
-        "GLOBAL_BATCH_SIZE": 20,
-        "EPOCHS": 8,
-        "CHECKPOINT_EVERY_STEPS": 50,
-        "REPORT_EVERY_S": 1,
-    }
+    settings = {**SLOW, "DATASET": make_data(2000)}
     run = the_run(program)
     process = program.start(**settings)
     wait_for_step(run, 50, process)
@@ -52,8 +53,18 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(
     assert len(read_attempts(run)) == 1, "it trained although it was to stand still"
 
     clear_stop(run)
+    program.run(**settings)
+    assert [attempt.step for attempt in read_attempts(run)] == [0, stopped_at]
+    assert_succeeded(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_told_to_end_saves(program: Program, make_data: Callable[..., str]) -> None:
+    settings = {**SLOW, "DATASET": make_data(2000)}
+    run = the_run(program)
     process = program.start(**settings)
-    wait_for_step(run, stopped_at + 50, process)
+    wait_for_step(run, 50, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=150)[0]
     assert process.returncode == 1, output
@@ -62,17 +73,21 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(
     assert terminated_at % 50, "it did not save when it was told to end"
     status = read_status(run)
     assert status
-    assert status.state is RunState.FAILED
-    assert status.step == terminated_at
+    assert (status.state, status.step) == (RunState.FAILED, terminated_at)
 
     program.run(**settings)
-    assert [attempt.step for attempt in read_attempts(run)] == [0, stopped_at, terminated_at]
-    status = read_status(run)
-    assert status
-    assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 800, newest(run).name)
+    assert [attempt.step for attempt in read_attempts(run)] == [0, terminated_at]
+    assert_succeeded(run)
     assert_audit_clean(program)
 
 
+def assert_succeeded(run: Run) -> None:
+    status = read_status(run)
+    assert status
+    assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 600, newest(run).name)
+
+
+@pytest.mark.slow
 def test_what_workers_print_is_in_the_storage(program: Program, make_data: Callable[..., str]) -> None:
     run = the_run(program)
     with pytest.raises(Exception, match="training failed"):

@@ -49,24 +49,29 @@ def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_dat
     assert losses(one)[-1] < losses(one)[0] / 2
 
 
-LOADERS = ["torch", pytest.param("ray", marks=pytest.mark.slow)]
 LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_a_killed_run_goes_on_at_another_world_size(loader: str, program: Program, make_data: MakeData) -> None:
+@pytest.mark.parametrize(
+    ("loader", "worlds"),
+    [("torch", (2, 1)), pytest.param("ray", (2, 1, 3), marks=pytest.mark.slow)],
+    ids=["torch", "ray"],
+)
+def test_a_killed_run_goes_on_at_another_world_size(
+    loader: str, worlds: tuple[int, ...], program: Program, make_data: MakeData
+) -> None:
     # Three windows of the shuffle; a single row is left over, and joins the last step.
     # From storage, as if their nodes were gone too.
     settings = {**LONG, "DATASET": make_data(20_001, row_group=1000), "LOADER": loader, "SNAPSHOT_COST": 0}
     run = the_run(program)
-    for workers, step in [(2, 60), (1, 500)]:
+    *killed, last = worlds
+    for workers, step in zip(killed, (60, 500), strict=False):
         process = program.start(**settings, NUM_WORKERS=workers)
         wait_for_step(run, step, process)
         kill_all(process)
-    program.run(**settings, NUM_WORKERS=3)
+    program.run(**settings, NUM_WORKERS=last)
     assert newest(run).step == 800
-    worlds = [attempt.metadata["world_size"] for attempt in read_attempts(run)]
-    assert worlds == [2, 1, 3]
+    assert tuple(attempt.metadata["world_size"] for attempt in read_attempts(run)) == worlds
     assert_audit_clean(program)
     history = read_journal(run, "metrics", lineage(read_attempts(run)))
     assert sum(record["steps"] for record in history) == 800
@@ -120,7 +125,12 @@ def test_a_run_in_s3_outlives_its_faults(
     program.ray_address = ""
     storage = f"s3://{s3_bucket}/runs"
     process = program.start(
-        DATASET=make_data(1000), GLOBAL_BATCH_SIZE=20, EPOCHS=1, STORAGE_PATH=storage, RESOURCES_PER_WORKER=""
+        DATASET=make_data(1000),
+        GLOBAL_BATCH_SIZE=20,
+        EPOCHS=1,
+        STORAGE_PATH=storage,
+        NUM_WORKERS=1,
+        RESOURCES_PER_WORKER="",
     )
     output = process.communicate(timeout=250)[0]
     assert process.returncode == 0, output

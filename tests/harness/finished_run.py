@@ -27,7 +27,6 @@ STEPS = 20
 SETTINGS_OF_RUN = {
     **SETTINGS,
     "NUM_WORKERS": "1..2",
-    "LOADER": "ray",
     "GLOBAL_BATCH_SIZE": "24",
     "LEARNING_RATE": "0.003",
     "PRECISION": "bf16",
@@ -41,7 +40,7 @@ GO_ON = {"NUM_WORKERS": 1, "PREDICT_ROWS": 0}
 
 @dataclass
 class FinishedRun:
-    """A finished run of the tiny task in bf16, trained on Ray Data, not to perfection; in a storage of its own."""
+    """A finished run of the tiny task in bf16, not trained to perfection; in a storage of its own."""
 
     storage: str
     data: str

@@ -249,6 +249,7 @@ def reserved(requester: str, per_worker: dict[str, float]) -> dict[str, int]:
     return {node: int(min(there[name] // per_worker[name] for name in per_worker)) for node, there in answer.items()}
 
 
+@pytest.mark.slow
 def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic_nodes, "SETTLED_S", 1.0)
 
@@ -304,6 +305,7 @@ def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -
     assert reserved("train-killed", cpu) == {}
 
 
+@pytest.mark.slow
 def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.CaptureFixture[str]) -> None:
     own = rays.get_or_create_autoscaling_coordinator()
     assert install_coordinator() == rays._AutoscalingCoordinatorActor.TICK_INTERVAL_S
@@ -312,6 +314,7 @@ def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.Capture
     remove_coordinator()
 
 
+@pytest.mark.slow
 def test_a_ray_with_other_internals_is_no_obstacle(
     no_coordinator: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_actor_says_what_the_model_says_and_is_gone_afterwards(finished_run:
     assert ray.is_initialized()  # the caller's, not ours to end
 
 
+@pytest.mark.slow
 def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun, ray_address: str) -> None:
     newest = copied_run.newest
     path = copied_run.directory(newest) / "model.pt"
@@ -204,6 +205,7 @@ def test_a_killed_command_goes_on_where_it_was(
     assert read_all(output)["row"].to_pylist() == list(range(TEST_ROWS))
 
 
+@pytest.mark.slow
 def test_rows_without_labels_are_predicted_too(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:
     table = pq.read_table(f"{finished_run.data}/test/part.parquet")
     pq.write_table(table.drop_columns("label"), tmp_path / "unlabelled.parquet")

@@ -90,6 +90,7 @@ def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
     return make_plan(chosen, load_task(chosen))
 
 
+@pytest.mark.slow
 def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
@@ -133,6 +134,7 @@ def test_what_prevents_predictions_is_said_and_fails_nothing(
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_when_time_is_up_what_was_predicted_is_kept(
     copied_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ray_address: str
 ) -> None:
