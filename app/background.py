@@ -1,17 +1,43 @@
-"""Periodic tasks in a thread beside the training, which never waits for them."""
+"""Work in threads beside the training: periodic tasks, and single ones. No thread keeps the process from ending."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
+from typing import TypeVar
 
 from app.errors import SunspotError
 
 CLOSE_TIMEOUT_S = 30
-"""How long the end of the context waits for tasks that hang before it abandons them."""
+"""How long a task may take once the context ends; one that hangs, maybe since before, is then abandoned."""
+
+Result = TypeVar("Result")
+
+
+def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Begin `work` in a daemon thread called `name`, with the caller's context variables.
+
+    A ThreadPoolExecutor's threads are waited for when Python exits, also one that hangs for ever.
+    """
+    future: Future[Result] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(work)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Background:
@@ -23,6 +49,8 @@ class Background:
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:
         self._every_s, self._tasks = every_s, tasks
         self._closing = False
+        self._began = math.inf
+        "When the task began that runs now."
         self._due = threading.Event()
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
@@ -35,7 +63,8 @@ class Background:
     ) -> None:
         self._closing = True
         self._due.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        now = time.monotonic()
+        self._thread.join(max(0.0, min(now, self._began) + CLOSE_TIMEOUT_S - now))
 
     def run_now(self) -> None:
         """Run the tasks at once, instead of when they are due."""
@@ -48,10 +77,10 @@ class Background:
             self._due.clear()
             last_time = self._closing
             for task in self._tasks:
-                try:
+                self._began = time.monotonic()
+                with contextlib.suppress(SunspotError):
                     task()
-                except SunspotError:
-                    continue
+            self._began = math.inf
 
 
 class Timer:

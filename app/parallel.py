@@ -2,22 +2,35 @@
 
 Each worker has a copy of the model (ddp) or a part of each of its tensors (fsdp). Both average gradients over the
 workers, once for each optimizer step.
+
+What only fsdp needs is imported where it is used, as it takes seconds at the start of every process.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from app.background import start_thread
 from app.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+Result = TypeVar("Result")
+
+ROUND_S = 5.0
+"""Seconds between two words of workers that wait for each other: far below the limit of any collective."""
 
 LEAST_BLOCK = 10_000
 """Parameters of a block that is gathered by itself; smaller ones (40 kB) are not worth a message of their own."""
@@ -40,6 +53,9 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
     block is gathered just before it computes, and freed after.
     """
     if settings.parallel == "fsdp":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         if device.type == "cuda":
             torch.cuda.set_device(device)
         mesh = DeviceMesh.from_group(_world(), device.type)
@@ -65,7 +81,7 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def prepare(model: nn.Module) -> nn.Module:
     """The model to train with, from `shard_model`'s: its gradients are averaged over the workers."""
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         return model
     import ray.train.torch  # here, as reading a checkpoint needs no Ray
 
@@ -76,7 +92,7 @@ def prepare(model: nn.Module) -> nn.Module:
 @contextmanager
 def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     """A forward and backward pass of a prepared model that averages gradients `now`, or only adds them up locally."""
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         model.set_requires_gradient_sync(now)
         yield
     elif isinstance(model, DistributedDataParallel) and not now:
@@ -86,15 +102,34 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
         yield
 
 
+def is_fsdp(model: object) -> TypeIs[FSDPModule]:
+    """Whether `shard_model` has cut the model into parts."""
+    return isinstance(model, _class("torch.distributed.fsdp", "FSDPModule"))
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether a tensor is cut into parts."""
+    return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
+
+
+def _class(module: str, name: str) -> Any:
+    """The class, or none at all while its module is not imported: then nothing is of that class."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """This worker's part of a DTensor, or all of another tensor; not a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
     """Where this worker's part of each tensor lies; None for tensors that every worker has whole."""
-    parts = {str(number): tensor for number, tensor in enumerate(tensors) if isinstance(tensor, DTensor)}
+    parts = {str(number): tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
     places: list[Place | None] = [None] * len(tensors)
+    if not parts:
+        return places
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
     for item in create_default_local_save_plan(parts, is_coordinator=True).items:
         assert item.tensor_data
         places[int(item.index.fqn)] = Place(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
@@ -111,8 +146,10 @@ def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any
     parameters = parameters_of(optimizer)
 
     def shard(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             return value
+        from torch.distributed.tensor import distribute_tensor
+
         # Every worker has the whole tensor, so none has to send it.
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
@@ -196,3 +233,32 @@ def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
     flags = torch.tensor(mine, dtype=torch.uint8)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group)
     return [bool(flag) for flag in flags.tolist()]
+
+
+def finish_together(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result:
+    """What `act` returns, once it has returned on all workers, which call this together; `group` None: a worker alone.
+
+    However long the slowest takes, no collective waits for longer than ROUND_S, and none runs into its limit. What
+    `act` raises is raised at once: the end of this worker ends the others.
+    """
+    if group is None:
+        return act()
+    mine = start_thread(act, "finish-together")
+    while True:
+        wait([mine], ROUND_S)
+        finished = mine.done()
+        if finished and (error := mine.exception()):
+            raise error
+        [waiting] = any_rank(group, not finished)
+        if not waiting:
+            return mine.result()
+
+
+def from_rank_0(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result:
+    """What `act` returns on rank 0, on all workers, which call this together, however long it takes."""
+    if group is None:
+        return act()
+    result: list[Any] = [finish_together(group, act if dist.get_rank(group) == 0 else lambda: None)]
+    dist.broadcast_object_list(result, src=0, group=group)
+    returned: Result = result[0]
+    return returned

@@ -10,14 +10,17 @@ import io
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from app.background import start_thread
 from app.errors import StorageError
+from app.storage.deadline import ProgressDeadline, moved
 
 CHUNK = 1 << 20
-"""Bytes read at a time when an object is hashed."""
+"""Bytes of a large object that are read or written at a time."""
 
 READS_IN_FLIGHT = 16
 """Small objects read at once: each waits for an answer, not for bytes."""
@@ -83,13 +86,16 @@ class Writer(ABC):
         if self.failure:
             raise self.failure
         view = memoryview(data).cast("B")
-        self._sha.update(view)
-        try:
-            self._store(view)
-        except Exception as error:
-            self.failure = error
-            raise
-        self.size += len(view)
+        for begin in range(0, len(view), CHUNK):
+            chunk = view[begin : begin + CHUNK]
+            self._sha.update(chunk)
+            try:
+                self._store(chunk)
+            except Exception as error:
+                self.failure = error
+                raise
+            self.size += len(chunk)
+            moved(len(chunk))
         return len(view)
 
     def flush(self) -> None:  # noqa: B027  # torch.save calls it
@@ -105,6 +111,10 @@ class Storage(ABC):
 
     is_bucket = False
     """Whether it is an object store, with versions and lifecycle rules of its own."""
+
+    ahead_s = 0.0
+    """Seconds that the storage's clock, which dates its objects, is ahead of this machine's, by its last answer. A
+    directory is assumed to share this machine's clock: keep those of NFS clients and servers on NTP."""
 
     @abstractmethod
     def __init__(self, storage_path: str) -> None: ...
@@ -130,7 +140,7 @@ class Storage(ABC):
 
     @abstractmethod
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
-        """Stream a large object; until the context ends without error it may be absent, or visible half-written."""
+        """Stream a large object; a reader sees what was there before until the context ends without error."""
 
     @abstractmethod
     def list(self, prefix: str) -> list[Entry]:
@@ -152,6 +162,9 @@ class Storage(ABC):
     @abstractmethod
     def exists(self, key: str) -> bool:
         """Whether the object is there."""
+
+    def refresh(self, prefix: str) -> None:  # noqa: B027  # most backends have nothing to do
+        """Let the next look below `prefix` show what other machines have written there by now."""
 
     @abstractmethod
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
@@ -213,8 +226,25 @@ class Storage(ABC):
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = READS_IN_FLIGHT) -> list[Result]:
     """What `act` returns for each item, in their order. After the first error, no further item is started."""
-    with ThreadPoolExecutor(at_once, thread_name_prefix="storage") as pool:
-        return list(pool.map(act, items))
+    todo, results = deque(enumerate(items)), {}
+
+    def work() -> None:
+        while todo:
+            try:
+                number, item = todo.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                results[number] = act(item)
+            except BaseException:
+                todo.clear()
+                raise
+
+    workers = [start_thread(work, "storage") for _ in range(min(at_once, len(todo)))]
+    wait(workers)
+    for worker in workers:
+        worker.result()
+    return [results[number] for number in sorted(results)]
 
 
 @contextlib.contextmanager
@@ -248,11 +278,20 @@ class ObjectReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with self._errors():
-            return self._source.readinto(buffer)
+            size: int = self._source.readinto(buffer)
+        moved(size)
+        return size
 
     def readall(self) -> bytes:
+        content = io.BytesIO()
+        while chunk := self._read_chunk():
+            content.write(chunk)
+            moved(len(chunk))
+        return content.getvalue()
+
+    def _read_chunk(self) -> bytes:
         with self._errors():
-            return self._source.read()
+            return self._source.read(CHUNK)
 
     def close(self) -> None:
         self._source.close()
@@ -269,19 +308,35 @@ def pause_after(tries: int) -> float:
 
 
 def retry_storage(act: Callable[[], Result], limit_s: float, what: str, warn: Callable[[str], Any]) -> Result:
-    """The result of `act`, retried while storage fails; raises `StorageError` after about `limit_s` seconds."""
-    began = time.monotonic()
+    """The result of `act`, retried while storage fails, in a thread of its own.
+
+    Raises `StorageError` when storage has failed for `limit_s` seconds, or makes no progress for so long.
+    """
+    failing_since: float | None = None
     tries = 0
     while True:
+        began = time.monotonic()
+        deadline = ProgressDeadline(time_for_try(limit_s, failing_since), what, warn)
         try:
-            return act()
+            return deadline.run(act)
         except StorageError as error:
-            failing_for = time.monotonic() - began
-            if failing_for >= limit_s:
+            if failing_since is None:
+                failing_since = began if deadline.passed else time.monotonic()
+            failing_for = time.monotonic() - failing_since
+            if failing_for >= limit_s or deadline.passed:
                 raise StorageError(
-                    f"{what}: storage has refused for {failing_for:.0f} s "
+                    f"{what}: storage has failed for {failing_for:.0f} s "
                     f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
                 ) from error
             warn(f"{what}: {error}; trying again in {pause_after(tries):g} s")
         time.sleep(pause_after(tries))
         tries += 1
+
+
+def time_for_try(limit_s: float, failing_since: float | None) -> float:
+    """Seconds that one try may wait for storage, which has failed since then (`time.monotonic`) and may for `limit_s`.
+
+    The last try gets a tenth of it at least.
+    """
+    left_s = limit_s if failing_since is None else limit_s - (time.monotonic() - failing_since)
+    return max(left_s, limit_s / 10)

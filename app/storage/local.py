@@ -1,6 +1,7 @@
 """A directory as storage, local or NFS."""
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -8,9 +9,10 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO
 
-from app.errors import NotFoundError, StorageError, shorten
+from app.errors import NotFoundError, SettingsError, StorageError, shorten
 from app.storage.base import (
     CHUNK,
     RACE_TRIES,
@@ -21,36 +23,39 @@ from app.storage.base import (
     Writer,
     completed,
 )
+from app.storage.deadline import OPERATION_S, operation, refuse_if_given_up
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
-"""A file of `write` or `create` that is not yet, or never became, the object named by the group."""
+"""A file that is not yet, or never became, the object named by the group."""
 
 
 class LocalStorage(Storage):
-    """A directory. Safe on NFS: it relies only on rename and link, which are atomic there."""
+    """A directory. Safe on NFS: it relies only on rename and link, which are atomic there, and on `refresh`."""
 
     def __init__(self, storage_path: str) -> None:
-        self.root = Path(storage_path).expanduser().absolute()
+        self.root = local_path(storage_path)
 
     def locate(self, key: str) -> str:
         return str(self.root / key)
 
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        errors = functools.partial(_os_errors, self.locate(key), reading=True)
-        with errors():
-            source = io.FileIO(self.root / key)
+        errors = functools.partial(_os_errors, self.locate(key), reading=True, gives_s=0)
+        with _os_errors(self.locate(key), reading=True):
+            source = io.FileIO(self.root / key, opener=_open_file)
             source.seek(offset)
         with io.BufferedReader(ObjectReader(source, errors), CHUNK) as stream:
             yield stream
 
     def write(self, key: str, data: bytes) -> None:
         with _os_errors(self.locate(key)), self._temporary(key, data) as temporary:
+            refuse_if_given_up(self.locate(key))
             os.replace(temporary, self.root / key)
             _sync_directory((self.root / key).parent)
 
     def create(self, key: str, data: bytes) -> bool:
         with _os_errors(self.locate(key)), self._temporary(key, data) as temporary:
+            refuse_if_given_up(self.locate(key))
             try:
                 os.link(temporary, self.root / key)
             except FileExistsError:
@@ -103,19 +108,31 @@ class LocalStorage(Storage):
 
     def delete_folders(self, prefix: str) -> None:
         top = self.root / prefix
-        for folder in sorted((Path(folder) for folder, _, _ in os.walk(top)), reverse=True):
-            if folder != self.root:
+        for folder, below, files in os.walk(top, topdown=False):
+            for path in (Path(folder, name) for name in (*below, *files)):
+                if path.is_symlink() and not path.is_file():  # to a folder, or to nothing: no listing shows it
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+            if Path(folder) != self.root:
                 with contextlib.suppress(OSError):  # not empty: another writer's
-                    folder.rmdir()
+                    os.rmdir(folder)
 
     def exists(self, key: str) -> bool:
         with _os_errors(self.locate(key)):
             return (self.root / key).is_file()
 
+    def refresh(self, prefix: str) -> None:
+        # NFS clients cache a directory's names, and that a name is absent, for up to a minute. A change of their own
+        # brings the directory's version with the server's answer, and drops what was cached under an older one.
+        folder = self.root / prefix
+        with _os_errors(str(folder)), contextlib.suppress(FileNotFoundError):  # the run was deleted
+            probe = _temporary_name(folder / "refresh")
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.unlink(probe)
+
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes) -> Iterator[Path]:
-        path = self.root / key
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # TEMPORARY
+        temporary = _temporary_name(self.root / key)
         try:
             with _open_new(temporary) as sink:
                 sink.write(data)
@@ -128,14 +145,16 @@ class LocalStorage(Storage):
 
 
 class _LocalWriter(Writer):
+    """Writes beside the object, and replaces it at the end: a second try never touches what a first one published."""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path = path
+        self._path, self._temporary = path, _temporary_name(path)
         with _os_errors(str(path)):
-            self._sink = _open_new(path)
+            self._sink = _open_new(self._temporary)
 
     def _store(self, view: memoryview) -> None:
-        with _os_errors(str(self._path)):
+        with _os_errors(str(self._path), gives_s=0):
             self._sink.write(view)
 
     def complete(self) -> None:
@@ -143,13 +162,41 @@ class _LocalWriter(Writer):
             with self._sink:
                 self._sink.flush()
                 os.fsync(self._sink.fileno())
+            refuse_if_given_up(str(self._path))
+            os.replace(self._temporary, self._path)
             _sync_directory(self._path.parent)
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
             self._sink.close()
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            self._temporary.unlink()
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # TEMPORARY
+
+
+def local_path(path: str) -> Path:
+    """A local path made absolute, `~` and `~user` included; raises `SettingsError` for what can be none."""
+    try:
+        if "\0" in path:
+            raise ValueError("there is a NUL in it")
+        os.fsencode(path)
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise SettingsError(f"{path}: {shorten(error)}; write the path without '~'") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: no path: {shorten(error)}; give one of letters") from error
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a file for reading; a FIFO would never answer, and a device never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
 
 
 def _open_new(path: Path) -> BinaryIO:
@@ -183,9 +230,11 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _os_errors(location: str, reading: bool = False) -> Iterator[None]:
+def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_S) -> Iterator[None]:
+    """An operation whose `OSError` becomes a `StorageError`; `gives_s` as in `operation`."""
     try:
-        yield
+        with operation(location, gives_s):
+            yield
     except OSError as error:
         if reading and isinstance(error, FileNotFoundError):
             raise NotFoundError(f"{location}: not found") from error

@@ -8,9 +8,11 @@ import io
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from app.background import start_thread
 from app.errors import NotFoundError, StorageError, shorten
 from app.storage.base import (
     CHUNK,
@@ -26,15 +28,18 @@ from app.storage.base import (
     completed,
     map_parallel,
 )
+from app.storage.deadline import OPERATION_S, operation
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
 
-PART = 16 << 20
-"""Bytes of one part of a multipart upload. S3 allows 10,000 parts, so an object can have 156 GiB."""
+PART, EVEN_PARTS, GROWTH = 16 << 20, 1000, 136 << 10
+"""Bytes of a part of a multipart upload, for so many parts (16 GiB); from there on each has GROWTH more than the one
+before, so that the 10,000 parts which S3 allows make up the 5 TiB which it allows, in parts of at most 1.2 GiB."""
 
 PARTS_IN_FLIGHT = 4
-"""Parts uploaded at once. With PART this bounds the memory of one upload: 64 MiB besides the part being filled."""
+"""Parts uploaded at once. With their size this bounds the memory of one upload besides the part being filled: 64 MiB,
+and half a percent of an object of 200 GiB."""
 
 DELETED_AT_ONCE = 1000
 """Objects that S3 deletes in one request, at most."""
@@ -50,6 +55,7 @@ S3_FIXES = {
     "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
     "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod's service account a role",
     "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "RequestTimeTooSkewed": "set this machine's clock by NTP",
     "EndpointConnectionError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
     "ConnectTimeoutError": "check AWS_ENDPOINT_URL, and that it can be reached from here",
 }
@@ -71,9 +77,9 @@ class S3Storage(Storage):
 
     @contextlib.contextmanager
     def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        errors = functools.partial(self._s3_errors, "read", key)
+        errors = functools.partial(self._s3_errors, "read", key, gives_s=0)
         part = {"Range": f"bytes={offset}-"} if offset else {}
-        with errors():
+        with self._s3_errors("read", key):
             body = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **part)["Body"]
         with io.BufferedReader(ObjectReader(body, errors), CHUNK) as stream:
             yield stream
@@ -113,15 +119,37 @@ class S3Storage(Storage):
         """Like `list`, including folders."""
         skip = len(self.prefix) + 1 if self.prefix else 0
         with self._s3_errors("list", prefix):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=self._full(prefix)
-            )
-            found = [
-                Entry(item["Key"][skip:], item["Size"], item["LastModified"].timestamp(), _etag_and_time(item))
-                for page in pages
-                for item in page.get("Contents", ())
-            ]
+            found = []
+            for page in self._pages(self._full(prefix)):
+                self._note_clock(page["ResponseMetadata"]["HTTPHeaders"].get("date"))
+                found += [
+                    Entry(item["Key"][skip:], item["Size"], item["LastModified"].timestamp(), _etag_and_time(item))
+                    for item in page.get("Contents", ())
+                ]
         return [entry for entry in found if _is_below(entry.key, prefix)]
+
+    def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """Pages of a listing with the object `prefix` and its folder, and others beside them on the first page only.
+
+        S3 goes by the first letters: a listing of `search` would read its way through `search-01/` and all the others.
+        """
+        list_pages = functools.partial(self._client.get_paginator("list_objects_v2").paginate, Bucket=self.bucket)
+        folder = prefix.rstrip("/") + "/"
+        if prefix in ("", folder):
+            yield from list_pages(Prefix=prefix)
+            return
+        first = self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix)
+        yield first
+        last = first["Contents"][-1]["Key"] if first.get("IsTruncated") else ""
+        if last.startswith(folder):
+            yield from list_pages(Prefix=folder, StartAfter=last)
+        elif last and last < folder:
+            yield from list_pages(Prefix=folder)
+
+    def _note_clock(self, date: str | None) -> None:
+        """Compare the server's clock, to the second, with this machine's: of an answer that has just arrived."""
+        with contextlib.suppress(TypeError, ValueError):  # no date, or none that can be read
+            self.ahead_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - time.time()
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         skip = len(self.prefix) + 1 if self.prefix else 0
@@ -215,23 +243,34 @@ class S3Storage(Storage):
         return f"{self.prefix}/{key}" if self.prefix else key
 
     @contextlib.contextmanager
-    def _s3_errors(self, action: str, key: str) -> Iterator[None]:
+    def _s3_errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
+        """An operation whose errors become a `StorageError`; `gives_s` as in `operation`."""
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
         try:
-            yield
-        except (ClientError, BotoCoreError, HTTPError, OSError) as error:
+            with operation(self.locate(key), gives_s):
+                yield
+        except (ClientError, BotoCoreError, HTTPError, OSError, ValueError) as error:
             name = error.response["Error"]["Code"] if isinstance(error, ClientError) else type(error).__name__
             if name == "NoSuchKey":
                 raise NotFoundError(f"{self.locate(key)}: not found") from error
-            fix = f"; {S3_FIXES[name]}" if name in S3_FIXES else ""
-            raise StorageError(f"{self.locate(key)}: cannot {action}: {shorten(error)}{fix}") from error
+            fix = _padded_credential() or S3_FIXES.get(name, "")
+            raise StorageError(
+                f"{self.locate(key)}: cannot {action}: {shorten(error)}{'; ' if fix else ''}{fix}"
+            ) from error
 
 
 def _is_below(key: str, prefix: str) -> bool:
     """Whether `key` is the object `prefix` or lies in the folder `prefix`; S3 itself has no folders."""
     return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")
+
+
+def _padded_credential() -> str:
+    """The fix for a credential with white space around it; empty if there is none."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    padded = next((name for name in names if (value := os.environ.get(name, "")) != value.strip()), "")
+    return padded and f"{padded} has white space around it, as from a Secret made with `echo`; `echo -n` leaves it away"
 
 
 def _prefix_of(rule: dict[str, Any]) -> str:
@@ -270,14 +309,14 @@ class _S3Writer(Writer):
         self._filling = bytearray()
         self._upload_id = ""
         self._parts: list[Future[dict[str, Any]]] = []
-        self._pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="s3-part")
 
     def _store(self, view: memoryview) -> None:
         while len(view):
-            if len(self._filling) == PART:
+            room = part_size(len(self._parts) + 1) - len(self._filling)
+            if not room:
                 with self._errors():
                     self._send_part()
-            room = PART - len(self._filling)
+                continue
             self._filling += view[:room]
             view = view[room:]
 
@@ -287,21 +326,22 @@ class _S3Writer(Writer):
         if len(self._parts) >= PARTS_IN_FLIGHT:
             self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
         body, self._filling = self._filling, bytearray()
-        number = len(self._parts) + 1
-        self._parts.append(self._pool.submit(self._upload_part, number, body))
+        self._parts.append(start_thread(functools.partial(self._upload_part, len(self._parts) + 1, body), "s3-part"))
 
     def _upload_part(self, number: int, body: bytearray) -> dict[str, Any]:
         answer = self._client.upload_part(**self._target, UploadId=self._upload_id, PartNumber=number, Body=body)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def complete(self) -> None:
-        with self._errors():
-            if self._upload_id:
-                self._send_part()
-                self._complete_upload([part.result() for part in self._parts])
-            else:
+        if not self._upload_id:
+            with self._errors():
                 self._client.put_object(**self._target, Body=self._filling)
-        self._pool.shutdown()
+            return
+        with self._errors():
+            self._send_part()
+            parts = [part.result() for part in self._parts]
+        with self._errors():  # not begun when the upload was given up meanwhile
+            self._complete_upload(parts)
 
     def _complete_upload(self, parts: list[dict[str, Any]]) -> None:
         from botocore.exceptions import ClientError
@@ -324,10 +364,15 @@ class _S3Writer(Writer):
 
     def abort(self) -> None:
         """Free the space of the parts; if that fails too, the bucket's lifecycle rules have to."""
-        self._pool.shutdown(cancel_futures=True)
+        wait(self._parts)  # one that arrives after the upload's end would stay
         if self._upload_id:
             with contextlib.suppress(Exception):
                 self._client.abort_multipart_upload(**self._target, UploadId=self._upload_id)
+
+
+def part_size(number: int) -> int:
+    """Bytes of a part, counted from 1; the last one may have fewer."""
+    return PART + max(0, number - EVEN_PARTS) * GROWTH
 
 
 def _s3_client(url: str) -> Any:
