@@ -19,8 +19,8 @@ def row_of(path: str, row: int) -> str:
     return f"{path}, row {row}"
 
 
-def check_labels(column: pa.ChunkedArray, path: str) -> int:
-    """The largest label of a file; raises `DataError` naming the first bad row."""
+def read_labels(column: pa.ChunkedArray, path: str) -> np.ndarray:
+    """The labels of a file, int64 [n]; raises `DataError` naming the first bad row."""
     if not pa.types.is_integer(column.type):
         raise DataError(f"{path}, row 0: label is {column.type} ({column[0]}); it must be an integer from 0")
     if column.null_count:
@@ -31,7 +31,7 @@ def check_labels(column: pa.ChunkedArray, path: str) -> int:
     if bad.any():
         row = _first_true(bad)
         raise DataError(f"{row_of(path, row)}: label {labels[row]}; it must be an integer from 0 to {MAX_LABEL}")
-    return int(labels.max())
+    return labels.astype(np.int64, copy=False)
 
 
 def dims_of_type(stored: pa.DataType, path: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from app.data.images import GREY_MODES, to_pixels
+from app.data.images import GREY_MODES, open_checked, to_pixels
 from app.data.mnist import open_mnist
 from app.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from app.settings import CommandParser
@@ -39,6 +39,9 @@ Write a dataset as Parquet in the form that reads fastest.
 OUT is a new local directory and appears when everything is written. Class names are in the files' metadata."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "PPM")
+"""What is read below these names, whatever else Pillow would find in the file."""
 
 Rows = tuple[np.ndarray, np.ndarray]
 """Images, uint8 [n, H, W] or [n, H, W, 3], and labels, int64 [n]."""
@@ -235,10 +238,8 @@ def _list_images(folder: Path, classes: list[str]) -> list[_Image]:
 
 
 def _read_image(path: Path, read: Callable[[Any], Any]) -> Any:
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
+        with open_checked(path, IMAGE_FORMATS) as image:
             return read(image)
     except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"{path}: not an image, or damaged: {shorten(error)}") from error

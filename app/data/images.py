@@ -1,14 +1,19 @@
-"""Images from files: PNG, JPEG (or any other format that Pillow reads), and NumPy's .npy."""
+"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from app.errors import DataError, SettingsError, shorten
 
 NPY_MAGIC = b"\x93NUMPY"
+
+FORMATS = ("PNG", "JPEG")
+"""Pillow knows forty more, and one of them hands the file to Ghostscript."""
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
@@ -33,27 +38,41 @@ def decode_images(content: bytes, shape: tuple[int, int, int], place: str) -> np
 
 def _from_array(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
     try:
-        array = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        found, in_columns, dtype, begin = _read_npy_header(content)
+    except Exception as error:  # of numpy's parsers, all kinds
         raise SettingsError(f"{place}: an array that cannot be read: {shorten(error)}") from error
-    if array.dtype != np.uint8 or array.shape[-3:] != shape or array.ndim not in (3, 4) or not len(array):
+    if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
         raise SettingsError(
-            f"{place}: an array of {array.dtype} {list(array.shape)}, but the model takes uint8 {list(shape)} "
+            f"{place}: an array of {dtype} {list(found)}, but the model takes uint8 {list(shape)} "
             "(channels, height, width), or several of them as [B, C, H, W]"
         )
+    if len(content) - begin != math.prod(found):
+        raise SettingsError(
+            f"{place}: an array of {list(found)}, with {len(content) - begin} bytes instead of {math.prod(found)}; it "
+            "is damaged, write it again"
+        )
+    array = np.frombuffer(content, np.uint8, offset=begin).reshape(found, order="F" if in_columns else "C")
     return array.reshape(-1, *shape)
 
 
-def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
-    from PIL import Image
+def _read_npy_header(content: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether in Fortran's order, dtype, and where the values begin; raises all kinds of errors."""
+    stream = io.BytesIO(content)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
+    return (*read(stream), stream.tell())
 
+
+def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
     try:
-        image = Image.open(io.BytesIO(content))
-        pixels = to_pixels(image, shape[0])
+        image = open_checked(io.BytesIO(content))
+        grey = image.mode in GREY_MODES
+        fits = (image.height, image.width) == shape[1:] and (shape[0] == 3 or grey)
+        pixels = to_pixels(image, shape[0]) if fits else None
     except Exception as error:  # Pillow's decoders raise all kinds
-        raise SettingsError(f"{place}: neither an image nor an .npy array, or damaged: {shorten(error)}") from error
-    grey = image.mode in GREY_MODES
-    if pixels.shape != shape or (shape[0] == 1 and not grey):
+        raise SettingsError(
+            f"{place}: neither a PNG, a JPEG nor an .npy array, or damaged: {shorten(error)}"
+        ) from error
+    if pixels is None:
         raise SettingsError(
             f"{place}: an image of {image.height} x {image.width} (height x width), {'grey' if grey else 'in colour'}, "
             f"but the model takes {shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}; convert it"
@@ -63,12 +82,25 @@ def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.n
 
 def open_image(content: bytes, place: str) -> Any:
     """A Pillow image whose header has been read."""
-    from PIL import Image
-
     try:
-        return Image.open(io.BytesIO(content))
+        return open_checked(io.BytesIO(content))
     except Exception as error:  # Pillow's decoders raise all kinds
         raise DataError(f"{place}: image bytes are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
+
+
+def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
+    """A Pillow image of one of `formats`, with its header read; raises all kinds of errors.
+
+    Also for one of more pixels than Pillow warns of: a small file may claim any number, and decoding would make them.
+    """
+    from PIL import Image
+
+    image = Image.open(source, formats=formats)
+    if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{image.width} x {image.height} pixels, of which {Image.MAX_IMAGE_PIXELS} are the most")
+    if image.format == "PNG" and getattr(image, "is_animated", False):
+        raise ValueError("an animation; give one image")
+    return image
 
 
 def decode_bytes(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:

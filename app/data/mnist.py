@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from app.data.fingerprint import digest, digest_array
 from app.errors import DataError, shorten
 
 CLASSES = 10
@@ -52,8 +53,10 @@ class MnistSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        content = json.dumps([_names(self.split), self.row_groups, self.shape])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        """Of the files' names and shape and, after a '-', of every byte: 0.1 s for the training digits."""
+        layout = json.dumps([_names(self.split), self.row_groups, self.shape])
+        content = digest(*(digest_array(array).encode() for array in _load(self.data_root, self.split)))
+        return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
         return f"{_raw(self.data_root) / _names(self.split)[0]}, row {group * GROUP_ROWS + row}"

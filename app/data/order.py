@@ -12,6 +12,7 @@ number: how many optimizer steps it has taken. Ten rows with a global batch size
 Each worker then takes its share in one or more forward passes (`micro_batches`).
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,8 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.data.fingerprint import digest, digest_array
+
 MIN_ROWS = 2
 """Batch norm needs two rows in a forward pass."""
+
+WINDOW_ROWS = 8192
+"""Rows of a shuffle window of LOADER=ray, the unit of reading. A change moves every row: positions mean others then."""
+
+PROVEN_ROWS = 1 << 20
+"""Most rows of a window that `Order.checksum` looks at: of a larger one, it permutes as many."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,12 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
     return (slice(begin, end) for begin, end in pairwise(bounds))
 
 
+def largest_pass(rows: int, world_size: int, limit: int) -> int:
+    """Rows of the largest forward pass that any worker makes in a step of `rows` rows."""
+    begin, end = share(rows, world_size, 0)
+    return max(part.stop - part.start for part in micro_batches(end - begin, limit))
+
+
 def forward_passes(rows: int, world_size: int, limit: int) -> int:
     """Forward passes of a step of `rows` rows on rank 0, which has the largest share."""
     begin, end = share(rows, world_size, 0)
@@ -131,6 +146,22 @@ class Order:
         Rows are numbered through `window.groups` laid end to end; `row_ids` turns these numbers into row ids.
         """
         return np.random.default_rng([self.seed, epoch, window.number]).permutation(window.last - window.first)
+
+    def checksum(self) -> str:
+        """Of the first epoch's windows and the rows of the first of them.
+
+        The seed gives other rows when this changes: NumPy does not promise the same shuffle in all of its versions.
+        """
+        windows = self.windows(1)
+        first = windows[0]._replace(last=min(windows[0].last, PROVEN_ROWS))
+        groups = json.dumps([window.groups for window in windows])
+        return digest(groups.encode(), digest_array(self.permutation(1, first)).encode())
+
+
+def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
+    """The order of a run by its LOADER: torch has all rows in memory, and permutes them as one window."""
+    rows = sum(row_groups)
+    return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
 
 
 def row_ids(row_groups: Sequence[int], groups: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """A dataset in Parquet, on disk or in S3: columns `image` and `label`, rows in the order of the files' paths.
 
 `image` is one of
-  - PNG or JPEG bytes (or any other format that Pillow reads);
+  - PNG or JPEG bytes;
   - Arrow's fixed_shape_tensor of uint8: [H, W], [H, W, C] or [C, H, W];
   - lists of lists of integers 0 to 255 in the same shapes.
 
@@ -23,14 +23,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.data.columns import check_labels, decode, dims_of_type, dims_of_value, layout, row_of
+from app.data.columns import decode, dims_of_type, dims_of_value, layout, read_labels, row_of
+from app.data.fingerprint import digest, digest_array, sample_ranges
 from app.data.parquet_files import (
     absolute,
+    file_size,
     forget_open_files,
     join,
     list_files,
     open_file,
     parquet_errors,
+    read_range,
     split_folder,
 )
 from app.errors import DataError
@@ -67,7 +70,11 @@ class ParquetSource:
     dims: tuple[int, ...]
     "Dimensions of a stored image: [H, W], [H, W, C] or [C, H, W]."
     classes: int
-    labelled: bool = True
+    labelled: bool
+    sizes: tuple[int, ...]
+    "Bytes of each file."
+    tables: str
+    "Digest of all labels, and of the sizes of all column chunks."
 
     @cached_property
     def row_groups(self) -> tuple[int, ...]:
@@ -79,10 +86,19 @@ class ParquetSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the names below `location`, not of the location: a copy of a dataset is the same dataset."""
+        """Of the names below `location`, not of the location: a copy of a dataset is the same dataset.
+
+        Then, after a '-', of the content: all labels, the sizes of all column chunks, and samples of the files' bytes.
+        Unseen remain images that were changed in place, outside the samples, and take as many bytes as before.
+        """
         names = [name or os.path.basename(self.location) for name in self.files]
-        content = json.dumps([names, self.groups, self.shape])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        layout = json.dumps([names, self.groups, self.shape])
+        ranges = zip(self.files, sample_ranges(self.sizes), strict=True)
+        places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            samples = pool.map(lambda place: read_range(*place), places)
+            content = digest(self.tables.encode(), *samples)
+        return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
 
     def where(self, group: int, row: int) -> str:
         return row_of(self._path(self.groups[group]), self.groups[group].first + row)
@@ -92,8 +108,9 @@ class ParquetSource:
         path = self._path(place)
         with parquet_errors(path):
             file = open_file(path)
-            groups = file.metadata.num_row_groups
-            if place.number >= groups or file.metadata.row_group(place.number).num_rows != place.rows:
+            groups, size = file.metadata.num_row_groups, file_size(path)
+            same = size == self.sizes[place.file] and place.number < groups
+            if not same or file.metadata.row_group(place.number).num_rows != place.rows:
                 raise DataError(f"{path}: has changed since it was opened; start the run again")
             columns = COLUMNS if self.labelled else COLUMNS[:1]
             table = file.read_row_group(place.number, columns=columns, use_threads=False)
@@ -134,8 +151,16 @@ def open_parquet(location: str, labelled: bool = True) -> ParquetSource:
         firsts = itertools.accumulate(file.groups, initial=0)
         places = enumerate(zip(firsts, file.groups, strict=False))
         groups += [Group(index, number, first, rows) for number, (first, rows) in places if rows]
-    classes = max(file.classes for file in checked)
-    return ParquetSource(location, tuple(names), tuple(groups), dims, classes, bool(with_labels))
+    return ParquetSource(
+        location=location,
+        files=tuple(names),
+        groups=tuple(groups),
+        dims=dims,
+        classes=max(file.classes for file in checked),
+        labelled=bool(with_labels),
+        sizes=tuple(file.size for file in checked),
+        tables=digest(*(file.digest.encode() for file in checked)),
+    )
 
 
 def open_dataset(
@@ -166,6 +191,10 @@ class _FileSummary(NamedTuple):
     groups: list[int]
     dims: tuple[int, ...]
     classes: int
+    size: int
+    "Bytes."
+    digest: str
+    "Of the labels and the sizes of the column chunks."
 
 
 def _check_file(path: str, labelled: bool) -> _FileSummary:
@@ -173,17 +202,27 @@ def _check_file(path: str, labelled: bool) -> _FileSummary:
         file = open_file(path)
         schema, metadata = file.schema_arrow, file.metadata
         for name in COLUMNS if labelled else COLUMNS[:1]:
+            found = ", ".join(schema.names) or "none"
             if name not in schema.names:
-                found = ", ".join(schema.names) or "none"
                 raise DataError(f"{path}: no column {name!r} among its columns ({found}); rename the one that holds it")
+            if schema.names.count(name) > 1:
+                raise DataError(f"{path}: several columns {name!r} among its columns ({found}); rename the others")
         if not metadata.num_rows:
             raise DataError(f"{path}: has no rows; remove the file")
         dims = dims_of_type(schema.field("image").type, path)
-        classes = 0
+        labels = np.empty(0, np.int64)
         if "label" in schema.names:
-            classes = check_labels(file.read(columns=["label"], use_threads=False)["label"], path) + 1
-    groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    return _FileSummary(groups, dims, classes)
+            labels = read_labels(file.read(columns=["label"], use_threads=False)["label"], path)
+        size = file_size(path)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number).total_compressed_size for group in groups for number in range(group.num_columns)]
+    return _FileSummary(
+        groups=[group.num_rows for group in groups],
+        dims=dims,
+        classes=int(labels.max()) + 1 if len(labels) else 0,
+        size=size,
+        digest=digest(digest_array(labels).encode(), json.dumps(chunks).encode()),
+    )
 
 
 def _first_dims(path: str) -> tuple[int, ...]:
@@ -192,5 +231,7 @@ def _first_dims(path: str) -> tuple[int, ...]:
         file = open_file(path)
         if dims := dims_of_type(file.schema_arrow.field("image").type, path):
             return dims
-        first = next(file.iter_batches(batch_size=1, columns=["image"], use_threads=False))["image"][0]
-    return dims_of_value(first, row_of(path, 0))
+        first = next(file.iter_batches(batch_size=1, columns=["image"], use_threads=False), None)
+    if first is None:
+        raise DataError(f"{path}: damaged: its footer tells of rows that are not there")
+    return dims_of_value(first["image"][0], row_of(path, 0))

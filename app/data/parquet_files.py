@@ -63,6 +63,18 @@ def open_file(path: str) -> pq.ParquetFile:
     return pq.ParquetFile(kept.handle, metadata=kept.metadata, pre_buffer=True)
 
 
+def file_size(path: str) -> int:
+    """Bytes of a file."""
+    with parquet_errors(path):
+        return int(_keep_open(path).handle.size())
+
+
+def read_range(path: str, offset: int, length: int) -> bytes:
+    """Some bytes of a file."""
+    with parquet_errors(path):
+        return bytes(_keep_open(path).handle.read_at(length, offset))
+
+
 def forget_open_files() -> None:
     """Open files anew from now on: they may have been rewritten."""
     _keep_open.cache_clear()
@@ -75,7 +87,7 @@ def parquet_errors(path: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: not found; check DATASET and TEST_DATASET") from error
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
         if isinstance(error, OSError) and (error.errno or "AWS Error" in str(error)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
         raise DataError(f"{path}: not a Parquet file, or damaged: {shorten(error)}") from error
@@ -90,7 +102,11 @@ class _OpenFile(NamedTuple):
 def _keep_open(path: str) -> _OpenFile:
     system, inner = _file_system(path)
     handle = system.open_input_file(inner)
-    return _OpenFile(handle, pq.ParquetFile(handle).metadata)
+    metadata = pq.ParquetFile(handle).metadata
+    # Arrow takes a row group's word for the number of its columns, and then reads beyond those of the schema.
+    if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):
+        raise DataError(f"{path}: damaged: its row groups have other columns than its schema")
+    return _OpenFile(handle, metadata)
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:

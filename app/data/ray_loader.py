@@ -13,12 +13,9 @@ import ray.data
 import ray.train
 import torch
 
-from app.data.order import Order, ShuffleWindow, Steps, row_ids
+from app.data.order import Order, ShuffleWindow, Steps, row_ids, run_order
 from app.data.source import Batch, Source
 from app.errors import DataError
-
-WINDOW_ROWS = 8192
-"""Rows of a shuffle window, the unit of reading. It defines what a position means: a change moves every row."""
 
 MAX_BLOCKS = 1000
 """Blocks of a stream's index: more only cost scheduling, as a task yields its windows one by one."""
@@ -95,7 +92,7 @@ class StepStreams(ray.train.DataConfig):
         super().__init__()
         self._reading_cpus = reading_cpus
         self._source, self._test, self._steps = source, test, steps
-        self._order = Order(source.row_groups, seed, WINDOW_ROWS)
+        self._order = run_order("ray", source.row_groups, seed)
         self._total_steps, self._start = total_steps, start
 
     def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:

@@ -36,7 +36,10 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the files, their row groups or the images' shape: row ids then mean other rows."""
+        """Changes with the rows: their files, row groups, shape and, as far as it is cheap to see, their content.
+
+        What comes before the first '-' is all that versions knew that did not look at the content.
+        """
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """`image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.

@@ -7,7 +7,7 @@ import ray.train.torch
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from app.data.order import Order, Steps
+from app.data.order import Steps, run_order
 from app.data.source import Batch, Source, read_rows, rows_in
 
 
@@ -19,7 +19,7 @@ class TorchLoader:
     ) -> None:
         self._rows = load_rows(source)
         self._test = load_rows(test) if test else None
-        self._order = Order((steps.rows,), seed, window_rows=steps.rows)
+        self._order = run_order("torch", source.row_groups, seed)
         self._steps, self._world_size, self._rank = steps, world_size, rank
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:

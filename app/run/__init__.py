@@ -2,14 +2,17 @@
 
     <STORAGE_PATH>/<RUN_NAME>/
         run.json                          what the run may never change: its identity settings and its data
-        status.json                       where the run stands, in one small object
+        rows.json                         what identifies its rows, and the order in which they are visited
+        status/attempt-0001-3f2a9c1e.json where the run stands, in one small object: an attempt, and a driver's start
+                                          (status.json before there were several; the newest attempt's counts)
         stop.json                         there while the run must stand still
         delete.json                       there while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.yaml
                                           each manifest as applied to a cluster
-        attempts/0001.json                one per start of a worker group: who, when, from which checkpoint
+        attempts/0001.json                one per start of a worker group: who owns the run from here on, and since when
+        attempts/0001-start-9f3c21ab.json the checkpoint that it has chosen to start from
         attempts/0001-error.json          the error that ended this attempt for good
-        checkpoints/step-00000460-attempt-0001/
+        checkpoints/step-00000460-attempt-0001-9f3c21ab/
             model.pt optimizer.pt extra_state.pt
                                           under PARALLEL=fsdp parts instead of the first two (app/checkpoint/sharded.py)
             manifest.json                 written last: without it there is no checkpoint
@@ -20,7 +23,7 @@
         logs/driver-20261121T141013679Z/000000.log
         logs/attempt-0001-rank-0000/000000.log
                                           what each process printed, in segments
-        audit/attempt-0001/00000001-00000460.parquet
+        audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
                                           the ids of the rows these optimizer steps consumed
         predictions.json                  the last checkpoint's predictions of held-out rows, for the report
         tracking/mlflow.json              the run of a tracking service that shows this one
@@ -35,6 +38,7 @@ a later attempt continued from, and not beyond (`attempts.lineage`).
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +65,6 @@ class Run:
         """The run's path or URL, for people."""
         return self.storage.locate(self.name)
 
-    def read_json(self, *parts: str) -> Any:
-        """Parse one JSON object of the run; raises `NotFoundError` or `ValueError`."""
-        return json.loads(self.storage.read(self.key(*parts)))
-
 
 def open_run(storage_path: str, name: str) -> Run:
     """The run `name` below `storage_path`, whether or not it exists."""
@@ -73,7 +73,25 @@ def open_run(storage_path: str, name: str) -> Run:
 
 def to_json(value: Any) -> bytes:
     """How every JSON object of a run is written."""
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+    return (dump_json(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def dump_json(value: Any, **options: Any) -> str:
+    """`json.dumps` for what every reader takes."""
+    text = json.dumps(value, **options)
+    return json.dumps(_without_surrogates(value), **options) if "\\ud" in text else text
+
+
+def _without_surrogates(value: Any) -> Any:
+    """`value` without halves of surrogate pairs, as Python makes of undecodable file names: no reader takes them."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 SHARED_MEMORY = Path("/dev/shm")

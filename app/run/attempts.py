@@ -2,21 +2,44 @@
 
 Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
 run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
+Only then does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its
+own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
+
+A claim's nonce tells it from one of the same number in a run that was deleted and begun again under its name. The names
+of checkpoints and audit folders carry it, so a process of the deleted run writes beside the new one's, never over them.
 """
 
+import contextlib
 import os
+import re
 import socket
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from app.errors import ConflictError, NotFoundError, SupersededError, by_name
+from annotated_types import Predicate
+
+from app.errors import ConflictError, DamageError, NotFoundError, SupersededError, by_name
 from app.formatting import as_time
-from app.run import Run, to_json
+from app.run import Run
+from app.run.objects import MOST, CheckpointName, Count, Moment, Workers, check, read_truth, seal
 from app.run.status import refuse_if_deleted
+from app.run.submissions import owner_of
 from app.storage.base import map_parallel
+
+CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
+"""A file of `attempts/` with which an attempt claimed its number."""
+
+DRIVER = "driver"
+"""Key in `Attempt.metadata` of `Attempt.driver`."""
+
+METADATA = {
+    **dict.fromkeys(("settings", "versions", "nodes"), dict[str, str]),
+    **{"world_size": Workers, "host": str, "tier": str, DRIVER: str},
+}
+"""What must have its form in `Attempt.metadata`; later versions may add to it."""
 
 CLAIM_TRIES = 20
 """Claims lost in a row before a process gives up: each time, another one has won."""
@@ -26,19 +49,33 @@ CLAIM_TRIES = 20
 class Attempt:
     """One start of a worker group, as recorded in `attempts/NNNN.json`."""
 
-    number: int
+    number: Count
     owner: str
     "The job (or process) that trains; the same for all attempts of one job."
-    starts_from: str | None
+    starts_from: CheckpointName | None
     "Name of the checkpoint it continues from; None: from the beginning."
-    step: int
+    step: Count
     "Optimizer steps taken in that checkpoint."
     skipped: tuple[str, ...] = ()
     "Newer checkpoints that could not be used, each with the reason."
-    time: float = field(default_factory=time.time)
+    time: Moment = field(default_factory=time.time)
     "Seconds since the epoch."
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict, metadata={"validation_alias": "about"})
     "Settings, versions, host, world size."
+    nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
+    "Unique to this claim (`new_nonce`); empty: an older version made it."
+    chosen: bool = True
+    "False: it owns the run, and has not chosen where it starts."
+
+    @property
+    def driver(self) -> str:
+        """The start of the driver whose workers claimed it (`status.new_driver`); empty: an older version's."""
+        return str(self.metadata.get(DRIVER, ""))
+
+    @property
+    def label(self) -> str:
+        """Its name in those of what it writes: no other attempt has it, of this run or of one deleted before."""
+        return attempt_label(self.number, self.nonce)
 
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
@@ -49,12 +86,27 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
     return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
 
 
+def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
+    """Like `recorded_setting`, a number; raises `DamageError` when it is none."""
+    text = recorded_setting(attempts, name)
+    with contextlib.suppress(ValueError):
+        if abs(number := float(text)) <= MOST:
+            return number
+    raise DamageError(f"attempt {attempts[-1].number} cannot be used: its {name.upper()}={text[:100]} is no number")
+
+
 class Span(NamedTuple):
     """The steps of one attempt that count: after `after`, up to and including `upto` (None: all that come)."""
 
     attempt: int
     after: int
     upto: int | None
+    nonce: str = ""
+
+    @property
+    def label(self) -> str:
+        """That of the attempt (`Attempt.label`)."""
+        return attempt_label(self.attempt, self.nonce)
 
     def holds(self, attempt: int, step: int) -> bool:
         """Whether `attempt` took `step`, and it counts."""
@@ -66,42 +118,76 @@ class Span(NamedTuple):
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """All attempts, oldest first."""
-    files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("attempts"))]
-    numbered = [file for file in files if file.removesuffix(".json").isdigit()]
-    records = map_parallel(lambda file: run.read_json("attempts", file), numbered)
-    return [_attempt(record) for record in records]
+    """All attempts, oldest first. Raises `DamageError` for one that cannot be used."""
+    files = _list_files(run)
+
+    def read_chosen(file: str) -> Attempt:
+        claimed = _read_attempt(run, file)
+        chosen = _start_file(claimed)
+        return claimed if claimed.chosen or chosen not in files else _read_attempt(run, chosen)
+
+    found = map_parallel(read_chosen, filter(CLAIM.fullmatch, files))
+    return sorted(found, key=lambda attempt: attempt.number)
 
 
-def _attempt(record: dict[str, Any]) -> Attempt:
-    metadata = record.pop("about", {})  # its name on disk
-    return Attempt(**{**record, "skipped": tuple(record["skipped"]), "metadata": metadata})
+def _read_attempt(run: Run, file: str) -> Attempt:
+    """An attempt, which must be the one that its file is called after, and start from an earlier one."""
+    attempt, place = read_truth(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
+    for name, form in METADATA.items():
+        if name in attempt.metadata:
+            check(form, attempt.metadata[name], f"{place}: {name}")
+    if file not in (f"{attempt.number:04d}.json", _start_file(attempt)):
+        raise DamageError(
+            f"{place} cannot be used: it is the record of attempt {attempt.number} {attempt.nonce}".rstrip()
+        )
+    origin = attempt.starts_from
+    if (step_of(origin) if origin else 0) != attempt.step or (origin and attempt_of(origin) >= attempt.number):
+        raise DamageError(
+            f"{place} cannot be used: attempt {attempt.number} would start at step {attempt.step} of {origin}"
+        )
+    return attempt
+
+
+def _to_json(attempt: Attempt) -> bytes:
+    record = asdict(attempt)
+    record["about"] = record.pop("metadata")  # its name on disk
+    return seal(record)
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
-    """The spans of steps that lead to the newest attempt, newest first.
+    """The spans of steps that lead to the newest attempt that has chosen where it starts, newest first.
 
     Attempt n starts from a checkpoint of attempt m: the steps of m up to that checkpoint count, and nothing m wrote
     later, even if it was committed after n began.
     """
-    by_number = {attempt.number: attempt for attempt in attempts}
+    by_label = {attempt.label: attempt for attempt in attempts if attempt.chosen}
     spans = []
-    current, upto = attempts[-1] if attempts else None, None
+    current, upto = next((attempt for attempt in reversed(attempts) if attempt.chosen), None), None
     while current:
-        spans.append(Span(current.number, current.step, upto))
+        spans.append(Span(current.number, current.step, upto, current.nonce))
         upto = current.step
-        current = by_number.get(attempt_of(current.starts_from)) if current.starts_from else None
+        current = by_label.get(label_of(current.starts_from)) if current.starts_from else None
     return spans
 
 
-def checkpoint_name(step: int, attempt: int) -> str:
+def new_nonce() -> str:
+    """Eight hexadecimal digits: claims of one number, in runs of one name, are few."""
+    return uuid.uuid4().hex[:8]
+
+
+def attempt_label(number: int, nonce: str = "") -> str:
+    """How an attempt is called in the names of what it writes (`Attempt.label`)."""
+    return f"attempt-{number:04d}" + (f"-{nonce}" if nonce else "")
+
+
+def checkpoint_name(step: int, attempt: int, nonce: str = "") -> str:
     """The name of a checkpoint: unique, since an attempt takes each step once."""
-    return f"step-{step:08d}-attempt-{attempt:04d}"
+    return f"step-{step:08d}-{attempt_label(attempt, nonce)}"
 
 
 def attempt_of(checkpoint: str) -> int:
     """The attempt that wrote a checkpoint, from its name."""
-    return int(checkpoint.rpartition("-")[2])
+    return int(checkpoint.split("-")[3])
 
 
 def step_of(checkpoint: str) -> int:
@@ -109,10 +195,29 @@ def step_of(checkpoint: str) -> int:
     return int(checkpoint.split("-")[1])
 
 
-def refuse_if_superseded(attempts: list[Attempt], owner: str) -> None:
-    """Raise `SupersededError` when `owner` has lost the run to another owner: it never gets it back."""
-    if attempts and attempts[-1].owner != owner and any(attempt.owner == owner for attempt in attempts):
-        raise _superseded(attempts[-1])
+def nonce_of(checkpoint: str) -> str:
+    """The nonce of the attempt that wrote a checkpoint, from its name; empty for those of older versions."""
+    return "".join(checkpoint.split("-")[4:])
+
+
+def label_of(checkpoint: str) -> str:
+    """The label of the attempt that wrote a checkpoint, from its name."""
+    return checkpoint.split("-", 2)[2]
+
+
+def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
+    """Raise `SupersededError` when `owner` has lost the run to another owner: it never gets it back.
+
+    So has a start of a `driver` that lost it to a later start of the same job: the operator starts another one when it
+    does not hear of the head, which may be frozen.
+    """
+    if not attempts:
+        return
+    newest = attempts[-1]
+    lost = newest.owner != owner and any(attempt.owner == owner for attempt in attempts)
+    restarted = driver and newest.driver != driver and any(attempt.driver == driver for attempt in attempts)
+    if lost or restarted:
+        raise _superseded(newest)
 
 
 def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
@@ -120,19 +225,33 @@ def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
 
     Raises `SupersededError` when the owner was superseded, or the run is being deleted.
     """
-    refuse_if_superseded(attempts, attempt.owner)
+    refuse_if_superseded(attempts, attempt.owner, attempt.driver)
     refuse_if_deleted(run)
-    record = asdict(attempt)
-    record["about"] = record.pop("metadata")  # its name on disk
-    return run.storage.create(_key(run, attempt.number), to_json(record))
+    return run.storage.create(_key(run, attempt.number), _to_json(attempt))
+
+
+def record_start(run: Run, attempt: Attempt) -> None:
+    """Record where a claimed `attempt` has chosen to start; raises like `ensure_owner`."""
+    ensure_owner(run, attempt)
+    key = run.key("attempts", _start_file(attempt))
+    run.storage.create(key, _to_json(attempt))
+    try:
+        ensure_owner(run, attempt)
+    except SupersededError:
+        run.storage.delete(key)  # or it would be left of a run that was deleted meanwhile
+        raise
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:
     """Called before commits and deletions: raise `SupersededError` if a newer attempt has begun or the run is gone."""
-    listed = {entry.key for entry in run.storage.list(run.key("attempts"))}
-    if _key(run, attempt.number + 1) in listed:
-        raise _superseded(read_attempts(run)[-1])
-    if _key(run, attempt.number) not in listed and not run.storage.exists(_key(run, attempt.number)):
+    run.storage.refresh(run.key("attempts"))
+    if run.storage.exists(_key(run, attempt.number + 1)) and (attempts := read_attempts(run)):
+        raise _superseded(attempts[-1])  # or else it has just been deleted
+    try:
+        claimed = _read_attempt(run, f"{attempt.number:04d}.json")
+    except NotFoundError:
+        claimed = None
+    if not claimed or claimed.nonce != attempt.nonce:
         raise SupersededError(
             f"{run.location} was deleted while attempt {attempt.number} trained; this process has ended"
         )
@@ -141,16 +260,25 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
 def record_error(run: Run, attempt: int, error: Exception) -> None:
     """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
     record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
-    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), to_json(record))
+    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), seal(record))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The error that ended an attempt for good."""
+
+    type: str
+    message: str
+    time: Moment
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
-    """The error recorded for an attempt, as an exception of its class."""
+    """The error recorded for an attempt, as an exception of its class; raises `DamageError`."""
     try:
-        record = run.read_json("attempts", f"{attempt:04d}-error.json")
+        ended = read_truth(run, Ended, "attempts", f"{attempt:04d}-error.json")
     except NotFoundError:
         return None
-    return by_name(record["type"])(record["message"])
+    return by_name(ended.type)(ended.message)
 
 
 def _superseded(newest: Attempt) -> SupersededError:
@@ -164,45 +292,33 @@ def _key(run: Run, number: int) -> str:
     return run.key("attempts", f"{number:04d}.json")
 
 
+def _start_file(attempt: Attempt) -> str:
+    """The file of `attempts/` that records where a claimed attempt has chosen to start."""
+    return f"{attempt.number:04d}-start-{attempt.nonce}.json"
+
+
+def _list_files(run: Run) -> set[str]:
+    """The files of `attempts/`."""
+    folder = run.key("attempts")
+    return {entry.key.removeprefix(folder + "/") for entry in run.storage.list(folder)}
+
+
+def newest_number(run: Run) -> int:
+    """The number of the newest attempt; 0 before the first."""
+    return max((int(file.removesuffix(".json")) for file in filter(CLAIM.fullmatch, _list_files(run))), default=0)
+
+
 def new_owner(run: Run, job_id: str) -> str:
     """The owner that a driver claims for: the cluster's job, or else this process."""
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def fatal_error(run: Run, owner: str) -> Exception | None:
-    """What ended this owner's part in the run for good, if anything did."""
+def fatal_error(run: Run, owner: str, driver: str = "") -> Exception | None:
+    """What ended the part of this owner, or of this start of its driver, in the run for good, if anything did."""
     attempts = read_attempts(run)
     try:
-        refuse_if_superseded(attempts, owner)
+        refuse_if_superseded(attempts, owner, driver)
         refuse_if_deleted(run)
     except ConflictError as error:
         return error
     return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None
-
-
-def record_submission(run: Run, job: str, manifest: str) -> str:
-    """Keep the manifest (YAML) to be applied as `job`; returns the storage key. Raises `StorageError`."""
-    number = len(_submissions(run)) + 1
-    while not run.storage.create(key := run.key("submissions", f"{number:04d}-{job}.yaml"), manifest.encode()):
-        number += 1
-    return key
-
-
-def newest_submission(run: Run) -> tuple[str, str] | None:
-    """Job name and manifest (YAML) of the last submission, if any."""
-    keys = _submissions(run)
-    return (_job(keys[-1]), run.storage.read(keys[-1]).decode()) if keys else None
-
-
-def owner_of(run: Run, job: str) -> str:
-    """The owner of a process of `job` that starts now: the job, and how often it has been submitted."""
-    times = sum(_job(key) == job for key in _submissions(run))
-    return f"{job}#{times}" if times else job
-
-
-def _submissions(run: Run) -> list[str]:
-    return [entry.key for entry in run.storage.list(run.key("submissions")) if entry.key.endswith(".yaml")]
-
-
-def _job(key: str) -> str:
-    return key.rpartition("/")[2].partition("-")[2].removesuffix(".yaml")

@@ -5,24 +5,41 @@ every file has the size and the SHA-256 the manifest lists. A file listed under 
 it back has not been written since, which saves reading it.
 """
 
-import hashlib
-import json
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from app.errors import DamageError, NotFoundError
-from app.run import Run, to_json
-from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, recorded_setting, step_of
+from app.run import Run
+from app.run.attempts import (
+    Attempt,
+    Span,
+    attempt_of,
+    label_of,
+    lineage,
+    read_attempts,
+    recorded_number,
+    recorded_setting,
+    step_of,
+)
+from app.run.objects import (
+    CHECKPOINT,
+    CheckpointName,
+    Count,
+    Moment,
+    Whole,
+    is_count,
+    parse_truth,
+    read,
+    read_content,
+    seal,
+)
 from app.storage import open_storage
 from app.storage.base import READS_IN_FLIGHT, Entry, map_parallel
+from app.storage.local import local_path
 
 MANIFEST = "manifest.json"
-
-NAME = re.compile(r"step-\d{8,}-attempt-\d{4,}")
 
 Directories = Mapping[str, Mapping[str, Entry]]
 """The files of each checkpoint directory, by its name (`list_directories`)."""
@@ -32,19 +49,19 @@ Directories = Mapping[str, Mapping[str, Entry]]
 class Checkpoint:
     """A committed checkpoint: the content of its manifest."""
 
-    name: str
-    step: int
+    name: CheckpointName
+    step: Count
     "Optimizer steps taken."
-    epoch: int
+    epoch: Count
     "The epoch, from 1, that its last step belongs to."
-    steps_per_epoch: int
-    total_steps: int
+    steps_per_epoch: Count
+    total_steps: Count
     "Steps of the whole run by its settings at the time."
-    attempt: int
-    metrics: dict[str, Any] = field(default_factory=dict)
+    attempt: Count
+    metrics: dict[str, Whole | float | None] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     "For each file: `size` in bytes, `sha256`, and the `version` (`Entry.version`) it was read back under."
-    time: float = field(default_factory=time.time)
+    time: Moment = field(default_factory=time.time)
     evaluated: bool = True
     "False: it ends an epoch that has not been evaluated."
     damage: str = ""
@@ -63,7 +80,7 @@ class Checkpoint:
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
     """Commit: from here on the checkpoint exists."""
     record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
-    run.storage.write(_key(run, checkpoint.name, MANIFEST), to_json({**record, "sha256": _digest(record)}))
+    run.storage.write(_key(run, checkpoint.name, MANIFEST), seal(record))
 
 
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
@@ -71,7 +88,7 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
     found: dict[str, dict[str, Entry]] = {}
     for entry in run.storage.list(run.key("checkpoints")):
         name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
-        if NAME.fullmatch(name):
+        if CHECKPOINT.fullmatch(name):
             found.setdefault(name, {})[file] = entry
     return found
 
@@ -90,7 +107,8 @@ def by_step(names: Iterable[str]) -> list[str]:
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
     """Whether a checkpoint is on the way to the newest attempt; a late commit of a superseded one is not."""
-    return any(span.reaches(attempt_of(name), step_of(name)) for span in spans)
+    label, step = label_of(name), step_of(name)
+    return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
@@ -109,23 +127,22 @@ def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpo
 def read_manifest(run: Run, name: str) -> Checkpoint | None:
     """The checkpoint, with `damage` when its manifest is unusable; None when it does not exist (any more)."""
     try:
-        record = run.read_json("checkpoints", name, MANIFEST)
-        written = record.pop("sha256", None)  # older ones have none
-        if written is not None and written != _digest(record):
-            raise ValueError("it was changed after it was written")
-        checkpoint = Checkpoint(**record)
+        checkpoint: Checkpoint = parse_truth(Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST)
         if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
-            raise ValueError("it describes another checkpoint")
-        sized = [
-            isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in checkpoint.files.values()
-        ]
-        if not sized or not all(sized) or not isinstance(checkpoint.metrics, dict):
-            raise ValueError("it lists no file, or not its size and SHA-256")
+            raise DamageError(f"{MANIFEST} cannot be used: it describes another checkpoint")
+        if not checkpoint.files or not all(map(_is_file, checkpoint.files.values())):
+            raise DamageError(f"{MANIFEST} cannot be used: it lists no file, or not its size and SHA-256")
+        if outside := [file for file in checkpoint.files if ".." in file.split("/") or file.startswith("/")]:
+            raise DamageError(f"{MANIFEST} cannot be used: it lists {outside[0]}, which lies outside")
         return checkpoint
     except NotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=f"{MANIFEST} cannot be used: {error}")
+    except DamageError as error:
+        return Checkpoint(name, step_of(name), 0, 0, 0, attempt_of(name), damage=str(error))
+
+
+def _is_file(entry: dict[str, Any]) -> bool:
+    return is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
@@ -205,9 +222,8 @@ def find_newest_good(
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
     """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
-    names = ("checkpoints_to_keep", "checkpoint_metric", "checkpoint_order")
-    keep, metric, order = (recorded_setting(attempts, name) for name in names)
-    return int(keep), metric, order
+    metric, order = (recorded_setting(attempts, name) for name in ("checkpoint_metric", "checkpoint_order"))
+    return int(recorded_number(attempts, "checkpoints_to_keep")), metric, order
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
@@ -233,10 +249,6 @@ def delete_checkpoint(run: Run, name: str) -> None:
     run.storage.delete(_key(run, name, MANIFEST))
     for entry in run.storage.list(run.key("checkpoints", name)):
         run.storage.delete(entry.key)
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(to_json(record)).hexdigest()
 
 
 def _key(run: Run, name: str, file: str) -> str:
@@ -278,7 +290,7 @@ def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
 
 def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
     """Raise `NotFoundError`, with the reason, unless `name` is a checkpoint that counts."""
-    counted, superseded, incomplete = classify(directories, read_spans(run))
+    counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
     location = run.storage.locate(run.key("checkpoints", name))
     if name in superseded:
         raise NotFoundError(
@@ -290,14 +302,6 @@ def refuse_if_absent(run: Run, name: str, directories: Directories) -> None:
         raise NotFoundError(f"{location}: no such checkpoint; `sunspot checkpoints ls {run.name}` lists them")
 
 
-def read_spans(run: Run) -> list[Span]:
-    """The steps that count; nothing is read while the first attempt is the only one."""
-    numbers = [entry.key.rpartition("/")[2].removesuffix(".json") for entry in run.storage.list(run.key("attempts"))]
-    if [int(number) for number in numbers if number.isdigit()] == [1]:
-        return [Span(1, 0, None)]
-    return lineage(read_attempts(run))
-
-
 @dataclass(frozen=True)
 class CheckpointDirectory(Run):
     """A checkpoint directory by itself, wherever it was copied to and whatever it is called now."""
@@ -307,18 +311,22 @@ class CheckpointDirectory(Run):
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 
 
+@dataclass(frozen=True)
+class Named:
+    """What a manifest says first: which checkpoint it describes."""
+
+    name: CheckpointName
+
+
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
     """The checkpoint in a directory, a path or a URL. Raises `NotFoundError` when it holds no manifest."""
-    location = location.rstrip("/") if "://" in location else str(Path(location).expanduser().absolute())
+    location = location.rstrip("/") if "://" in location else str(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)
     try:
-        name_in_run = json.loads(directory.storage.read(directory.key("checkpoints", name, MANIFEST)))["name"]
-        checkpoint = read_manifest(directory, name_in_run)
+        checkpoint = read_manifest(directory, read(directory, Named, "checkpoints", name, MANIFEST).name)
     except NotFoundError:
         checkpoint = None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamageError(f"{location}: {MANIFEST} cannot be used") from error
     if checkpoint is None:
         raise NotFoundError(f"{location}: holds no {MANIFEST}, so it is no checkpoint, or an incomplete one")
     return directory, checkpoint

@@ -6,15 +6,17 @@
 A killed process leaves none.
 """
 
-import json
 import re
 import time
-import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from app.errors import format_trace, without_secrets
 from app.run import Run, to_json
-from app.run.logs import driver_stream, rank_stream
+from app.run.logs import STREAM, driver_stream, rank_stream
+from app.run.objects import Count, Moment, news, read, warn_once
 from app.storage.base import map_parallel
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
@@ -36,20 +38,20 @@ LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer|ActorDied|actor die
 class Failure:
     """The error that ended one process of a run."""
 
-    attempt: int
+    attempt: Count
     "0: the driver's, in whichever attempt."
-    rank: int | None
+    rank: Count | None
     "None: the driver."
-    step: int
+    step: Count
     "Optimizer steps taken."
     type: str
     message: str
     traceback: str
     file: str = ""
     "The innermost line of the user's own code; empty when there is none."
-    line: int = 0
+    line: Count = 0
     function: str = ""
-    time: float = field(default_factory=time.time)
+    time: Moment = field(default_factory=time.time)
     "Seconds since the epoch."
 
     @property
@@ -60,14 +62,14 @@ class Failure:
 
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
     """The record of an error that ends a process; that of a remote Ray task is found in its text."""
-    text = "".join(traceback.format_exception(error))
+    text = format_trace(error)
     file, line, function = find_place(text)
     return Failure(
         attempt=attempt,
         rank=rank,
         step=step,
         type=type(error).__name__,
-        message=str(error)[-LONGEST_MESSAGE:],
+        message=without_secrets(str(error))[-LONGEST_MESSAGE:],
         traceback=text[-LONGEST_TRACEBACK:],
         file=file,
         line=line,
@@ -89,8 +91,9 @@ def record_failure(run: Run, failure: Failure) -> None:
     run.storage.write(run.key("failures", f"{name}.json"), to_json(asdict(failure)))
 
 
-def read_failures(run: Run) -> list[Failure]:
-    """All failures, oldest first. Raises `StorageError`."""
-    keys = [entry.key for entry in run.storage.list(run.key("failures")) if entry.key.endswith(".json")]
-    found = [Failure(**json.loads(text)) for text in map_parallel(run.storage.read, keys)]
-    return sorted(found, key=lambda failure: failure.time)
+def read_failures(run: Run, warn: Callable[[str], Any] = warn_once) -> list[Failure]:
+    """All failures that can be read, oldest first; `warn` hears of the others. Raises `StorageError`."""
+    files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("failures"))]
+    ours = [file for file in files if STREAM.fullmatch(file.removesuffix(".json"))]
+    found = map_parallel(lambda file: news(lambda: read(run, Failure, "failures", file), None, warn), ours)
+    return sorted((failure for failure in found if failure), key=lambda failure: failure.time)

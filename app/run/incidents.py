@@ -13,6 +13,7 @@ from typing import Any
 
 from app.formatting import plural
 from app.run.attempts import Attempt
+from app.run.objects import Count, Measure, Moment, Workers, adapter
 
 RECOVERED = "recovered"
 """The `event` of a receipt, in the run's events."""
@@ -50,34 +51,34 @@ class Cause(enum.StrEnum):
 class Receipt:
     """What one start of a worker group cost. Times are in seconds since the epoch; None: not observed."""
 
-    attempt: int
+    attempt: Count
     "The new attempt."
-    since: int
+    since: Count
     "The attempt of the receipt before; 0: none. Attempts in between took no step."
     cause: Cause
     detail: str
     "Details for people."
-    noticed: float | None
+    noticed: Moment | None
     "When the notice arrived or the loss was detected."
-    save_began: float | None
-    committed: float | None
-    restarted: float
+    save_began: Moment | None
+    committed: Moment | None
+    restarted: Moment
     "When the attempt was claimed."
-    first_step: float
+    first_step: Moment
     "When its first optimizer step was done."
-    left: float
+    left: Moment
     "When `step` had been taken: from here to `first_step`, no work counts."
-    step: int
+    step: Count
     "The step it continues from."
-    last_step: int
+    last_step: Count
     "The last step the group before is known to have taken."
     tier: str
     "Where the state came from: memory, storage, or beginning."
-    world_before: int
-    world_after: int
-    paused_s: float = 0.0
+    world_before: Workers
+    world_after: Workers
+    paused_s: Measure = 0.0
     "Seconds in between in which the run had ended and used no nodes."
-    worker_seconds_lost: float = 0.0
+    worker_seconds_lost: Measure = 0.0
 
     @property
     def replayed(self) -> int:
@@ -101,10 +102,10 @@ def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
 
 
 def _read(event: dict[str, Any]) -> Receipt | None:
-    known = {name: value for name, value in event.items() if name in Receipt.__dataclass_fields__}
     try:
-        return Receipt(**{**known, "cause": Cause(event["cause"])})
-    except (KeyError, TypeError, ValueError):
+        receipt: Receipt = adapter(Receipt).validate_python(event)
+        return receipt
+    except ValueError:
         return None
 
 
@@ -180,11 +181,17 @@ HUNG = "hung"
 """The `event` of a rank that stopped taking steps: `rank`, `detail`, `waiting` (for the other ranks), `stacks`."""
 
 
+def find_hangs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hung ranks among a run's events."""
+    needed = ("rank", "waiting", "detail")
+    return [e for e in events if e["event"] == HUNG and all(e.get(name) is not None for name in needed)]
+
+
 def suspects(events: Iterable[dict[str, Any]], world_size: int) -> list[int]:
     """The ranks of one attempt that probably blocked the others; empty when its events point at none.
 
     A hung rank makes all others wait in a collective: it is one that was not waiting, or that wrote no event because
     its process is stopped or its node is lost.
     """
-    waiting = {event["rank"]: event["waiting"] for event in events if event["event"] == HUNG}
+    waiting = {event["rank"]: event["waiting"] for event in find_hangs(events)}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []

@@ -4,6 +4,7 @@ A stream is the output of one process: `driver-<start time>` or `attempt-0001-ra
 stream is a series of segments of at most SEGMENT_BYTES, and only the last is rewritten.
 """
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ SEGMENT_BYTES = 128 << 10
 
 MOST_WAITING = 64 * SEGMENT_BYTES
 """Bytes waiting for storage; of more than this, the middle is left out."""
+
+STREAM = re.compile(r"driver-[0-9TZ]+|attempt-[0-9]{4,9}-rank-[0-9]{4,9}")
+
+SEGMENT = re.compile(r"[0-9]{6,12}\.log")
 
 LEFT_OUT = b"\n... output left out: storage did not take it in time ...\n"
 
@@ -73,8 +78,9 @@ def list_streams(run: Run) -> dict[str, int]:
     """The streams of a run by name, with their sizes in bytes."""
     sizes: dict[str, int] = {}
     for entry in run.storage.list(run.key("logs")):
-        stream = entry.key.split("/")[-2]
-        sizes[stream] = sizes.get(stream, 0) + entry.size
+        stream, _, segment = entry.key.removeprefix(run.key("logs") + "/").partition("/")
+        if STREAM.fullmatch(stream) and SEGMENT.fullmatch(segment):
+            sizes[stream] = sizes.get(stream, 0) + entry.size
     return sizes
 
 
@@ -87,7 +93,10 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[bytes]:
     """Like `read_stream`, a few megabytes at a time; costs one listing when nothing is new."""
     unread = []
     for entry in run.storage.list(run.key("logs", stream)):
-        begins = int(entry.key.rpartition("/")[2].removesuffix(".log")) * SEGMENT_BYTES
+        segment = entry.key.removeprefix(run.key("logs", stream) + "/")
+        if not SEGMENT.fullmatch(segment):
+            continue
+        begins = int(segment.removesuffix(".log")) * SEGMENT_BYTES
         if begins + entry.size > offset:
             unread.append((entry.key, max(0, offset - begins)))
     for first in range(0, len(unread), READS_IN_FLIGHT):

@@ -3,28 +3,48 @@
 A listing has name, size and time of every object, which is most of what the list of runs shows.
 """
 
-import json
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import NotFoundError
+from app.errors import NotFoundError, StorageError
 from app.formatting import as_time, in_words
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
-from app.run.checkpoints import MANIFEST, NAME, Checkpoint, find_newest_good, retention
+from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, retention
 from app.run.history import read_journal
+from app.run.identity import Identity, read_identity
 from app.run.incidents import Cause, Receipt, goodput, read_receipts
-from app.run.status import DELETION, STATUS_EVERY_S, STOP, RunState, Status, deletion_begun, read_status
+from app.run.objects import CHECKPOINT, RUN
+from app.run.status import (
+    DELETION,
+    FOLDER,
+    SILENT_S,
+    STATUS_EVERY_S,
+    STOP,
+    RunState,
+    Status,
+    deletion_begun,
+    list_statuses,
+    newest_status,
+    read_status,
+    usable_status,
+)
+from app.run.submissions import SUBMISSION, list_submissions
 from app.storage.base import Entry, Storage, map_parallel
 from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
 
 HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 
-SILENCE_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
+LOST_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """A run that is silent for this long is lost: two status writes may fail, and a request to slow storage takes long."""
+
+STILL_S, STILL_STEPS = 20.0, 10
+"""A run that trains is said to take no steps after these seconds, and at least so many step times: a rank hangs, or
+its node is frozen, if it does not wait for storage."""
 
 
 # -------------------------------------------------------------------------------------------------------------- listing
@@ -38,7 +58,8 @@ class RunSummary:
     modified: float = 0.0
     "When anything of it was last written."
     last_active: float = 0.0
-    "When its own processes last wrote anything: what the submitter writes is no sign of life."
+    """When its own processes last gave a sign of life: wrote the status, or anything before there is one. What the
+    submitter writes is none, nor is what a superseded process still writes."""
     submitted: float = 0.0
     "When it was last submitted to a cluster."
     checkpoint: str | None = None
@@ -47,14 +68,16 @@ class RunSummary:
     stop_requested: bool = False
     bytes: int = 0
     deleting: bool = False
+    status: Entry | None = None
+    "The status that counts."
 
 
 def is_there(run: Run) -> bool:
     """Whether the run was begun or submitted, or something is left of its deletion."""
     return (
         run.storage.exists(run.key("run.json"))
-        or run.storage.exists(run.key("status.json"))
-        or bool(run.storage.list(run.key("submissions")))
+        or bool(list_statuses(run))
+        or bool(list_submissions(run))
         or deletion_begun(run)
     )
 
@@ -64,14 +87,15 @@ def list_runs(storage: Storage) -> list[RunSummary]:
     folders: dict[str, list[Entry]] = {}
     for entry in storage.list(""):
         name, slash, _ = entry.key.partition("/")
-        if slash:
+        if slash and RUN.fullmatch(name):
             folders.setdefault(name, []).append(entry)
     found = [summary for name, entries in folders.items() if (summary := summarize(name, entries))]
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
 
 
-def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
+def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
     """The summary of the folder with these objects; None when it is not a run."""
+    status = newest_status(entries)
     times: dict[str, float] = {}
     commits: dict[str, float] = {}
     size, last_active, submitted = 0, 0.0, 0.0
@@ -81,42 +105,58 @@ def summarize(name: str, entries: Iterable[Entry]) -> RunSummary | None:
         times[path] = entry.modified
         size += entry.size
         if folder == "submissions":
-            submitted = entry.modified
+            submitted = entry.modified if SUBMISSION.fullmatch(file) else submitted
         elif path not in (STOP, DELETION):
             last_active = max(last_active, entry.modified)
         if folder == "checkpoints" and file.endswith(f"/{MANIFEST}"):
             checkpoint = file.partition("/")[0]
-            if NAME.fullmatch(checkpoint):
+            if CHECKPOINT.fullmatch(checkpoint):
                 commits[checkpoint] = entry.modified
-    if not ("run.json" in times or "status.json" in times or submitted or DELETION in times):
+    if not ("run.json" in times or status or submitted or DELETION in times):
         return None
     # The newest attempt owns the run: a higher step of an older one may have been lost.
     newest = max(commits, key=lambda checkpoint: (attempt_of(checkpoint), step_of(checkpoint)), default=None)
     return RunSummary(
         name=name,
         modified=max(times.values()),
-        last_active=last_active,
+        last_active=status.modified if status else last_active,
         submitted=submitted,
         checkpoint=newest,
         checkpoint_time=commits[newest] if newest else 0.0,
         stop_requested=STOP in times,
         bytes=size,
         deleting=DELETION in times,
+        status=status,
     )
 
 
-def read_statuses(storage: Storage, names: Iterable[str]) -> dict[str, Status | None]:
-    """The status of each of these runs, in parallel: one small request each."""
-    asked = list(names)
-    return dict(zip(asked, map_parallel(lambda name: _usable_status(Run(storage, name)), asked), strict=True))
+def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:
+    """The status of each run, in parallel: one small request for each that has one that can be read."""
 
-
-def _usable_status(run: Run) -> Status | None:
-    """The status, or None when it is missing or malformed: one bad run must not hide the others of a list."""
-    try:
-        return read_status(run)
-    except (ValueError, TypeError, KeyError):
+    def read(run: RunSummary) -> Status | None:
+        with contextlib.suppress(NotFoundError):  # gone since it was listed
+            status = usable_status(storage, run.status) if run.status else None
+            return read_fresh_status(Run(storage, run.name)) if status and _seems_silent(storage, status) else status
         return None
+
+    return map_parallel(read, runs)
+
+
+def read_fresh_status(run: Run) -> Status | None:
+    """The status, read again if its run seems to be silent: NFS clients show what they saw up to a minute ago.
+
+    Raises `StorageError`.
+    """
+    status = read_status(run)
+    if status and _seems_silent(run.storage, status):
+        with contextlib.suppress(StorageError):  # it may not be written here
+            run.storage.refresh(run.key(FOLDER))
+            return read_status(run)
+    return status
+
+
+def _seems_silent(storage: Storage, status: Status) -> bool:
+    return not storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
@@ -134,24 +174,42 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
     if status and status.state.terminal:
         return status.state, status.reason or f"{status.state} at step {status.step}"
 
-    last_active = max(status.time if status else 0.0, summary.last_active)
-    if now - last_active <= SILENCE_S:
+    seen = status.seen if status else summary.last_active
+    silence = describe_silence(seen, now) if now - seen > SILENT_S else ""
+    if now - seen > LOST_S:
         if summary.stop_requested:
-            return RunState.STOPPING, "told to stop; it saves and ends"
-        if status is None:
-            return RunState.STARTING, "its driver has begun"
-        return status.state, status.reason or f"step {status.step} of {status.total_steps}"
-    silence = f"no news since {as_time(last_active)}, {in_words(now - last_active)} ago"
+            return RunState.STOPPED, f"told to stop; {silence}"
+        return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
     if summary.stop_requested:
-        return RunState.STOPPED, f"told to stop; {silence}"
-    return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
+        return RunState.STOPPING, f"told to stop; {silence or 'it saves and ends'}"
+    if silence:
+        return RunState.SILENT, f"{silence}: it is frozen, cut off from its storage, or gone"
+    if status is None:
+        return RunState.STARTING, "its driver has begun"
+    return status.state, status.reason or describe_stillness(status) or f"step {status.step} of {status.total_steps}"
+
+
+def describe_silence(seen: float, now: float) -> str:
+    """Since when there is no sign of life."""
+    return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
+
+
+def describe_stillness(status: Status) -> str:
+    """Since when its workers, which live, take no step and evaluate no rows; empty when they do, or none has yet."""
+    if status.state is not RunState.RUNNING or not status.heartbeat:
+        return ""
+    still_s = status.time - status.heartbeat  # both by rank 0's clock
+    if still_s <= max(STILL_S, STILL_STEPS * (status.step_time_s or 0.0)):
+        return ""
+    return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
 
 
 def read_state(run: Run) -> tuple[RunState, str]:
-    """`state_from_storage` with as few requests as it takes: one small read while the status is fresh."""
-    status, now = _usable_status(run), time.time()
+    """`state_from_storage` with as few requests as it takes: a small listing and a read while the status is
+    fresh."""
+    status, now = read_fresh_status(run), time.time()
     summary = None
-    if not status or status.state.terminal or now - status.time > SILENCE_S:
+    if not status or status.state.terminal or now - status.seen > SILENT_S:
         summary = summarize(run.name, run.storage.list(run.name))
     return state_from_storage(status, summary or RunSummary(run.name), now)
 
@@ -169,8 +227,8 @@ class RunView:
     time: float
     "When it was read, in seconds since the epoch."
     status: Status | None
-    identity: dict[str, Any]
-    "Content of `run.json`: the settings the run may never change, and its data; empty before its driver has begun."
+    identity: Identity | None
+    "What the run may never change; None before its driver has begun."
     attempts: list[Attempt]
     events: list[dict[str, Any]]
     "Those of all attempts."
@@ -208,7 +266,7 @@ class RunView:
     @property
     def epoch(self) -> int:
         """The epoch, from 1, of the newest step; 0: none yet."""
-        per_epoch = self.identity.get("steps_per_epoch", 0)
+        per_epoch = self.identity.steps_per_epoch if self.identity else 0
         return (self.step - 1) // per_epoch + 1 if self.step and per_epoch else 0
 
     @property
@@ -283,7 +341,7 @@ def read_view(run: Run) -> RunView:
 
     parts: list[Callable[[], Any]] = [
         lambda: summarize(run.name, run.storage.list(run.name)),
-        lambda: _usable_status(run),
+        lambda: read_fresh_status(run),
         attempts,
         lambda: _identity(run),
         lambda: read_journal(run, "metrics"),
@@ -304,7 +362,7 @@ def read_view(run: Run) -> RunView:
         time=now,
         status=status,
         identity=identity,
-        attempts=found,
+        attempts=[attempt for attempt in found if attempt.chosen],
         events=events,
         receipts=read_receipts(events),
         checkpoint=checkpoint,
@@ -314,8 +372,8 @@ def read_view(run: Run) -> RunView:
     )
 
 
-def _identity(run: Run) -> dict[str, Any]:
+def _identity(run: Run) -> Identity | None:
     try:
-        return dict(run.read_json("run.json"))
-    except (NotFoundError, json.JSONDecodeError):
-        return {}
+        return read_identity(run)
+    except NotFoundError:
+        return None

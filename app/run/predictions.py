@@ -1,11 +1,13 @@
 """The predictions of held-out rows that the report shows: `predictions.json`."""
 
 import base64
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from app.errors import DamageError, NotFoundError, shorten
+from app.errors import DamageError, NotFoundError
 from app.run import Run, to_json
+from app.run.objects import CheckpointName, Count, Measure, news, read, warn_once
 
 FILE = "predictions.json"
 
@@ -22,11 +24,13 @@ MOST_PIXELS = 64
 class Example:
     """One row and, unless it is a sample, its prediction."""
 
-    row: int
+    __pydantic_config__: ClassVar = {"val_json_bytes": "base64"}
+
+    row: Count
     "The row's id in its source."
-    label: int
-    predicted: int | None
-    probability: float | None
+    label: Count
+    predicted: Count | None
+    probability: Measure | None
     "Of the predicted class."
     image: bytes
     "A PNG of at most MOST_PIXELS each way."
@@ -36,14 +40,14 @@ class Example:
 class Predictions:
     """A summary of a checkpoint's predictions of held-out rows."""
 
-    checkpoint: str
-    step: int
-    rows: int
+    checkpoint: CheckpointName
+    step: Count
+    rows: Count
     "Number of held-out rows predicted, from the first."
-    accuracy: float
+    accuracy: Measure
     "Share of right predictions, 0 to 1."
-    classes: int
-    confusion: list[list[int]]
+    classes: Count
+    confusion: list[list[Count]]
     "Rows by label, then by predicted class."
     mistakes: list[Example] = field(default_factory=list)
     "By the model's certainty, the most certain first."
@@ -62,18 +66,20 @@ def write_predictions(run: Run, predictions: Predictions) -> None:
     run.storage.write(run.key(FILE), to_json(record))
 
 
-def read_predictions(run: Run) -> Predictions | None:
-    """The run's predictions, if any. Raises `StorageError`, or `DamageError` when they are unusable."""
+def read_predictions(run: Run, warn: Callable[[str], Any] = warn_once) -> Predictions | None:
+    """The run's predictions; None when there are none, or they are damaged, of which `warn` hears.
+
+    Raises `StorageError`.
+    """
     try:
-        record = run.read_json(FILE)
-        for kind in EXAMPLES:
-            record[kind] = [_example(example) for example in record[kind]]
-        return Predictions(**record)
+        return news(lambda: _read(run), None, warn)
     except NotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamageError(f"{run.storage.locate(run.key(FILE))}: cannot be used: {shorten(error)}") from error
 
 
-def _example(record: dict[str, Any]) -> Example:
-    return Example(**{**record, "image": base64.b64decode(record["image"], validate=True)})
+def _read(run: Run) -> Predictions:
+    found = read(run, Predictions, FILE)
+    if [len(row) for row in found.confusion] != [found.classes] * found.classes:
+        place = run.storage.locate(run.key(FILE))
+        raise DamageError(f"{place} cannot be used: the confusion matrix is none of {found.classes} classes")
+    return found

@@ -1,16 +1,17 @@
 """The results of a search: `search.json` in its run, and the state of its trials by their own runs."""
 
-import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from app.errors import NotFoundError
+from app.errors import DamageError, NotFoundError
 from app.run import Run, to_json
-from app.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest, read_spans
-from app.run.status import STOP, RunState, read_status
+from app.run.attempts import lineage, read_attempts
+from app.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
+from app.run.objects import CheckpointName, Count, Moment, RunName, news, read, warn_once
+from app.run.status import RunState, read_status, read_stop
 
 FILE = "search.json"
 
@@ -19,16 +20,16 @@ FILE = "search.json"
 class Trial:
     """One run of a search."""
 
-    run: str
+    run: RunName
     settings: dict[str, Any]
     "Its value for each dimension of the search space."
     state: RunState
     reason: str = ""
-    step: int = 0
-    total_steps: int = 0
+    step: Count = 0
+    total_steps: Count = 0
     best: float | None = None
     "The metric of its best checkpoint; None: no checkpoint has it as a number."
-    checkpoint: str | None = None
+    checkpoint: CheckpointName | None = None
     "The name of that checkpoint."
 
     @property
@@ -42,14 +43,13 @@ class Results:
     """All trials of a search, by number."""
 
     metric: str
-    order: str
-    "`min` or `max`."
+    order: Literal["min", "max"]
     space: dict[str, str]
     "Each dimension's expression."
     trials: tuple[Trial, ...]
-    promoted: str | None = None
+    promoted: RunName | None = None
     "The run whose best checkpoint is the search's; None: not yet."
-    time: float = field(default_factory=time.time)
+    time: Moment = field(default_factory=time.time)
 
     @property
     def ranking(self) -> list[Trial]:
@@ -63,14 +63,24 @@ def write_results(run: Run, results: Results) -> None:
     run.storage.write(run.key(FILE), to_json(asdict(results)))
 
 
-def read_results(run: Run) -> Results | None:
-    """The results of a search as last written; None when missing or of another version. Raises `StorageError`."""
+def read_results(run: Run, warn: Callable[[str], Any] = warn_once) -> Results | None:
+    """The results of a search as last written; None when there are none, or they are damaged, of which `warn` hears.
+
+    Raises `StorageError`.
+    """
     try:
-        record = run.read_json(FILE)
-        trials = tuple(Trial(**{**trial, "state": RunState(trial["state"])}) for trial in record["trials"])
-        return Results(**{**record, "trials": trials})
-    except (NotFoundError, ValueError, KeyError, TypeError):
+        return news(lambda: _read(run), None, warn)
+    except NotFoundError:
         return None
+
+
+def _read(run: Run) -> Results:
+    results = read(run, Results, FILE)
+    for trial in results.trials:
+        if missing := results.space.keys() - trial.settings.keys():
+            place = run.storage.locate(run.key(FILE))
+            raise DamageError(f"{place} cannot be used: {trial.run} has no {', '.join(sorted(missing))}")
+    return results
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
@@ -83,9 +93,9 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
     if error and state is not RunState.FAILED:
         state, reason = RunState.FAILED, error  # the status is another start's, or stale
     if state is RunState.STOPPED:
-        with contextlib.suppress(NotFoundError):
-            reason = f"by {run.read_json(STOP)['by']}"
-    best = best_of(run, metric, order)
+        stop = read_stop(run)
+        reason = f"by {stop.by}" if stop and stop.by else reason
+    best = news(lambda: best_of(run, metric, order), None, warn_once)  # one damaged trial does not end a search
     return Trial(
         run=run.name,
         settings=dict(settings),
@@ -93,14 +103,19 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
         reason=reason,
         step=status.step if best is None else max(status.step, best.step),
         total_steps=status.total_steps,
-        best=float(best.metrics[metric]) if best else None,
+        best=_number(best, metric) if best else None,
         checkpoint=best.name if best else None,
     )
 
 
 def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
     """The best checkpoint with the metric as a number; nothing is verified."""
-    names, _, _ = classify(list_directories(run), read_spans(run))
+    names, _, _ = classify(list_directories(run), lineage(read_attempts(run)))
     found = [checkpoint for name in names if (checkpoint := read_manifest(run, name)) and not checkpoint.damage]
-    measured = [c for c in found if isinstance(c.metrics.get(metric), int | float) and math.isfinite(c.metrics[metric])]
+    measured = [c for c in found if math.isfinite(_number(c, metric))]
     return best_first(measured, metric, order)[0] if measured else None
+
+
+def _number(checkpoint: Checkpoint, metric: str) -> float:
+    value = checkpoint.metrics.get(metric)
+    return math.nan if value is None else float(value)

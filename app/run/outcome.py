@@ -1,0 +1,168 @@
+"""How one start of a driver goes, as the status tells: when it begins, while no worker trains, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from app.background import Background
+from app.errors import ConflictError, DamageError, NotFoundError, StorageError, SunspotError, SupersededError, shorten
+from app.formatting import as_time
+from app.run import Run
+from app.run.attempts import newest_number
+from app.run.checkpoints import Checkpoint
+from app.run.failures import describe_failure, record_failure
+from app.run.status import (
+    STATUS_EVERY_S,
+    WORKERS_SILENT_S,
+    RunState,
+    Status,
+    load_status,
+    own_status,
+    read_status,
+    withdraw_status,
+    write_status,
+)
+from app.storage.base import Entry
+from app.storage.deadline import within
+
+RECORD_S = 60.0
+"""Limit on each wait for storage to take how the driver began or ended, which does not depend on that."""
+
+DRIVER_CHECK_EVERY_S = 5.0
+"""Seconds between two looks of a driver at its status."""
+
+
+class Outcome:
+    """How one start of a driver goes."""
+
+    def __init__(self, before: Status | None) -> None:
+        self.before = before
+        "The status that it found."
+        self.state = RunState.SUCCEEDED
+        "How it ended, unless with an error; set by the caller."
+
+
+@contextmanager
+def recorded_outcome(
+    run: Run, owner: str, driver: str, newest: Checkpoint | None, max_starts: int
+) -> Iterator[Outcome]:
+    """Write the run's status when the driver begins, and again when the context ends, in success or with an error.
+
+    Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
+    on a cluster the operator restarts the driver for every head that is lost, without a limit.
+    """
+    before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
+    begun = status.begun
+    outcome = Outcome(before)
+    try:
+        if begun.starts > max_starts:
+            raise SunspotError(
+                f"{owner} was started {max_starts} times without a new checkpoint; the logs of those starts say why. "
+                "SUNSPOT_MAX_DRIVER_STARTS allows more"
+            )
+        with Background(DRIVER_CHECK_EVERY_S, status.refresh):
+            yield outcome
+    except SupersededError:
+        raise  # the run is another's
+    except SunspotError as error:
+        if isinstance(error, ConflictError) and before and (before.state.terminal or before.owner != owner):
+            with suppress(StorageError):  # a start with other settings does not change where the run stands
+                within(RECORD_S, "withdrawing the status", lambda: withdraw_status(run, driver))
+        else:
+            status.end(RunState.FAILED, str(error))
+        raise
+    except KeyboardInterrupt:
+        status.end(RunState.LOST, "interrupted; the same command goes on from the last checkpoint")
+        raise
+    except Exception as error:
+        if status.end(RunState.FAILED, shorten(error)):
+            failure = describe_failure(error, 0, None, begun.step)
+            with suppress(StorageError):
+                within(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
+        raise
+    status.end(outcome.state, reason="")
+
+
+def _begin(run: Run, owner: str, driver: str, newest: Checkpoint | None) -> tuple[Status | None, DriverStatus]:
+    before = read_status(run)
+    return before, DriverStatus(run, _status_at_start(before, owner, driver, newest, newest_number(run)))
+
+
+def _status_at_start(before: Status | None, owner: str, driver: str, newest: Checkpoint | None, attempt: int) -> Status:
+    name = newest.name if newest else None
+    again = before is not None and before.owner == owner and before.checkpoint == name
+    return replace(
+        before or Status(RunState.STARTING, owner),
+        state=RunState.STARTING,
+        owner=owner,
+        reason="no worker trains yet: the driver reads its data, or waits for machines",
+        began=time.time(),
+        starts=before.starts + 1 if before and again else 1,
+        attempt=attempt,
+        driver=driver,
+        checkpoint=name,
+        checkpoint_time=newest.time if newest else None,
+        step=newest.step if newest else 0,
+        epoch=newest.epoch if newest else 0,
+        world_size=0,
+        heartbeat=None,
+    )
+
+
+class DriverStatus:
+    """The status while no worker keeps it; not written any more once another process owns the run."""
+
+    def __init__(self, run: Run, begun: Status) -> None:
+        self._run, self.begun, self._last = run, begun, begun
+        self._version, self._changed = "", time.monotonic()
+        self._ended = False
+        self._writing = threading.Lock()  # so that no write in the background comes after the end
+        write_status(run, begun)
+
+    def refresh(self) -> None:
+        """Show that the driver lives when no worker does: reading data and waiting for machines may take long."""
+        with self._writing:
+            if not self._ended:
+                self._refresh()
+
+    def _refresh(self) -> None:
+        entry = own_status(self._run, self._last.driver)
+        if entry and entry.version != self._version:
+            self._version, self._changed = entry.version, time.monotonic()
+        unchanged_s = time.monotonic() - self._changed
+        if not entry or unchanged_s < STATUS_EVERY_S:
+            return
+        self._load(entry)
+        if self._last.state is RunState.RUNNING:
+            if unchanged_s < WORKERS_SILENT_S:
+                return
+            since = as_time(self._last.time)
+            reason = (
+                f"no sign of life from its workers since {since}: the driver waits for them, or sums up what they did"
+            )
+            self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
+        write_status(self._run, self._last)
+
+    def end(self, state: RunState, reason: str) -> bool:
+        """Write how the driver ended, unless another process owns the run; returns whether it was written."""
+        self._ended = True
+
+        def write() -> bool:
+            with self._writing:
+                entry = own_status(self._run, self._last.driver)
+                if entry:
+                    self._load(entry)
+                    write_status(self._run, replace(self._last, state=state, reason=reason))
+            return entry is not None
+
+        with suppress(StorageError):
+            return within(RECORD_S, "writing how the run ended", write)
+        return False
+
+    def _load(self, entry: Entry) -> None:
+        with suppress(NotFoundError, DamageError):  # gone since, or damaged
+            self._last = load_status(self._run.storage, entry)
