@@ -17,16 +17,45 @@ import os
 import re
 import sys
 import traceback
+import urllib.parse
 from collections.abc import Callable
 from typing import NoReturn
 
+from app.formatting import visible
+
 MAX_FOREIGN_TEXT = 400
+
+LONGEST_MESSAGE = 10_000
+"""Characters of an error's message: a value that it names may be of any length."""
+
+HIDDEN = "***"
+
+CREDENTIAL = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
+"""Names of environment variables that hold a secret."""
+
+LEAST_SECRET = 8
+"""Characters of the shortest secret that is looked for: less would be found in ordinary words."""
+
+SIGNED = re.compile(
+    r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
+      | (\b(?:signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # of a request to S3, or a URL that was signed
+      | (\bauthorization['"]?\s*[=:]\s*b?['"]?)[^\n'"]+
+      | (\bbearer\s+)[^\s'"]+""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""What is secret whatever its value; the group before it stays."""
 
 
 class SunspotError(Exception):
-    """A failure with a message for the user: what happened, the value seen, and the fix."""
+    """A failure with a message for the user: what happened, the value seen, and the fix; without secrets."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        text = visible(without_secrets(message))
+        super().__init__(
+            text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}... ({len(text)} characters)"
+        )
 
 
 class DataError(SunspotError):
@@ -101,9 +130,35 @@ def by_name(name: str) -> type[SunspotError]:
 
 
 def shorten(error: BaseException) -> str:
-    """The text of a foreign error on one line, capped."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The text of a foreign error on one line, capped, without secrets."""
+    text = " ".join(visible(without_secrets(str(error))).split()) or type(error).__name__
     return text if len(text) <= MAX_FOREIGN_TEXT else text[: MAX_FOREIGN_TEXT - 3] + "..."
+
+
+def without_secrets(text: str) -> str:
+    """The text with HIDDEN in place of this process's credentials, and of any in URLs and signatures."""
+    for secret in _secrets():
+        text = text.replace(secret, HIDDEN)
+    return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
+
+
+def _secrets() -> list[str]:
+    """Every credential in the environment, in each form in which an error may quote it; the longest first."""
+    found = set()
+    for name, value in os.environ.items():
+        if CREDENTIAL.search(name.upper()):
+            secret = value.strip()
+        else:
+            within = re.search(r"//(.+)@", value)  # a password in a URL may itself have a '/'
+            secret = within[1] if within else ""
+        if len(secret) >= LEAST_SECRET:
+            found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}
+    return sorted(found, key=len, reverse=True)
+
+
+def format_trace(error: BaseException) -> str:
+    """The traceback of an error, without secrets."""
+    return without_secrets("".join(traceback.format_exception(error)))
 
 
 def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupted") -> NoReturn:
@@ -131,8 +186,8 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
     except BrokenPipeError:
         _mute()
         return 0
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        print(visible(format_trace(error)), end="", file=sys.stderr)
         return 1
 
 

@@ -1,7 +1,19 @@
-"""Numbers, durations, dates and sizes as people read them."""
+"""Numbers, durations, dates and sizes as people read them, and foreign text as a terminal may show it."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
+
+COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters that command a terminal, or that cannot be printed at all."""
+
+
+def visible(text: str) -> str:
+    """Text that others wrote, for a terminal: without colours, and control characters as escapes such as `\\x1b`."""
+    plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 
 
 def plural(number: int, what: str) -> str:

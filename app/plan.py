@@ -2,14 +2,14 @@
 
 import json
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.data.order import MIN_ROWS, Steps
+from app.data.order import MIN_ROWS, Steps, run_order
 from app.data.source import Source, find_sources, rows_in
 from app.errors import DataError, SettingsError
 from app.settings import READING_SHARE, Settings
+from app.storage.local import local_path
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class Plan:
     steps: Steps
     total_steps: int
     reasons: list[str] = field(default_factory=list)
+    order: str = ""
+    "Checksum of the order of the rows, as the driver has it; empty: not known."
+
+    def find_order(self) -> str:
+        """The checksum of the order of the rows in this process, whose NumPy may be another one."""
+        return run_order(self.settings.loader, self.source.row_groups, self.settings.seed).checksum()
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,8 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             f"of {settings.num_workers.most} workers only {settings.global_batch_size // MIN_ROWS} get rows: "
             f"GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {MIN_ROWS} each"
         )
-    return Plan(settings, source, test, steps, total, reasons)
+    plan = Plan(settings, source, test, steps, total, reasons)
+    return replace(plan, order=plan.find_order())
 
 
 def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
@@ -118,4 +125,4 @@ def with_absolute_paths(settings: Settings) -> Settings:
     if settings.dataset not in ("sample", "mnist"):
         paths["dataset"] = settings.dataset
     local = {name: path for name, path in paths.items() if path and "://" not in path and not path.startswith("run:")}
-    return settings.model_copy(update={name: str(Path(path).expanduser().absolute()) for name, path in local.items()})
+    return settings.model_copy(update={name: str(local_path(path)) for name, path in local.items()})

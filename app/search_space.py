@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import SettingsError
-from app.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, load_settings, takes
+from app.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, cut, load_settings, parse_json, takes
 
 VARIED = (
     "task",
@@ -46,7 +46,10 @@ FUNCTIONS = {
 }
 """Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
 
-CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*?)(\)?)\s*", re.DOTALL)
+CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
+
+LARGEST_INTEGER = 2**53
+"""Larger bounds of `randint` have neighbours that a draw cannot tell apart."""
 
 DIGITS = 4
 """Significant digits of a drawn number: more mean nothing and make tables unreadable."""
@@ -77,7 +80,8 @@ class Dimension:
 
     def draw(self, seed: int, trial: int) -> Any:
         """The value for a trial, from 1."""
-        share = random.Random(f"{seed} {trial} {self.name} {self.text}").random()  # a string is hashed with SHA-512
+        text = f"{seed} {trial} {self.name} {self.text}".encode(errors="surrogatepass")
+        share = random.Random(text).random()  # bytes are hashed with SHA-512
         if self.function == "choice":
             return self.arguments[int(share * len(self.arguments))]
         low, high = self.arguments
@@ -171,12 +175,13 @@ def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
             try:
                 dimension = parse(path, value, strict=field in VARIED and field not in TEXTS)
             except ValueError as error:
-                problems.append(f"{PREFIX}{path}={value}: {error}")
+                problems.append(f"{PREFIX}{cut(path)}={cut(value)}: {error}")
                 continue
             if dimension and field not in (*VARIED, "task_args"):
                 varied = ", ".join(varied.upper() for varied in (*VARIED, "task_args"))
                 problems.append(
-                    f"{PREFIX}{path}={value}: a search may not vary it, only {varied}; set it to {takes(field)}"
+                    f"{PREFIX}{cut(path)}={cut(value)}: a search may not vary it, only {varied}; set it to "
+                    f"{takes(field)}"
                 )
             elif dimension:
                 dimensions.append(dimension)
@@ -189,10 +194,10 @@ def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
 
     Raises `ValueError` with the fix for a wrong expression.
     """
-    match = CALL.fullmatch(text)
+    match = CALL.fullmatch(text.strip())
     if not match or (match[1] not in FUNCTIONS and not strict):
         return None
-    function, inside, closed = match[1], match[2], match[3]
+    function, inside, closed = match[1], match[2].removesuffix(")"), match[2].endswith(")")
     if function not in FUNCTIONS:
         raise ValueError(f"there is no {function}; use {', '.join(example for example, _ in FUNCTIONS.values())}")
     words = [word.strip() for word in inside.split(",")]
@@ -201,7 +206,7 @@ def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
             raise ValueError
         arguments = tuple(map(_parse_value if name.startswith("TASK_ARGS") else str, words))
         if function != "choice":
-            low, high = arguments = tuple(map(int if function == "randint" else _parse_finite, words))
+            low, high = arguments = tuple(map(_parse_integer if function == "randint" else _parse_finite, words))
             if low >= high or (function == "loguniform" and low <= 0):
                 raise ValueError
     except ValueError:
@@ -250,7 +255,7 @@ def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
             yield path, value
 
     try:
-        parsed = json.loads(text or "{}")
+        parsed = parse_json(text or "{}")
     except ValueError:
         return
     if isinstance(parsed, dict):
@@ -260,9 +265,16 @@ def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
 def _parse_value(word: str) -> Any:
     """A value in TASK_ARGS: JSON if it parses as such, else a string."""
     try:
-        return json.loads(word)
+        return parse_json(word)
     except ValueError:
         return word
+
+
+def _parse_integer(word: str) -> int:
+    number = int(word)
+    if abs(number) > LARGEST_INTEGER:
+        raise ValueError
+    return number
 
 
 def _parse_finite(word: str) -> float:

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import SettingsError
@@ -25,6 +25,11 @@ PREFIX = "SUNSPOT_"
 
 RUN_NAME_LENGTH = 38
 """A run's name becomes part of names in Kubernetes, of at most 47 characters."""
+
+RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
+
+LONGEST_VALUE = 200
+"""Characters shown of a wrong value."""
 
 READING_SHARE = 0.25
 """Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
@@ -54,8 +59,36 @@ def _parse_workers(value: Any) -> Workers:
     return Workers(least, most)
 
 
+def _check_origin(value: str) -> str:
+    if value.startswith("run:") and not re.fullmatch(RUN_NAME, value.removeprefix("run:")):
+        raise ValueError("not the name of a run")
+    return value
+
+
+DEEPEST = 50
+"""Levels of a JSON object in a setting; with a thousand, Python's own functions fail."""
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value of at most DEEPEST levels; raises `ValueError`."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    _refuse_depth(value, DEEPEST)
+    return value
+
+
+def _refuse_depth(value: Any, levels: int) -> None:
+    if isinstance(value, (dict, list)):
+        if not levels:
+            raise ValueError("nested too deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_depth(item, levels - 1)
+
+
 def _parse_json_object(value: Any) -> dict[str, Any]:
-    parsed = json.loads(value or "{}") if isinstance(value, str) else value
+    parsed = parse_json(value or "{}") if isinstance(value, str) else value
     if not isinstance(parsed, dict):
         raise ValueError("not a JSON object")
     return parsed
@@ -67,6 +100,8 @@ JsonObject = Annotated[
     BeforeValidator(_parse_json_object),
     PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
 ]
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
 
 WorkerCount = Annotated[Workers, NoDecode, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
@@ -91,14 +126,14 @@ class Settings(BaseSettings):
     run_name: str = _setting(
         "mnist",
         "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
-        pattern=r"^[a-z]([a-z0-9-]{0,36}[a-z0-9])?$",
+        pattern=f"^{RUN_NAME}$",
     )
     "Identity of the run: the same name and storage are the same run, which is resumed."
 
     task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it as they are."
 
-    init_from: str = _setting("", "run:NAME, or the path or URL of a state_dict saved by torch.save")
+    init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict saved by torch.save")
     "Warm start: the weights to begin from while the run has no checkpoint of its own."
 
     storage_path: str = _setting(
@@ -161,12 +196,12 @@ class Settings(BaseSettings):
     "How many of the best checkpoints stay; the newest always does too."
 
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "The metric that ranks checkpoints; one without it ranks last."
+    "The metric that ranks checkpoints (of training rows: its mean over the last 10,000); one without it ranks last."
 
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more of the metric is better."
 
-    trials: int = _setting(8, "a whole number from 1", ge=1)
+    trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
     "Runs of a search (python -m app.tune), each with settings of its own drawn from the search space."
 
     concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
@@ -179,7 +214,7 @@ class Settings(BaseSettings):
     "Starts of one job's driver in a row without a new checkpoint before the run fails."
 
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds that training goes on while no checkpoint can be committed, before the run ends with a message."
+    "Seconds that storage may refuse every commit or restore, or not answer, before the run ends with a message."
 
     snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
     "Largest share of the training time spent on copies of the state in shared memory, for recovery from a loss."
@@ -202,6 +237,9 @@ class Settings(BaseSettings):
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."
 
+    accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
+    "What refusals named to go on all the same: another order of the rows, or the loss of a run's checkpoints."
+
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption until Ray ends what runs on the node; 0: unknown."
 
@@ -215,6 +253,11 @@ class Settings(BaseSettings):
 
 IDENTITY = ("task", "task_args", "dataset", "seed", "global_batch_size", "loader")
 """Settings that give the position and the weights of a run their meaning: a run keeps them to its last step."""
+
+
+def accepts(environment: Mapping[str, str], name: str) -> bool:
+    """Whether ACCEPT, among settings by variable (`Settings.environment`), names what was refused."""
+    return name in environment.get(PREFIX + "ACCEPT", "").split(",")
 
 
 class SettingInfo(NamedTuple):
@@ -256,7 +299,8 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
     problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
     if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
         problems.append(
-            f"{PREFIX}TEST_DATASET={values['test_dataset']}: set {PREFIX}DATASET to a path too, or leave this empty"
+            f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}: set {PREFIX}DATASET to a path too, or leave this "
+            "empty"
         )
     known = {name: value for name, value in values.items() if name in Settings.model_fields}
     try:
@@ -284,12 +328,18 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
 def _misspelt(variable: str) -> str:
     known = [PREFIX + name.upper() for name in Settings.model_fields]
     nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
-    return f"{variable}: no such setting; did you mean {nearest}?"
+    return f"{cut(variable)}: no such setting; did you mean {nearest}?"
 
 
 def _explain(problem: Any) -> str:
     field = str(problem["loc"][0])
-    return f"{PREFIX}{field.upper()}={problem['input']}: set it to {takes(field)}"
+    return f"{PREFIX}{field.upper()}={cut(problem['input'])}: set it to {takes(field)}"
+
+
+def cut(value: Any) -> str:
+    """A wrong value as messages show it."""
+    text = str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
 
 
 def _as_text(value: Any) -> str:

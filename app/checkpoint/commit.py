@@ -16,10 +16,19 @@ from app.checkpoint.snapshot import Snapshot
 from app.errors import DamageError, NotFoundError, StorageError
 from app.run import Run
 from app.run.attempts import Attempt, ensure_owner, lineage, read_attempts
-from app.run.checkpoints import Checkpoint, delete_checkpoint, expired, in_lineage, list_checkpoints, write_manifest
+from app.run.checkpoints import (
+    Checkpoint,
+    delete_checkpoint,
+    expired,
+    in_lineage,
+    list_checkpoints,
+    read_manifest,
+    write_manifest,
+)
 from app.run.history import Journal
 from app.settings import Settings
-from app.storage.base import pause_after
+from app.storage.base import pause_after, time_for_try
+from app.storage.deadline import ProgressDeadline
 
 
 class CheckpointCommitter:
@@ -79,7 +88,7 @@ class CheckpointCommitter:
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until the newest snapshot is committed and return whether it is; raises like `raise_if_failed`.
 
-        It returns without `timeout_s` too: each request is bounded, and a commit that keeps failing is given up after
+        It returns without `timeout_s` too: a commit that keeps failing, or makes no progress, is given up after
         `storage_timeout_s`.
         """
         with self._changed:
@@ -110,7 +119,8 @@ class CheckpointCommitter:
                 self._commit_with_retries(snapshot)
             except Exception as error:
                 self._error = error
-            snapshot.release()
+            if not self._error:  # or else an upload that hangs may still read it
+                snapshot.release()
             with self._changed:
                 self._committing = False
                 self._changed.notify_all()
@@ -119,25 +129,31 @@ class CheckpointCommitter:
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
         """Try until it is committed, a newer snapshot waits, or storage has failed for `storage_timeout_s`."""
+        limit_s, step = self._settings.storage_timeout_s, snapshot.manifest.step
         while True:
+            began = time.monotonic()
+            deadline = ProgressDeadline(
+                time_for_try(limit_s, self._failing_since), f"checkpoint at step {step}", self._warn
+            )
             try:
-                self._commit(snapshot)
+                deadline.run(lambda: self._commit(snapshot))
             except (StorageError, NotFoundError, DamageError) as error:
-                self._failing_since = self._failing_since or time.monotonic()
+                if self._failing_since is None:
+                    self._failing_since = began if deadline.passed else time.monotonic()
                 failing_for = time.monotonic() - self._failing_since
                 if self._failures == 0:  # one event for each outage, however many tries it takes
-                    self._record("commit failed", snapshot.manifest.step, str(error))
+                    self._record("commit failed", step, str(error))
                 else:
                     self._warn(f"no commit for {failing_for:.0f} s: {error}")
-                if failing_for > self._settings.storage_timeout_s:
+                if failing_for > limit_s or deadline.passed:
                     raise StorageError(
                         f"no checkpoint could be committed for {failing_for:.0f} s "
-                        f"(SUNSPOT_STORAGE_TIMEOUT_S={self._settings.storage_timeout_s:g}): {error}"
+                        f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
                     ) from error
             else:
-                if self._failing_since:
+                if self._failing_since is not None:
                     detail = f"none for {time.monotonic() - self._failing_since:.0f} s, {self._failures} tries"
-                    self._record("commits go on", snapshot.manifest.step, detail)
+                    self._record("commits go on", step, detail)
                 self._failing_since, self._failures = None, 0
                 return
             with self._changed:
@@ -152,13 +168,15 @@ class CheckpointCommitter:
         began = time.monotonic()
         snapshot.copied.result()
         ensure_owner(self._run, self._attempt)
-        self._before_commit()
-        files = self._write(self._run, snapshot)
-        if files is None:
-            return
-        ensure_owner(self._run, self._attempt)
-        committed = replace(snapshot.manifest, files=files, time=time.time())
-        write_manifest(self._run, committed)
+        committed = read_manifest(self._run, snapshot.manifest.name) if self._failures else None
+        if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
+            self._before_commit()
+            files = self._write(self._run, snapshot)
+            if files is None:
+                return
+            ensure_owner(self._run, self._attempt)
+            committed = replace(snapshot.manifest, files=files, time=time.time())
+            write_manifest(self._run, committed)
         ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
         self.newest, self.commit_s = committed, time.monotonic() - began
         self._delete_expired()

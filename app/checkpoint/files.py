@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,10 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
     arrived = run.storage.digest(key)
     if arrived != written:
         raise DamageError(f"{run.storage.locate(key)}: {arrived[0]} bytes came back of {written[0]}, or other bytes")
-    version = next(entry.version for entry in run.storage.list(key) if entry.key == key)
-    return {"size": writer.size, "sha256": writer.sha256, "version": version}
+    versions = [entry.version for entry in run.storage.list(key) if entry.key == key]
+    if not versions:
+        raise DamageError(f"{run.storage.locate(key)}: gone after it was written")
+    return {"size": writer.size, "sha256": writer.sha256, "version": versions[0]}
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
@@ -65,11 +66,20 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
     """
     content = read_file(run, checkpoint, file)
     try:
+        return unpack(content)
+    except ValueError as error:
+        raise DamageError(f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))}: {error}") from error
+
+
+def unpack(content: bytes) -> Any:
+    """What `torch.save` wrote, on the CPU; raises `ValueError` for anything but tensors and plain values.
+
+    No code in it is run.
+    """
+    try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        # torch's own text advises loading it without the check.
-        location = run.storage.locate(run.key("checkpoints", checkpoint.name, file))
-        raise DamageError(f"{location}: not loaded: it holds more than tensors and plain values") from error
+    except Exception as error:  # of a damaged file, all kinds; torch's own text advises loading it without the check
+        raise ValueError("not loaded: it is damaged, or holds more than tensors and plain values") from error
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:

@@ -21,7 +21,8 @@ from app.run.history import write_audit
 class LedgerWindow(NamedTuple):
     """The rows that the steps `first` .. `last` of an attempt consumed."""
 
-    attempt: int
+    attempt: str
+    "Its label (`Attempt.label`)."
     first: int
     last: int
     rows: torch.Tensor
@@ -32,9 +33,11 @@ class Ledger:
     """Consumed rows that are not in storage yet; empty without AUDIT."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, attempt: int, start: int, inherited: Sequence[Any], on: bool
+        self, group: dist.ProcessGroup | None, attempt: str, start: int, inherited: Sequence[Any], on: bool
     ) -> None:
-        """`group` None: one worker alone. `inherited`: windows of earlier attempts that were not in storage."""
+        """`group` None: one worker alone. `attempt`: its label. `inherited`: windows of earlier attempts that were not
+        in storage.
+        """
         self._group, self._attempt, self._on = group, attempt, on
         self._after = start
         self._mine: list[tuple[int, torch.Tensor]] = []

@@ -26,8 +26,8 @@ from app.checkpoint.files import Files, write_whole
 from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, parameter_names
-from app.checkpoint.snapshot import Snapshot, Snapshots
-from app.parallel import StepActions, sync_buffers
+from app.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
+from app.parallel import StepActions, finish_together, sync_buffers
 from app.plan import Plan
 from app.run import Run
 from app.run.attempts import Attempt, checkpoint_name
@@ -76,7 +76,8 @@ class CheckpointManager:
         self._sharded = self._settings.parallel == "fsdp"
         self._memory = memory or NodeMemory(None)
         self._snapshots = Snapshots(self._memory)
-        self._ledger = Ledger(group, attempt.number, attempt.step, windows, self._settings.audit)
+        self._stepped = SteppedParameters(optimizer)
+        self._ledger = Ledger(group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
@@ -91,6 +92,7 @@ class CheckpointManager:
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it."""
+        self._stepped.after_step()
         self._ledger.add_step(step, rows)
         self._memory.heartbeat(self._attempt.number, step)
 
@@ -99,7 +101,10 @@ class CheckpointManager:
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
-            copy=self.in_memory and self._interval.due(step, step_s, self._snapshots.costs),
+            # What must be copied at once is known from the second step on: until then, that would be everything.
+            copy=self.in_memory
+            and self._stepped.ids is not None
+            and self._interval.due(step, step_s, self._snapshots.costs),
             busy=busy,
         )
 
@@ -119,8 +124,7 @@ class CheckpointManager:
         if self._sharded:
             # No worker may drop its part for a newer one. Only a checkpoint that cannot wait comes so early.
             with self._paused():
-                self.drain()
-                self._barrier()
+                finish_together(self._group, self.drain)
         manifest = self._describe(step, metrics, evaluated)
         snapshot = self._snapshots.take(
             manifest,
@@ -128,6 +132,7 @@ class CheckpointManager:
             self._optimizer,
             self._extra_state(manifest) if committer else {},  # only this run reads a copy in memory
             windows,
+            stepped=self._stepped.ids or (),
             needed=to_storage,
             for_storage=committer is not None,
         )
@@ -136,8 +141,12 @@ class CheckpointManager:
             committer.commit(snapshot)
 
     def wait_for_copy(self) -> None:
-        """Return when parameters may change; raises the error that ended commits for good, if there was one."""
+        """Return when parameters may change; raises the error that ended commits for good, if there was one.
+
+        Call it with the gradients of the next optimizer step.
+        """
         self._snapshots.wait_for_copy()
+        self._stepped.before_step()
         if self._committer:
             self._committer.raise_if_failed()
 
@@ -151,8 +160,8 @@ class CheckpointManager:
         When the run has `finished`, wait for its commit too and remove the copies; the next group needs them otherwise.
         """
         with self._paused():
-            if finished and self._committer:
-                self._committer.close()
+            if finished:  # other ranks may wait long for rank 0, which writes the model as one file in the end
+                finish_together(self._group, self._committer.close if self._committer else lambda: None)
             self._snapshots.wait_until_complete()
             self._barrier()
             if finished:
@@ -210,8 +219,8 @@ class CheckpointManager:
 
     def _describe(self, step: int, metrics: dict[str, Any], evaluated: bool) -> Checkpoint:
         """The manifest of a checkpoint, its files not known yet."""
-        name, per_epoch = checkpoint_name(step, self._attempt.number), self._plan.steps.per_epoch
-        epoch, total, number = (step - 1) // per_epoch + 1, self._plan.total_steps, self._attempt.number
+        number, per_epoch, total = self._attempt.number, self._plan.steps.per_epoch, self._plan.total_steps
+        name, epoch = checkpoint_name(step, number, self._attempt.nonce), (step - 1) // per_epoch + 1
         return Checkpoint(name, step, epoch, per_epoch, total, number, metrics, evaluated=evaluated)
 
     def _extra_state(self, manifest: Checkpoint) -> dict[str, Any]:

@@ -7,11 +7,11 @@ directory below that of its run; the next process on the node finds what the one
 import contextlib
 import fcntl
 import io
-import json
 import mmap
 import os
 import pickle
 import shutil
+import stat
 import struct
 import time
 import zlib
@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 from app.cgroup import memory_left
+from app.errors import DamageError, shorten
 from app.run import SHARED_MEMORY, copies_of
+from app.run.attempts import checkpoint_name, nonce_of
 from app.run.checkpoints import Checkpoint
+from app.run.objects import Count, Moment, is_count, is_moment, parse_truth, seal, warn_once
 
 MOST_SLOTS = 4
 """The newest complete copy, the one being made, and on rank 0 the one being uploaded and the one waiting for it."""
@@ -43,16 +46,25 @@ HEARTBEAT = struct.Struct("<qqd")
 class MemorySnapshot:
     """A complete copy in this machine's shared memory, as its marker describes it."""
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     evaluated: bool
     "Whether an epoch that ends at this step has been evaluated."
-    time: float
+    time: Moment
     "When the step had been taken, in seconds since the epoch."
-    size: int
-    crc32: int
+    size: Count
+    crc32: Count
     "Of the tensors' bytes: the same on every node that holds this step."
     file: str
+    nonce: str
+    "Of the attempt (`Attempt.nonce`)."
+    rest_crc32: Count = 0
+    "Of what lies beside the tensors."
+
+    @property
+    def checkpoint(self) -> str:
+        """The name of the checkpoint that it is a copy of, whether or not that was committed."""
+        return checkpoint_name(self.step, self.attempt, self.nonce)
 
 
 class Slot:
@@ -74,11 +86,17 @@ class Slot:
         self._pinned = False
 
     def pin(self) -> None:
-        """Lock its pages, so that a GPU copies into them without the CPU."""
-        if not self._pinned:
-            address = torch.frombuffer(self.map, dtype=torch.uint8).data_ptr()
-            torch.cuda.cudart().cudaHostRegister(address, self.size, 0)
-            self._pinned = True
+        """Lock its pages, so that a GPU copies into them without the CPU; raises `OSError`, once, when CUDA refuses."""
+        if self._pinned:
+            return
+        self._pinned = True
+        address = torch.frombuffer(self.map, dtype=torch.uint8).data_ptr()
+        cudart = torch.cuda.cudart()
+        refusal = cudart.cudaHostRegister(address, self.size, 0)
+        if int(refusal):
+            with contextlib.suppress(RuntimeError):  # CUDA would blame the next kernel for it
+                torch.zeros(1, device="cuda")
+            raise OSError(cudart.cudaGetErrorString(refusal))
 
     def unmark(self) -> None:
         """Its content is about to change: it no longer holds a copy."""
@@ -96,10 +114,12 @@ class Slot:
             size=self.size,
             crc32=zlib.crc32(memoryview(self.map)[: self.size]),
             file=str(self.file),
+            nonce=nonce_of(manifest.name),
+            rest_crc32=zlib.crc32(rest),
         )
         self.file.with_suffix(".rest").write_bytes(rest)
         temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**asdict(snapshot), "rest_crc32": zlib.crc32(rest)}))
+        temporary.write_bytes(seal(asdict(snapshot)))
         temporary.rename(_marker(self.file))
 
 
@@ -115,6 +135,8 @@ class NodeMemory:
         self._newest: Slot | None = None
         self._inherited: Path | None = None
         "The newest copy of the process before, kept until there is a newer one."
+        self._failing = self._unpinned = False
+        "Whether the user has been told that copies cannot be kept, and that they are not pinned."
         self.directory = self._lock_directory(location) if location else None
         self._heartbeat = self._open_heartbeat()
 
@@ -146,14 +168,36 @@ class NodeMemory:
                     self._give_up(f"{error.strerror or error}")
         return self._add(size, None) if needed else None
 
+    def pin(self, slot: Slot) -> None:
+        """Lock a slot's pages, as far as CUDA lets us."""
+        try:
+            slot.pin()
+        except OSError as error:
+            if not self._unpinned:
+                self._warn(f"copies of the state go to memory that is not pinned, and take longer: {error}")
+            self._unpinned = True
+
     def complete(self, slot: Slot, manifest: Checkpoint, rest: bytes) -> None:
-        """Mark the copy in `slot` as complete, and as the newest."""
-        if slot.file and self.directory:
-            slot.mark(manifest, rest)
-            if self._newest is None:
-                self._remove_older()
-            self._newest = slot
-        slot.sealing = False
+        """Mark the copy in `slot` as complete, and as the newest; without room for the mark, the one before stays."""
+        try:
+            if slot.file and self.directory:
+                slot.mark(manifest, rest)
+                first, self._newest = self._newest is None, slot
+                if first:
+                    self._remove_older()
+                if self._failing:
+                    self._failing = False
+                    self._warn(f"copies in shared memory go on at step {manifest.step}")
+        except OSError as error:
+            slot.unmark()
+            if not self._failing:
+                self._failing = True
+                self._warn(
+                    f"the copy at step {manifest.step} is not kept in shared memory: {error}; "
+                    "until one is, a loss takes the run back to the copy or the checkpoint before"
+                )
+        finally:
+            slot.sealing = False
 
     def remove(self) -> None:
         """Remove this process's copies: nobody will resume from them."""
@@ -171,6 +215,7 @@ class NodeMemory:
         """The run's first directory that no living process has locked; None when there is no shared memory."""
         try:
             for number in range(MOST_SLOTS * 4):
+                _claim_user_directory(_root(location).parent)
                 directory = _root(location) / str(number)
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._lock = (directory / "lock").open("w")
@@ -185,18 +230,19 @@ class NodeMemory:
     def _remove_older(self) -> None:
         """Remove what earlier processes left, now that this one has a copy of its own."""
         assert self.directory
-        if self._inherited:
-            for file in self.directory.glob(f"{self._inherited.stem}.*"):
-                file.unlink()
-            self._inherited = None
-        for directory in self.directory.parent.iterdir():
-            _remove_if_free(directory)
-        for run in self.directory.parent.parent.iterdir():
-            if time.time() - run.stat().st_mtime > STALE_S:
-                for directory in run.iterdir():
-                    _remove_if_free(directory)
-                with contextlib.suppress(OSError):
-                    run.rmdir()
+        with contextlib.suppress(OSError):  # another process removes the same; what stays is removed later
+            if self._inherited:
+                for file in self.directory.glob(f"{self._inherited.stem}.*"):
+                    file.unlink()
+                self._inherited = None
+            for directory in self.directory.parent.iterdir():
+                _remove_if_free(directory)
+            for run in self.directory.parent.parent.iterdir():
+                if time.time() - run.stat().st_mtime > STALE_S:
+                    for directory in run.iterdir():
+                        _remove_if_free(directory)
+                    with contextlib.suppress(OSError):
+                        run.rmdir()
 
     def _check_room(self, size: int) -> None:
         free, left = shutil.disk_usage(SHARED_MEMORY).free, memory_left()  # shared memory counts as the container's
@@ -212,9 +258,13 @@ class NodeMemory:
     def _open_heartbeat(self) -> mmap.mmap | None:
         if not self.directory:
             return None
-        with (self.directory / "pulse").open("a+b") as file:  # the last process's stays until the first step
-            file.truncate(HEARTBEAT.size)
-            return mmap.mmap(file.fileno(), HEARTBEAT.size)
+        try:
+            with (self.directory / "pulse").open("a+b") as file:  # the last process's stays until the first step
+                os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # as for a slot
+                return mmap.mmap(file.fileno(), HEARTBEAT.size)
+        except OSError as error:
+            self._warn(f"steps are not recorded in shared memory, so a receipt may count too few lost ones: {error}")
+            return None
 
 
 class LoadedSnapshot(NamedTuple):
@@ -229,32 +279,37 @@ class LoadedSnapshot(NamedTuple):
 
 def find_snapshot(location: str) -> LoadedSnapshot | None:
     """The newest usable copy of the run on this machine."""
-    found = [snapshot for directory in sorted(_root(location).glob("*")) for snapshot in _list_snapshots(directory)]
+    found = [snapshot for directory in _list_processes(location) for snapshot in _list_snapshots(directory)]
     for snapshot in sorted(found, key=_position, reverse=True):
-        with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError):
+        try:
             return _read_snapshot(snapshot)
+        except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, DamageError) as error:
+            warn_once(f"the copy in shared memory {snapshot.file} cannot be used: {shorten(error)}")
     return None
 
 
 def _read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
-    """Read and check a copy; raises `OSError` or `ValueError` when it is damaged, or just being replaced."""
-    data = torch.empty(held.size, dtype=torch.uint8)
+    """Read and check a copy; raises `OSError` or `DamageError` when it is damaged, or just being replaced."""
     with open(held.file, "rb") as file:
+        if os.fstat(file.fileno()).st_size < held.size:
+            raise DamageError("it is cut off")
+        data = torch.empty(held.size, dtype=torch.uint8)
         file.readinto(as_bytes(data))
     rest = Path(held.file).with_suffix(".rest").read_bytes()
-    marker = json.loads(_marker(Path(held.file)).read_text())
-    if zlib.crc32(as_bytes(data)) != held.crc32 or zlib.crc32(rest) != marker["rest_crc32"]:
-        raise ValueError(f"{held.file}: its bytes are not those that were marked")
+    if _read_marker(_marker(Path(held.file))) != held:
+        raise DamageError("it was replaced meanwhile")
+    if zlib.crc32(as_bytes(data)) != held.crc32 or zlib.crc32(rest) != held.rest_crc32:
+        raise DamageError("its bytes are not those that were marked")
     return LoadedSnapshot(held, data, torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True))
 
 
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
     """The last step of each process of the run on this machine: attempt, step, seconds since the epoch."""
     heartbeats = []
-    for file in _root(location).glob("*/pulse"):
+    for file in [directory / "pulse" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
             attempt, step, when = HEARTBEAT.unpack(file.read_bytes())
-            if attempt:
+            if attempt and is_count(attempt) and is_count(step) and is_moment(when):
                 heartbeats.append((attempt, step, when))
     return heartbeats
 
@@ -269,6 +324,32 @@ def _root(location: str) -> Path:
     return copies_of(location, SHARED_MEMORY)
 
 
+def _claim_user_directory(path: Path) -> None:
+    """Make the directory of all of this user's copies, for this user alone.
+
+    Anybody may make one of that name in shared memory: raises `PermissionError` if another user did.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_own(path):
+        raise PermissionError(f"{path} belongs to another user, or is a link; remove it")
+    path.chmod(0o700)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a directory of this user's, and no link."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
+
+
+def _list_processes(location: str) -> list[Path]:
+    """The directories of all processes of the run on this machine."""
+    root = _root(location)
+    return sorted(root.glob("*")) if _is_own(root.parent) else []
+
+
 def _marker(file: Path) -> Path:
     return file.with_suffix(".json")
 
@@ -276,9 +357,20 @@ def _marker(file: Path) -> Path:
 def _list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
     """The complete copies in a directory; those just being replaced are skipped."""
     for marker in directory.glob("slot-*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            record = json.loads(marker.read_text())
-            yield MemorySnapshot(**{name: record[name] for name in MemorySnapshot.__dataclass_fields__})
+        try:
+            yield _read_marker(marker)
+        except OSError:
+            continue
+        except DamageError as error:
+            warn_once(str(error))
+
+
+def _read_marker(marker: Path) -> MemorySnapshot:
+    """The copy that a marker describes, which must be the one beside it; raises `OSError` or `DamageError`."""
+    snapshot: MemorySnapshot = parse_truth(MemorySnapshot, marker.read_bytes(), str(marker))
+    if snapshot.file != str(marker.with_suffix(".data")):
+        raise DamageError(f"{marker} cannot be used: it describes another file")
+    return snapshot
 
 
 def _position(snapshot: MemorySnapshot) -> tuple[int, int]:

@@ -15,7 +15,11 @@ Tensors are called `model.NAME` and `optimizer.state.NAME OF THE PARAMETER.NAME`
 Ranks learn only from storage what the others have written: a rank that dies leaves a directory without a manifest, and
 no other rank waiting in a collective call. All ranks commit the same snapshots since they agree on them
 (app/train/step.py).
+
+What only they need of torch is imported where it is used, as it takes seconds at the start of every process.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -25,19 +29,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's own reader finds in .metadata
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 
 from app.checkpoint.files import Files, load_state, load_weights, read_file, upload, upload_state
 from app.checkpoint.snapshot import Snapshot, map_tensors, tensors_in
@@ -46,6 +40,10 @@ from app.parallel import Place, parameters_of
 from app.run import Run, to_json
 from app.run.checkpoints import Checkpoint
 from app.storage.base import Writer
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
 
 KINDS = ("model", "optimizer")
 """The files of a part, in the order of their numbers: prediction does not read the optimizer's."""
@@ -89,6 +87,8 @@ class PartWriter:
         """`names`: the parameters', in the optimizer's order (`parameter_names`)."""
         self._rank, self._world_size, self._names = rank, world_size, names
         self._timeout_s, self._warn = timeout_s + LATE_S, warn
+        self._took_s = 0.0
+        "Seconds that its own part took: the others', on slower connections, may take as long again."
         self._written = ""
         "The checkpoint whose part is in storage: a retry does not write it again."
 
@@ -96,15 +96,16 @@ class PartWriter:
         """Write this rank's part; on rank 0, wait for the others' and return the files of all."""
         name = snapshot.manifest.name
         if self._written != name:
+            began = time.monotonic()
             write_part(run, snapshot, self._names, self._rank)
-            self._written = name
+            self._written, self._took_s = name, time.monotonic() - began
         if self._rank:
             return None
         self._wait_for_parts(run, name)
         return write_common(run, snapshot, self._names, self._world_size)
 
     def _wait_for_parts(self, run: Run, name: str) -> None:
-        began, warned = time.monotonic(), False
+        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
         while True:
             there = {entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("checkpoints", name))}
             missing = [rank for rank in range(self._world_size) if INDEX.format(rank) not in there]
@@ -112,11 +113,11 @@ class PartWriter:
                 return
             waited = time.monotonic() - began
             text = f"{name}: no part of ranks {', '.join(map(str, missing))} after {waited:.0f} s"
-            if waited > self._timeout_s:
+            if waited > limit_s:
                 raise RuntimeError(text)
             if waited > WARN_AFTER_S and not warned:
                 warned = True
-                self._warn(f"{text}; waiting for at most {self._timeout_s:.0f} s")
+                self._warn(f"{text}; waiting for at most {limit_s:.0f} s")
             time.sleep(POLL_EVERY_S)
 
 
@@ -181,6 +182,15 @@ def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
     """The metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's own reader finds in .metadata
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for piece in pieces:
@@ -271,6 +281,8 @@ def _read(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[
 
     Files are read whole, one at a time: only bytes that were checked are loaded.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(into, make_metadata(pieces))
     by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}

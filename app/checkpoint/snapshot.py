@@ -1,17 +1,18 @@
 """Copies of the training state, taken behind the training.
 
-Parameters and optimizer state do not change during forward and backward, so they are copied meanwhile, and only the
-next optimizer step waits (`wait_for_copy`). The copy lies in the node's shared memory (memory.py). Under DDP every node
-has the whole state: after a loss, the next worker group resumes from the newest complete copy of any surviving node
-(app/elastic/restore.py), and from storage only when all nodes are lost. The commit thread uploads the same copy
-(commit.py). Under FSDP each worker copies its part, for the upload alone: a lost node takes its parts along, and the
-other parts are no state.
+What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
+optimizer step waits (`wait_for_copy`). Anything else in the model may change in the very next forward pass (batch
+norm's averages, a teacher that follows the weights), and is copied at once. The copy lies in the node's shared memory
+(memory.py). Under DDP every node has the whole state: after a loss, the next worker group resumes from the newest
+complete copy of any surviving node (app/elastic/restore.py), and from storage only when all nodes are lost. The commit
+thread uploads the same copy (commit.py). Under FSDP each worker copies its part, for the upload alone: a lost node
+takes its parts along, and the other parts are no state.
 """
 
 import io
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from app.checkpoint.memory import NodeMemory, Slot
-from app.parallel import Place, find_places, part_of
+from app.parallel import Place, find_places, parameters_of, part_of
 from app.run.checkpoints import Checkpoint
 
 ALIGNMENT = 64
@@ -43,6 +44,30 @@ class Snapshot:
     def release(self) -> None:
         """Free the slot: the commit thread no longer needs it."""
         self.slot.uploading = False
+
+
+class SteppedParameters:
+    """The parameters that nothing but optimizer steps changes, as the second step shows: they get a gradient, and its
+    forward pass leaves them alone.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = parameters_of(optimizer)
+        self._versions: list[int] = []
+        "PyTorch's count of each parameter's changes in place, after the first step."
+        self.ids: set[int] | None = None
+        "Their `id`; None: not known yet."
+
+    def after_step(self) -> None:
+        """To be called after each optimizer step."""
+        if not self._versions:
+            self._versions = [parameter._version for parameter in self._parameters]
+
+    def before_step(self) -> None:
+        """To be called before each optimizer step, with its gradients."""
+        if self.ids is None and self._versions:
+            pairs = zip(self._parameters, self._versions, strict=True)
+            self.ids = {id(p) for p, version in pairs if p.grad is not None and p._version == version}
 
 
 class Snapshots:
@@ -72,13 +97,14 @@ class Snapshots:
         extra_state: dict[str, Any],
         windows: list[Any],
         *,
+        stepped: Collection[int],
         needed: bool,
         for_storage: bool,
     ) -> Snapshot | None:
         """Begin to copy the state, with the `windows` of consumed rows; call `wait_for_copy` before parameters change.
 
-        With `for_storage` the slot is kept until the snapshot is released. Returns None when no slot is free and the
-        copy is not `needed`.
+        `stepped` are the ids of the parameters that only optimizer steps change. With `for_storage` the slot is kept
+        until the snapshot is released. Returns None when no slot is free and the copy is not `needed`.
         """
         began = time.perf_counter()
         self.wait_for_copy()
@@ -89,26 +115,25 @@ class Snapshots:
             self._charged += self._spent
             self._spent = 0.0
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
-        parameters = {id(parameter) for parameter in model.parameters()}
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
         self.size = size_of(structure)
         slot = self.memory.free_slot(self.size, needed)
         if slot is None:
             return None
         state = in_buffer(structure, slot.map)
-        tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
+        behind: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in ("model", "optimizer"):
             for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
-                mine = part_of(tensor.detach())
-                if name == "model" and id(tensor) not in parameters:
-                    target.copy_(mine)  # buffers, such as batch norm's averages, change in the very next forward pass
-                else:
-                    tensors.append((target, mine))
-        mark = _gpu_mark(tensors)
+                pairs = at_once if name == "model" and id(tensor) not in stepped else behind
+                pairs.append((target, part_of(tensor.detach())))
+        mark = _gpu_mark([*at_once, *behind])
         if mark:
-            slot.pin()
+            self.memory.pin(slot)
+        for target, tensor in at_once:
+            target.copy_(tensor)
         slot.uploading, slot.sealing = for_storage, self.memory.shared
-        self._copying = self._thread.submit(self._copy, tensors, mark)
+        self._copying = self._thread.submit(self._copy, behind, mark)
         if slot.sealing:
             about = {name: value for name, value in asdict(manifest).items() if name != "files"}
             rest = {"structure": structure, "about": about, "ledger": windows}
@@ -209,8 +234,7 @@ def _copy(tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Eve
         for target, source in tensors:
             target.copy_(source)
         return
-    device = next(source.device for _, source in tensors if source.is_cuda)
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(mark.device)
     stream.wait_event(mark)
     with torch.cuda.stream(stream):
         for target, source in tensors:

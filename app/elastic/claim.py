@@ -1,8 +1,8 @@
 """The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
 
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ray
@@ -10,25 +10,30 @@ import torch.distributed as dist
 
 from app.checkpoint import versions
 from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, find_heartbeats, find_snapshot
-from app.errors import ConflictError
-from app.parallel import gather_objects
+from app.errors import ConflictError, DamageError, SupersededError
+from app.parallel import from_rank_0, gather_objects
 from app.run import Run
 from app.run.attempts import (
     CLAIM_TRIES,
+    DRIVER,
     Attempt,
-    checkpoint_name,
     claim,
+    ensure_owner,
     lineage,
+    new_nonce,
     read_attempts,
     read_error,
+    record_error,
+    record_start,
     refuse_if_superseded,
     step_of,
 )
 from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, leads_to_newest, list_directories
 from app.run.history import read_journal
+from app.run.identity import refuse_other_settings
 from app.run.incidents import TIER
 from app.run.status import Status, read_status, refuse_if_deleted
-from app.settings import Settings
+from app.settings import PREFIX, Settings, accepts
 from app.storage.base import retry_storage
 
 
@@ -65,78 +70,134 @@ class Start:
 
 
 def agree_on_start(
-    run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, warn: Callable[[str], Any]
+    run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, warn: Callable[[str], Any], driver: str = ""
 ) -> tuple[Start | None, LoadedSnapshot | None]:
     """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
 
-    Also returns the snapshot of this rank's node. The start is None when this job may not train on. Raises
-    `StorageError` when storage refuses for longer than `storage_timeout_s`.
+    Also returns the snapshot of this rank's node. The start is None when this job may not train on. Rank 0 raises
+    `StorageError` when storage refuses for longer than `storage_timeout_s`, or like `begin_attempt`.
     """
     found = find_snapshot(run.location) if settings.snapshot_cost else None
     node = ray.get_runtime_context().get_node_id()
     mine = Machine(socket.gethostname(), node, found.held if found else None, find_heartbeats(run.location))
     machines = gather_objects(mine, group)
-    chosen: list[Start | None] = [None]
-    if dist.get_rank(group) == 0:
-        chosen[0] = retry_storage(
-            lambda: begin_attempt(run, owner, settings, machines),
-            settings.storage_timeout_s,
-            "beginning an attempt",
-            warn,
+    limit_s = settings.storage_timeout_s
+
+    def begin() -> Start | None:
+        return retry_storage(
+            lambda: begin_attempt(run, owner, settings, machines, driver), limit_s, "beginning an attempt", warn
         )
-    dist.broadcast_object_list(chosen, src=0, group=group)
-    return chosen[0], found
+
+    return from_rank_0(group, begin), found
 
 
-def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machine]) -> Start | None:
-    """Claim the next attempt, given each rank's machine; None when this job may not train on."""
+def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machine], driver: str = "") -> Start | None:
+    """Claim the next attempt, given each rank's machine, and choose its start; None when this job may not train on.
+
+    Raises `ConflictError` when the run was begun anew with other settings meanwhile, and `DamageError` like
+    `refuse_to_begin_anew`.
+    """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
         try:
-            refuse_if_superseded(attempts, owner)
+            refuse_if_superseded(attempts, owner, driver)
             refuse_if_deleted(run)
         except ConflictError:
             return None
         if attempts and attempts[-1].owner == owner and read_error(run, attempts[-1].number):
             return None
-        rank, snapshot = choose_snapshot(attempts, [machine.snapshot for machine in machines])
-        checkpoint: Checkpoint | None = None
-        skipped: tuple[str, ...] = ()
-        if not snapshot or newest_committed(run, attempts) >= snapshot.step + snapshot.evaluated:
-            checkpoint, skipped = find_newest_good(run, attempts)
-            if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
-                checkpoint = None  # what looked newer by its name is damaged
-            else:
-                snapshot = None
-        origin = snapshot or checkpoint
         attempt = Attempt(
             number=attempts[-1].number + 1 if attempts else 1,
             owner=owner,
-            starts_from=checkpoint_name(origin.step, origin.attempt) if origin else None,
-            step=origin.step if origin else 0,
-            skipped=skipped,
+            starts_from=None,
+            step=0,
             metadata={
                 "host": machines[0].host,
                 "nodes": {str(rank): machine.host for rank, machine in enumerate(machines)},
                 "world_size": len(machines),
-                TIER: "memory" if snapshot else "storage" if checkpoint else "beginning",
+                DRIVER: driver,
                 "settings": settings.environment(),
                 "versions": versions(),
             },
+            nonce=new_nonce(),
+            chosen=False,
         )
         if claim(run, attempts, attempt):
-            return Start(
-                attempt=attempt,
-                before=attempts,
-                checkpoint=checkpoint,
-                snapshot=snapshot,
-                snapshot_rank=rank,
-                nodes={rank: machine.node for rank, machine in enumerate(machines)},
-                heartbeats=[heartbeat for machine in machines for heartbeat in machine.heartbeats],
-                events=read_journal(run, "events"),
-                status=read_status(run),
-            )
+            refuse_other_settings(run, settings.environment(), ())
+            try:
+                return choose_start(run, attempt, machines)
+            except SupersededError:
+                return None
+            except DamageError as error:
+                record_error(run, attempt.number, error)  # a retry of this job finds nothing else
+                raise
     raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
+
+
+def choose_start(run: Run, attempt: Attempt, machines: list[Machine]) -> Start:
+    """Choose where a claimed attempt starts, and record it.
+
+    Nobody else commits or deletes any more, but for what was in flight, and that is never the newest checkpoint listed
+    now. Raises `SupersededError`, and `DamageError` like `refuse_to_begin_anew`.
+    """
+    before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
+    rank, snapshot = choose_snapshot(before, [machine.snapshot for machine in machines])
+    checkpoint: Checkpoint | None = None
+    skipped: tuple[str, ...] = ()
+    if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
+        checkpoint, skipped = find_newest_good(run, before)
+        if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
+            checkpoint = None  # what looked newer by its name is damaged
+        else:
+            snapshot = None
+    if not snapshot and not checkpoint:
+        ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
+        refuse_to_begin_anew(run, before, skipped, attempt.metadata["settings"])
+    attempt = replace(
+        attempt,
+        starts_from=snapshot.checkpoint if snapshot else checkpoint.name if checkpoint else None,
+        step=snapshot.step if snapshot else checkpoint.step if checkpoint else 0,
+        skipped=skipped,
+        metadata={**attempt.metadata, TIER: "memory" if snapshot else "storage" if checkpoint else "beginning"},
+        chosen=True,
+    )
+    record_start(run, attempt)
+    return Start(
+        attempt=attempt,
+        before=[earlier for earlier in before if earlier.chosen],
+        checkpoint=checkpoint,
+        snapshot=snapshot,
+        snapshot_rank=rank,
+        nodes={rank: machine.node for rank, machine in enumerate(machines)},
+        heartbeats=[heartbeat for machine in machines for heartbeat in machine.heartbeats],
+        events=read_journal(run, "events"),
+        status=read_status(run, attempt.driver),
+    )
+
+
+def refuse_to_begin_anew(
+    run: Run, attempts: list[Attempt], passed_over: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Raise `DamageError` when a run without a good state once had checkpoints, unless ACCEPT names their loss.
+
+    `passed_over` is what `find_newest_good` names, and `environment` has the settings by variable.
+    """
+    lost = [text for text in passed_over if ": damaged, " in text] or find_gone(attempts)
+    if not lost or accepts(environment, consent := f"loss-of-{lost[0].partition(':')[0]}"):
+        return
+    lines = "\n".join(f"  {text}" for text in lost)
+    raise DamageError(
+        f"{run.location} has no whole checkpoint any more, and no node a copy in memory, so there is nothing to go on "
+        f"from:\n{lines}\nput back the files of one as they were, or choose another {PREFIX}RUN_NAME. To give them up, "
+        f"and begin this run anew, set {PREFIX}ACCEPT={consent}"
+    )
+
+
+def find_gone(attempts: list[Attempt]) -> list[str]:
+    """The checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
+    counted = {span.label for span in lineage(attempts)}
+    began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.get(TIER) == "storage"]
+    return [f"{attempt.starts_from}: gone, attempt {attempt.number} started from it" for attempt in began[-1:]]
 
 
 def choose_snapshot(
@@ -150,7 +211,7 @@ def choose_snapshot(
     candidates = [
         (snapshot.step, snapshot.evaluated, -rank)
         for rank, snapshot in enumerate(snapshots)
-        if snapshot and leads_to_newest(checkpoint_name(snapshot.step, snapshot.attempt), spans)
+        if snapshot and leads_to_newest(snapshot.checkpoint, spans)
     ]
     rank = -max(candidates)[2] if candidates else 0
     return rank, snapshots[rank] if candidates else None

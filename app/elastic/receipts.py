@@ -8,7 +8,7 @@ import ray.train
 from app.elastic.claim import Start
 from app.elastic.restore import State
 from app.run.attempts import Attempt
-from app.run.incidents import HUNG, Cause, Receipt, read_receipts, suspects, worker_seconds
+from app.run.incidents import Cause, Receipt, find_hangs, read_receipts, suspects, worker_seconds
 from app.run.status import Status
 
 RESTARTING = "the worker group ends, for a restart"
@@ -71,7 +71,7 @@ def _detail(cause: Cause, start: Start, incident: dict[str, Any]) -> str:
 
 def _blame(start: Start) -> str:
     """Which rank hung, and where; all ranks, when none can be singled out."""
-    hung = [e for e in start.events if e["event"] == HUNG and e["attempt"] == start.before[-1].number]
+    hung = [event for event in find_hangs(start.events) if event["attempt"] == start.before[-1].number]
     blamed = suspects(hung, start.before[-1].metadata["world_size"])
     details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
     silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {event["rank"] for event in hung}]

@@ -1,6 +1,6 @@
 """The state that a worker group goes on from: out of a node's shared memory, a checkpoint, or INIT_FROM."""
 
-import io
+import hashlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.checkpoint.files import load_state
+from app.checkpoint.files import load_state, unpack
 from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, as_bytes
 from app.checkpoint.sharded import is_sharded, load_model, load_whole
 from app.checkpoint.snapshot import in_buffer
 from app.elastic.claim import Start
-from app.errors import NotFoundError, SettingsError, shorten
-from app.parallel import gather_objects
+from app.errors import ConflictError, NotFoundError, SettingsError
+from app.parallel import finish_together, from_rank_0, gather_objects
 from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.settings import Settings
-from app.storage import open_storage
+from app.storage import Storage, open_storage
 from app.storage.base import retry_storage
 
 
 @dataclass(frozen=True)
 class State:
-    """The training state that a worker group goes on from; empty at the beginning."""
+    """The training state that a worker group goes on from; at the beginning the weights of INIT_FROM, or nothing."""
 
     model: Any = None
     optimizer: Any = None
@@ -53,9 +53,13 @@ def load_start(
     if start.snapshot:
         return _load_snapshot(start.snapshot, start.snapshot_rank, found, group)
     if not start.checkpoint:
-        return State()
+        return State(model=read_init(settings, group, warn)) if settings.init_from else State()
     checkpoint, limit_s = start.checkpoint, settings.storage_timeout_s
-    return retry_storage(lambda: _load_checkpoint(run, checkpoint, settings), limit_s, "reading a checkpoint", warn)
+
+    def load() -> State:
+        return retry_storage(lambda: _load_checkpoint(run, checkpoint, settings), limit_s, "reading a checkpoint", warn)
+
+    return finish_together(group, load)
 
 
 def _load_snapshot(chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None, group: dist.ProcessGroup) -> State:
@@ -98,22 +102,59 @@ def _load_checkpoint(run: Run, checkpoint: Checkpoint, settings: Settings) -> St
     )
 
 
-def read_init(settings: Settings) -> Any:
-    """The state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file."""
+def read_init(settings: Settings, group: dist.ProcessGroup | None, warn: Callable[[str], Any]) -> Any:
+    """The state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file.
+
+    All workers call this together, and get the same one: rank 0 chooses. Raises `SettingsError`, or `ConflictError`
+    when it was replaced while they read it.
+    """
+    limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
+    chosen = from_rank_0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what, warn))
+    return finish_together(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what, warn))
+
+
+def choose_init(settings: Settings) -> Checkpoint | str:
+    """What INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file."""
     wanted = settings.init_from
-    if wanted.startswith("run:"):
-        other = open_run(settings.storage_path, wanted.removeprefix("run:"))
-        checkpoint, _ = find_newest_good(other, read_attempts(other))
-        if not checkpoint:
-            raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
-        return load_model(other, checkpoint)
-    folder, _, file = wanted.rpartition("/")
+    if not wanted.startswith("run:"):
+        storage, file = _init_file(settings)
+        try:
+            return storage.digest(file)[1]
+        except NotFoundError as error:
+            raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: no such file") from error
+    other = _init_run(settings)
+    checkpoint, _ = find_newest_good(other, read_attempts(other))
+    if not checkpoint:
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
+    return checkpoint
+
+
+def load_init(settings: Settings, chosen: Checkpoint | str) -> Any:
+    """The state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
+    wanted = settings.init_from
+    replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"
     try:
-        content = open_storage(folder or ".").read(file)
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if isinstance(chosen, Checkpoint):
+            return load_model(_init_run(settings), chosen)
+        storage, file = _init_file(settings)
+        content = storage.read(file)
     except NotFoundError as error:
-        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: no such file") from error
-    except (RuntimeError, ValueError, OSError) as error:
-        raise SettingsError(
-            f"SUNSPOT_INIT_FROM={wanted}: not a state_dict saved by torch.save: {shorten(error)}"
-        ) from error
+        raise ConflictError(replaced) from error
+    if hashlib.sha256(content).hexdigest() != chosen:
+        raise ConflictError(replaced)
+    try:
+        state = unpack(content)
+    except ValueError as error:
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save") from error
+    if not isinstance(state, dict):
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: a {type(state).__name__}; give a state_dict of torch.save")
+    return state
+
+
+def _init_run(settings: Settings) -> Run:
+    return open_run(settings.storage_path, settings.init_from.removeprefix("run:"))
+
+
+def _init_file(settings: Settings) -> tuple[Storage, str]:
+    folder, slash, file = settings.init_from.rpartition("/")
+    return open_storage(folder or slash or "."), file

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from app.run.attempts import Attempt
 from app.run.failures import INSTALLED
 from app.run.history import Journal
 from app.run.incidents import HUNG
+from app.storage.deadline import within
 
 FIRST_STEP_S = 600
 """Added to the timeout of the first step, which waits for imports, compilation, and Ray Data's first rows."""
@@ -98,7 +100,9 @@ class Watchdog:
             self._paused = False
 
     def __enter__(self) -> Watchdog:
-        upload_dumps(self._run, self._attempt, self._on_hang)
+        with contextlib.suppress(SunspotError):
+            dumps = functools.partial(upload_dumps, self._run, self._attempt, self._on_hang)
+            within(REPORT_S, "recording an earlier hang", dumps)
         self._last_heartbeat = time.monotonic()
         if self._timeout_s:
             path = _folder() / f"{_prefix(self._run)}{self._attempt:04d}-{self._rank:04d}"
@@ -180,7 +184,7 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
     stacks += [f"Thread {number:#x} (most recent call first):\n{text}" for number, text in threads.items()]
     frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', training, re.MULTILINE)
     waiting = any(part in next((file for file, *_ in frames if not BENEATH.search(file)), "") for part in COLLECTIVES)
-    detail = f"rank {header['rank']}: no step for {now - header['beat']:.0f} s"
+    detail = f"rank {header['rank']}: no step for {max(0, now - header['beat']):.0f} s"
     if frames:
         file, line, function = next((frame for frame in frames if not INSTALLED.search(frame[0])), frames[0])
         detail += f"; {'waits for other ranks' if waiting else 'stands'} in {function} at {file}:{line}"
@@ -201,10 +205,12 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
 def upload_dumps(run: Run, attempt: int, on_hang: Callable[[str], Any]) -> None:
     """Record the hangs whose stacks ranks of earlier attempts left on this node."""
     for path in _folder().glob(f"{_prefix(run)}*"):
-        since = attempt - int(path.name.split("-")[-2])
+        name = re.fullmatch(r"([0-9]{1,9})-.*", path.name.removeprefix(_prefix(run)))
+        since = attempt - int(name[1]) if name else 0
         if since <= 0:
             continue
-        with contextlib.suppress(SunspotError, OSError, ValueError):  # storage is gone, or another worker was faster
+        # Storage is gone, another worker was faster, or it is no dump of ours.
+        with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError):
             header, _, dump = path.read_text(errors="replace").partition("\n")
             if dump:
                 event = describe(json.loads(header), dump, path.stat().st_mtime)

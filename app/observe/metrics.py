@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,37 @@ class Stopwatch:
         return event
 
 
+RECENT_ROWS = 10_000
+"""A checkpoint's metrics are means over at least so many rows, or an epoch's if it has fewer."""
+
+
+class RecentMeans:
+    """Means over the newest windows: those of a single window are too noisy to compare, as it may be of one step."""
+
+    def __init__(self, epoch_rows: int, before: Mapping[str, Any]) -> None:
+        """`before` are the metrics of the state that training goes on from."""
+        self._enough = min(RECENT_ROWS, epoch_rows)
+        rows = before.get("recent_rows", before.get("rows"))  # only the latter: of an earlier version
+        self._windows = [(rows, before)] if isinstance(rows, int) else []
+        self.newest = dict(before)
+        "The means over the newest windows and their number of rows, `recent_rows`; `before` until there is a window."
+
+    def add(self, rows: int, means: Mapping[str, Any]) -> None:
+        """Add a window's means over so many rows."""
+        self._windows.append((rows, means))
+        while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
+            self._windows.pop(0)
+        self.newest = {"recent_rows": sum(rows for rows, _ in self._windows)}
+        for name in means:
+            having = [(rows, window[name]) for rows, window in self._windows if name in window]
+            self.newest[name] = sum(rows * mean for rows, mean in having) / sum(rows for rows, _ in having)
+
+
 class MetricWindow:
     """This worker's numbers since the window opened; `close` reduces those of all workers to one record."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
+        self._group, self._device, self.recent = group, device, recent
         self._open()
 
     def _open(self) -> None:
@@ -141,12 +168,14 @@ class MetricWindow:
         ranks = [{**done, **numbers, **own} for _, done, numbers, own in everyone]
         slowest = {name: max(rank[name] for rank in ranks) for name in numbers}
         rows = sum(rank["rows"] for rank in ranks)
+        means = _means(totals)
+        self.recent.add(rows, means)
         record = {
             "step": step,
             "epoch": epoch,
             "steps": self.steps,
             "rows": rows,
-            **_means(totals),
+            **means,
             "learning_rate": learning_rate,
             **slowest,
             "rows_per_s": rows / slowest["seconds"],

@@ -6,13 +6,12 @@ The output of a worker is a file of Ray's; that of the driver a terminal, a pipe
 import os
 import stat
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from app.background import Background
-from app.errors import SunspotError
+from app.errors import SunspotError, format_trace
 from app.run import Run
 from app.run.logs import LogWriter, driver_stream, rank_stream
 
@@ -36,8 +35,8 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
             except SunspotError as error:
                 log.append(f"error: {error}\n".encode())  # the entry point prints it on the terminal
                 raise
-            except Exception:
-                log.append(traceback.format_exc().encode())
+            except Exception as error:
+                log.append(format_trace(error).encode(errors="replace"))
                 raise
     finally:
         sys.stdout, sys.stderr = out, err
@@ -56,8 +55,8 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
     with Background(SHIP_EVERY_S, *(tail.read for tail in tails), log.flush):
         try:
             yield
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            print(format_trace(error), end="", file=sys.stderr)
             raise
         finally:
             sys.stdout.flush()

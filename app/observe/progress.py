@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from app.formatting import visible
 from app.observe.output import only_shipped
 
 PROGRESS_EVERY_S = 1.0
@@ -83,7 +84,7 @@ class _Lines:
 
     def print(self, text: str) -> None:
         """One line for the user."""
-        print(text, flush=True)
+        print(visible(text), flush=True)
         self._printed = time.monotonic()
 
 
@@ -108,7 +109,7 @@ class _Terminal(_Lines):
         self._bar.stop()
 
     def print(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False)
+        self._bar.console.print(visible(text), highlight=False, markup=False)
         self._ship(text + "\n")
 
 

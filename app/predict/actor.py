@@ -3,15 +3,16 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from app.errors import GaveUpError, SettingsError, SunspotError, find_in, shorten
+from app.formatting import visible
 from app.predict.classifier import Classifier
 from app.ray_session import ray_session
 from app.settings import PREFIX
+from app.storage.local import local_path
 
 START_S = 600
 """Time for a worker to start: a free core, a process, importing torch, reading the checkpoint twice."""
@@ -77,10 +78,10 @@ def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
 def absolute_path(location: str, name: bool = True) -> str:
     """A local path made absolute, as workers may run in another directory; with `name`, only if it has a '/'."""
     is_path = "://" not in location and ("/" in location or not name)
-    return str(Path(location).expanduser().absolute()) if is_path else location
+    return str(local_path(location)) if is_path else location
 
 
 def print_warnings(texts: Iterable[str]) -> None:
     """Print each on stderr, apart from the result."""
     for text in texts:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {visible(text)}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ A file has all of its rows or does not exist, so a killed command resumes with t
 """
 
 import io
-import json
 import logging
 import math
 import sys
@@ -41,6 +40,8 @@ from app.predict.actor import absolute_path, print_warnings, wants_gpu
 from app.predict.classifier import Classifier, ModelCheckpoint, open_checkpoint
 from app.ray_session import ray_session
 from app.run import to_json
+from app.run.identity import same_rows
+from app.run.objects import parse, read_content
 from app.settings import Settings, differences
 from app.storage import open_storage
 from app.storage.base import Storage, map_parallel
@@ -158,7 +159,9 @@ def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts:
         "rows of a file": str(parts[0].last),
     }
     if not storage.create(IDENTITY, to_json(identity)):
-        before = json.loads(storage.read(IDENTITY))
+        before: dict[str, str] = parse(dict[str, str], read_content(storage, IDENTITY), storage.locate(IDENTITY))
+        if same_rows(before.get("data", ""), source.fingerprint):
+            before["data"] = source.fingerprint
         changed = "\n".join(f"  {line}" for line in differences(before, identity))
         if changed:
             raise ConflictError(

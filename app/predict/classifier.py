@@ -11,6 +11,7 @@ import torch
 from app.checkpoint.files import load_state, load_weights
 from app.checkpoint.sharded import is_sharded, load_model
 from app.data.images import read_images
+from app.data.order import largest_pass
 from app.data.source import EmptySource
 from app.errors import DamageError, NotFoundError, SettingsError
 from app.run import Run, open_run
@@ -71,10 +72,12 @@ class Classifier:
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
         """The most probable class of each image, int64 [B], and the probabilities of all classes, float32 [B, classes].
 
-        One image is a batch of one. Batch size and precision are those of the run's evaluation. Raises `SettingsError`
-        for images that the model does not take.
+        One image is a batch of one. No forward pass is larger than those of the run, and its precision is theirs.
+        Raises `SettingsError` for images that the model does not take.
         """
-        scores = [self._score(part) for part in self._as_batch(images).split(self._settings.global_batch_size)]
+        run = self._settings
+        largest = largest_pass(run.global_batch_size, run.num_workers.least, run.micro_batch_size)
+        scores = [self._score(part) for part in self._as_batch(images).split(largest)]
         predictions = torch.cat([part.argmax(dim=1) for part in scores])
         probabilities = torch.cat([part.float().softmax(dim=1) for part in scores])
         return predictions.cpu().numpy(), probabilities.cpu().numpy()

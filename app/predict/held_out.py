@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from app.data.source import Source, read_rows, rows_in
-from app.errors import DamageError, GaveUpError, SettingsError, SunspotError, shorten
+from app.errors import GaveUpError, SettingsError, SunspotError, shorten
 from app.plan import Plan, choose_resources
 from app.predict.actor import get_result, model_worker
 from app.ray_session import ray_session
@@ -28,6 +28,7 @@ from app.run.predictions import (
     read_predictions,
     write_predictions,
 )
+from app.run.status import own_status
 from app.tasks import load_predict
 
 LIMIT_S = 120
@@ -43,8 +44,11 @@ SAMPLE_PLACES = 4
 """Samples come from so many places spread over the training rows, which may be sorted by label."""
 
 
-def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint) -> None:
-    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once; a failure is only a warning."""
+def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
+    """Predict the first PREDICT_ROWS held-out rows at the end of a run, once; a failure is only a warning.
+
+    Nothing is stored when this start of a `driver` has lost the run meanwhile.
+    """
     rows = min(plan.settings.predict_rows, rows_in(plan.test)) if plan.test else 0
     if not rows or not checkpoint.evaluated or checkpoint.step < plan.total_steps or _has_predictions(run, checkpoint):
         return
@@ -56,16 +60,15 @@ def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint) -> None:
     try:
         if plan.source.classes > MOST_CLASSES:
             raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MOST_CLASSES}")
-        write_predictions(run, predict_held_out(plan, run, checkpoint, rows))
+        predictions = predict_held_out(plan, run, checkpoint, rows)
+        if own_status(run, driver):
+            write_predictions(run, predictions)
     except Exception as error:
         print(f"warning: no predictions for the report: {shorten(error)}", flush=True)
 
 
 def _has_predictions(run: Run, checkpoint: Checkpoint) -> bool:
-    try:
-        kept = read_predictions(run)
-    except DamageError:
-        return False
+    kept = read_predictions(run)
     return kept is not None and kept.checkpoint == checkpoint.name
 
 

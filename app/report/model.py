@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from app.errors import DamageError, NotFoundError, shorten
+from app.errors import DamageError, NotFoundError
 from app.run import Run
-from app.run.attempts import Attempt, Span, lineage, read_attempts
+from app.run.attempts import Span, lineage, read_attempts
 from app.run.checkpoints import Checkpoint, best_first, classify, list_directories, retention, verify
 from app.run.failures import Failure, read_failures
 from app.run.history import HELD_OUT, each_record, read_journal
+from app.run.identity import read_identity
 from app.run.incidents import find_gaps, read_receipts
 from app.run.overview import RunView
 from app.run.predictions import Predictions, read_predictions
@@ -95,16 +96,15 @@ class History:
         )
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
-        """Add a record; a malformed one raises `ValueError`, `KeyError` or `TypeError` and leaves the columns alone."""
-        attempt, step = int(record["attempt"]), int(record["step"])
-        ranks = [rank for rank in record.get("ranks") or () if isinstance(rank, dict)]
+        """Add a record, in the form that `each_record` checks."""
+        ranks = record.get("ranks") or []
         for name in record:
             if name not in self.results and is_result(name, record, best_by) and _number(record, name) is not None:
                 self.results[name] = [None] * len(self)
         for name, column in self.results.items():
             column.append(_number(record, name))
-        self.attempt.append(attempt)
-        self.step.append(step)
+        self.attempt.append(record["attempt"])
+        self.step.append(record["step"])
         self.epoch.append(record.get("epoch"))
         self.time.append(_number(record, "time"))
         # An evaluation by itself, after a restart, took no step.
@@ -112,7 +112,7 @@ class History:
         self.rank_rows_per_s.append(_spread([_ratio(_number(r, "rows"), _number(r, "seconds")) for r in ranks]))
         self.rank_step_time.append(_spread([_number(rank, "step_time_median_s") for rank in ranks]))
         for number, rank in enumerate(ranks):
-            _add(self.ranks.setdefault(number, RankTotal()), rank, int(_number(record, "steps") or 1))
+            _add(self.ranks.setdefault(number, RankTotal()), rank, record.get("steps") or 1)
 
 
 @dataclass(frozen=True)
@@ -195,50 +195,48 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     troubles: list[str] = []
 
     def tried(read: Callable[[], Part], otherwise: Part, what: str) -> Part:
-        """A part of the run, or `otherwise` when it is missing or cannot be read."""
+        """A part of the run, or `otherwise` when it is missing or damaged."""
         try:
             return read()
         except NotFoundError:
             return otherwise
-        except (DamageError, ValueError, TypeError, KeyError, AttributeError) as error:
-            troubles.append(f"{what} cannot be read: {shorten(error)}")
+        except DamageError as error:
+            troubles.append(f"{what} cannot be read: {error}")
             return otherwise
 
+    def left_out(what: str) -> Callable[[str], Any]:
+        return lambda text: troubles.append(f"{what} cannot be read: {text}")
+
     none: list[Any] = []
-    attempts = tried(lambda: read_attempts(run), none, "the list of its attempts")
+    attempts = [a for a in tried(lambda: read_attempts(run), none, "the list of its attempts") if a.chosen]
     spans = lineage(attempts)
-    events = tried(lambda: read_journal(run, "events"), none, "the events")
+    events = read_journal(run, "events", warn=left_out("an event"))
     receipts = read_receipts(events)
     history = History()
-    tried(lambda: _read_history(run, spans, attempts, history), None, "the metric history, or a part of it,")
+    _, best_by, _ = retention(attempts)
+    for record in each_record(run, "metrics", spans, warn=left_out("a part of the metric history")):
+        history.add(record, best_by)  # one by one: the records of many ranks would not fit into memory all at once
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
-    checkpoints, left_out = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
+    checkpoints, not_shown = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
     return Report(
         run=run,
         state=state,
         reason=reason,
         time=time.time(),
-        status=tried(lambda: read_status(run), None, "its status"),
-        identity=tried(lambda: dict(run.read_json("run.json")), {}, "run.json"),
+        status=read_status(run, warn=left_out("its status")),
+        identity=tried(lambda: read_identity(run), None, "run.json"),
         attempts=attempts,
         events=events,
         receipts=receipts,
         checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.state == "verified"), None),
-        failures=tried(lambda: read_failures(run), [], "the errors that ended processes"),
+        failures=read_failures(run, left_out("an error that ended a process")),
         history=history,
         gaps=find_gaps(attempts, receipts, set(history.attempt)),
         checkpoints=checkpoints,
-        checkpoints_left_out=left_out,
-        predictions=tried(lambda: _read_predictions(run), None, "the predictions"),
+        checkpoints_left_out=not_shown,
+        predictions=read_predictions(run, left_out("the predictions")),
         troubles=troubles,
     )
-
-
-def _read_predictions(run: Run) -> Predictions | None:
-    found = read_predictions(run)
-    if found and [len(row) for row in found.confusion] != [found.classes] * found.classes:
-        raise ValueError(f"the confusion matrix is none of {found.classes} classes")
-    return found
 
 
 def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint], dict[str, int]]:
@@ -252,16 +250,6 @@ def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint]
         "of superseded attempts": len(superseded),
     }
     return sorted(found, key=lambda kept: kept.name), {why: number for why, number in left_out.items() if number}
-
-
-# -------------------------------------------------------------------------------------------------------------- history
-
-
-def _read_history(run: Run, spans: list[Span], attempts: list[Attempt], history: History) -> None:
-    """Fill `history` record by record: those of many ranks would not fit into memory all at once."""
-    _, best_by, _ = retention(attempts)
-    for record in each_record(run, "metrics", spans):
-        history.add(record, best_by)
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:

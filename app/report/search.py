@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.errors import NotFoundError
-from app.report.charts import Axis, Line, Point, can_draw, figure, line_chart, linear_axis, log_axis
+from app.report.charts import LEAST, Axis, Line, Point, can_draw, figure, line_chart, linear_axis, log_axis
 from app.report.html import Html, Number, element, join, paragraph, result, table, whole
 from app.report.page import STATES, footer, whole_page
 from app.run import Run
-from app.run.attempts import lineage, read_attempts
+from app.run.attempts import Span, lineage, read_attempts
 from app.run.history import read_journal
+from app.run.objects import news, warn_once
 from app.run.search import Results, Trial, read_results
 from app.run.status import RunState
 
@@ -26,7 +27,8 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
     results = read_results(run)
     if results is None:
         raise NotFoundError(f"{run.location}: no search")
-    curves = {trial.run: _curve(Run(run.storage, trial.run), results.metric) for trial in results.trials}
+    trials = {trial.run: Run(run.storage, trial.run) for trial in results.trials}
+    curves = {name: _curve(trial, results.metric) for name, trial in trials.items()}
     return run, results, curves
 
 
@@ -48,8 +50,10 @@ def render_search(run: Run, results: Results, curves: Curves) -> bytes:
 
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
-    records = read_journal(run, "metrics", lineage(read_attempts(run)))
-    return [(record["step"], float(record[metric])) for record in records if can_draw(record.get(metric))]
+    spans = news(lambda: lineage(read_attempts(run)), list[Span](), warn_once)
+    records = read_journal(run, "metrics", spans)
+    values = [(record["step"], record.get(metric)) for record in records]
+    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
 
 
 def _name(results: Results) -> str:
@@ -118,9 +122,14 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
     """The axis of a dimension, and the position of each value: numbers by size, others side by side."""
-    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    numbers = [
+        float(value)
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool) and can_draw(value)
+    ]
     if len(numbers) == len(values) and not expression.startswith("choice"):
-        return (log_axis(numbers) if expression.startswith("loguniform") else linear_axis(numbers)), numbers
+        log = expression.startswith("loguniform") and min(numbers) >= LEAST
+        return (log_axis(numbers) if log else linear_axis(numbers)), numbers
     kinds = {_shown(value): value for value in values}
     in_order = sorted(kinds, key=lambda kind: (kinds[kind] if isinstance(kinds[kind], int | float) else math.inf, kind))
     ticks = tuple((float(place), kind[:MOST_NAMED]) for place, kind in enumerate(in_order))

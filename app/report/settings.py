@@ -36,9 +36,9 @@ def _data(report: Report) -> Html:
     if not report.identity:
         return paragraph("Nothing is recorded of the data yet.")
     facts: list[list[Any]] = [
-        ["training rows", report.identity.get("rows")],
-        ["steps of an epoch", report.identity.get("steps_per_epoch")],
-        ["fingerprint", _code(report.identity.get("data") or "")],
+        ["training rows", report.identity.rows],
+        ["steps of an epoch", report.identity.steps_per_epoch],
+        ["fingerprint", _code(report.identity.data)],
     ]
     return table("Data", ["what", "is"], facts)
 

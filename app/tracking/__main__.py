@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 
-from app.errors import NotFoundError, SettingsError, StorageError, TrackingError, run_and_exit
+from app.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
 from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.history import Journal
@@ -37,8 +37,8 @@ def main() -> int:
     if not settings.tracking:
         settings = _recorded_service(run, settings)
     refuse_unusable(settings)
-    delivery = Delivery(run, settings.tracking, settings.tracking_project, _print)
-    if arguments.follow:
+    delivery = Delivery(run, settings.tracking, settings.tracking_project, _print, arguments.follow or "")
+    if arguments.follow is not None:
         follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
         return 0
     if not read_attempts(run):
@@ -55,6 +55,15 @@ def follow(delivery: Delivery, every_s: float, later: str) -> None:
     `later` is the command that delivers the rest by hand.
     """
     outage = Outage(delivery)
+    try:
+        _follow(delivery, outage, every_s)
+        _finish(delivery, outage, later)
+    except SupersededError as error:
+        _print(f"the new owner's process delivers the rest: {error}")
+        delivery.leave()
+
+
+def _follow(delivery: Delivery, outage: Outage, every_s: float) -> None:
     delivered: object = None
     pause = 0.0
     while not select.select([sys.stdin], [], [], pause)[0]:
@@ -71,7 +80,6 @@ def follow(delivery: Delivery, every_s: float, later: str) -> None:
             outage.add_failure(error)
         except StorageError:
             continue  # the run itself reports that
-    _finish(delivery, outage, later)
 
 
 def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
@@ -166,7 +174,13 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("run", metavar="RUN", help="a run's name")
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
-    parser.add_argument("--follow", action="store_true", help="deliver what comes until standard input ends")
+    parser.add_argument(
+        "--follow",
+        metavar="DRIVER",
+        nargs="?",
+        const="",
+        help="deliver what comes until standard input ends, or the run is taken over from this start of a driver",
+    )
     return parser.parse()
 
 

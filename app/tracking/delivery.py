@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from app.errors import DamageError, NotFoundError, shorten
+from annotated_types import Ge, MinLen
+
+from app.errors import DamageError, NotFoundError, TrackingError, shorten
 from app.formatting import plural
 from app.report import FILE
 from app.run import Run, to_json
-from app.run.attempts import Attempt, Span, lineage, read_attempts, step_of
+from app.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
 from app.run.checkpoints import Checkpoint, choose, classify, list_directories
 from app.run.history import HELD_OUT, each_record, list_journal, read_journal
 from app.run.incidents import goodput, read_receipts
+from app.run.objects import Count, Form, news, read, warn_once
 from app.run.status import Status, read_status
 from app.settings import PREFIX
 from app.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
@@ -40,8 +44,9 @@ class Delivery:
     so each step is shown once. Should even a checkpoint be lost, the steps that are repeated are not sent again.
     """
 
-    def __init__(self, run: Run, name: str, project: str, log: Callable[[str], Any]) -> None:
-        self.run, self.name, self._project, self._log = run, name, project, log
+    def __init__(self, run: Run, name: str, project: str, log: Callable[[str], Any], driver: str = "") -> None:
+        """`driver` is the start of a driver for which it delivers; empty: whoever owns the run."""
+        self.run, self.name, self._project, self._log, self._driver = run, name, project, log, driver
         self.delivered = read_delivered(run, name)
         self.place = ""
         "The tracking run's address; empty until `deliver` has opened it."
@@ -55,8 +60,12 @@ class Delivery:
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
 
     def deliver(self) -> None:
-        """Send what is not delivered yet. After `TrackingError` or `StorageError`, the next call sends the rest."""
+        """Send what is not delivered yet. After `TrackingError` or `StorageError`, the next call sends the rest.
+
+        Raises `SupersededError` when the driver has lost the run.
+        """
         attempts = read_attempts(self.run)
+        refuse_if_superseded(attempts, "", self._driver)
         if not attempts:
             return  # nothing to deliver yet
         self.attempt = attempts[-1].number
@@ -76,6 +85,7 @@ class Delivery:
 
     def finish(self) -> None:
         """Send the rest and, if the run has ended, its report, best model and state. Raises like `deliver`."""
+        refuse_if_superseded(read_attempts(self.run), "", self._driver)
         if self._service is None and not self.missing():
             return  # opening it would show the tracking run as running again
         self.deliver()
@@ -90,6 +100,12 @@ class Delivery:
         service.close(status.state if ended else None)
         self._service = None
         self._record(replace(self.delivered, ended=ended), arrived=True)
+
+    def leave(self) -> None:
+        """End this delivery as it stands; the tracking run goes on."""
+        if self._service:
+            with suppress(TrackingError):
+                self._service.close(None)
 
     def missing(self) -> str:
         """What has not been delivered, in words; empty if everything has. Raises `StorageError`."""
@@ -230,7 +246,7 @@ def to_point(record: dict[str, Any]) -> Point:
         if isinstance(value, (int, float)) and name not in NO_METRICS
         if name.startswith(HELD_OUT) or not _is_evaluation(record)
     }
-    return Point(record["step"], record["time"], values)
+    return Point(record["step"], record.get("time") or 0.0, values)
 
 
 def _is_evaluation(record: dict[str, Any]) -> bool:
@@ -239,16 +255,23 @@ def _is_evaluation(record: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
+class TrackingRun:
+    """The run of a tracking service that shows this one; `<service>.json` in the run."""
+
+    id: Annotated[str, MinLen(1)]
+
+
+@dataclass(frozen=True)
 class Delivered:
     """How much of a run a tracking service has; `<service>-delivered.json` in the run."""
 
-    step: int = -1
+    step: Annotated[int, Ge(-1)] = -1
     "All records up to this step have been delivered or refused."
-    attempt: int = 0
+    attempt: Count = 0
     "The attempt of the last of them: a later attempt may add an evaluation of the same step."
-    records: int = 0
+    records: Count = 0
     "Records that the service has."
-    refused: int = 0
+    refused: Count = 0
     "Records that it refused."
     report: str = ""
     "SHA-256 of its copy of the report."
@@ -259,20 +282,24 @@ class Delivered:
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:
-    """The id of the tracking run; None if there is none yet. Raises `StorageError`."""
-    return _read_record(run, f"{service}.json").get("id")
+    """The id of the tracking run; None if there is none yet, or it is damaged. Raises `StorageError`."""
+    found = _read(run, TrackingRun, f"{service}.json")
+    return found.id if found else None
 
 
 def claim_tracking_run(run: Run, service: str, identity: str) -> str:
-    """Make `identity` the id of the tracking run unless it has one; returns the id that it has."""
-    run.storage.create(run.key("tracking", f"{service}.json"), to_json({"id": identity}))
-    return str(_read_record(run, f"{service}.json")["id"])
+    """Make `identity` the id of the tracking run unless it has one that can be read; returns the id that it has."""
+    file, content = f"{service}.json", to_json(asdict(TrackingRun(identity)))
+    if not run.storage.create(run.key("tracking", file), content):
+        if known := _read(run, TrackingRun, file):
+            return known.id
+        run.storage.write(run.key("tracking", file), content)
+    return identity
 
 
 def read_delivered(run: Run, service: str) -> Delivered:
-    """The delivery's progress; raises `StorageError`."""
-    record = _read_record(run, f"{service}-delivered.json")
-    return Delivered(**{name: value for name, value in record.items() if name in Delivered.__dataclass_fields__})
+    """The delivery's progress; raises `StorageError`. When it is damaged, all is delivered again."""
+    return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
 
 
 def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
@@ -280,9 +307,8 @@ def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
     run.storage.write(run.key("tracking", f"{service}-delivered.json"), to_json(asdict(delivered)))
 
 
-def _read_record(run: Run, file: str) -> dict[str, Any]:
+def _read(run: Run, form: type[Form], file: str) -> Form | None:
     try:
-        found: dict[str, Any] = run.read_json("tracking", file)
+        return news(lambda: read(run, form, "tracking", file), None, warn_once)
     except NotFoundError:
-        return {}
-    return found
+        return None

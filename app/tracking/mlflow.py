@@ -182,6 +182,6 @@ def _mlflow_errors() -> Iterator[None]:
     except TrackingError:
         raise
     except MlflowException as error:
-        raise TrackingError(f"MLflow: {_without_password(shorten(error))}") from error
+        raise TrackingError(f"MLflow: {shorten(error)}") from error
     except Exception as error:  # from requests, or from the artifact store
-        raise TrackingError(f"MLflow: {type(error).__name__}: {_without_password(shorten(error))}") from error
+        raise TrackingError(f"MLflow: {type(error).__name__}: {shorten(error)}") from error

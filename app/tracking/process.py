@@ -46,17 +46,18 @@ def refuse_unusable(settings: Settings) -> None:
 
 
 @contextmanager
-def tracked(run: Run, settings: Settings) -> Iterator[None]:
+def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
     """Deliver the run to the service of TRACKING while the context lasts, and its end within FINISH_TIMEOUT_S after.
 
-    Failures are printed and change nothing in the run. The process reads from storage all that it delivers; it ends
+    Failures are printed and change nothing in the run. When this start of a `driver` has lost the run, the new owner's
+    process delivers it. The process reads from storage all that it delivers; it ends
     when its standard input closes, even if this process is killed.
     """
     if not settings.tracking:
         yield
         return
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.tracking", run.name, "--storage", settings.storage_path, "--follow"],
+        [sys.executable, "-m", "app.tracking", run.name, "--storage", settings.storage_path, "--follow", driver],
         env={**os.environ, **settings.environment()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from app.checkpoint.snapshot import map_tensors
 from app.data.order import micro_batches
 from app.data.source import Batch
-from app.observe.metrics import MetricWindow
 from app.parallel import StepConsensus
 from app.tasks.lightning_adapter import LightningTask, defines, make_trainer
 from app.train.step import after_step, evaluate, seed_generators, timed
@@ -61,7 +60,7 @@ class Shares:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.window = MetricWindow(worker.control_group, worker.device)
+        self.window = worker.open_window()
         self.step = worker.start
         "Optimizer steps taken."
         self.batch: Batch = {}

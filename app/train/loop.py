@@ -7,7 +7,7 @@ import torch
 
 from app.data.order import forward_passes, micro_batches
 from app.data.source import Batch
-from app.observe.metrics import MetricWindow, Stopwatch
+from app.observe.metrics import Stopwatch
 from app.parallel import StepConsensus, gradient_sync, prepare
 from app.train.setup import join_run
 from app.train.step import after_step, evaluate, seed_generators, timed
@@ -38,7 +38,7 @@ def train(worker: Worker) -> None:
     model = prepare(worker.model)
     optimizer, loader = worker.optimizer, worker.loader
     consensus = StepConsensus(worker.control_group)
-    window = MetricWindow(worker.control_group, worker.device)
+    window = worker.open_window()
     step = worker.start
 
     if not worker.evaluated:  # the group before ended with the epoch's last step

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from app.elastic.claim import Start
 from app.elastic.control import CONTROL_TIMEOUT_S
 from app.elastic.receipts import make_receipt
 from app.elastic.restore import State
+from app.errors import StorageError
 from app.observe.metrics import MetricWindow, scalars
 from app.observe.progress import PROGRESS_EVERY_S
 from app.observe.prometheus import RunGauges
@@ -22,7 +24,11 @@ from app.run import Run
 from app.run.attempts import ensure_owner, step_of
 from app.run.history import Journal
 from app.run.incidents import Cause, describe, goodput, read_receipts
-from app.run.status import STATUS_EVERY_S, RunState, Status, write_status
+from app.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
+from app.storage.deadline import within
+
+SHOW_CLAIM_S = 20.0
+"""Limit on the wait for storage to take an attempt's first status."""
 
 GOODPUT_EVERY_S = 60.0
 """Between two computations of the exported goodput: with a thousand restarts, one takes a second."""
@@ -50,7 +56,9 @@ class Reporter:
         self._shown = 0.0
         self._heartbeat: float | None = None
         self._recovered = self._summarized = self._warned = False
-        self._status = first_status(start, plan)
+        self._status = replace(
+            first_status(start, plan), state=RunState.RUNNING, reason="", world_size=len(start.nodes)
+        )
         self._receipts = read_receipts(start.events)
         self._interval_s: float | None = None
         self._goodput: float | None = None
@@ -113,8 +121,12 @@ class Reporter:
             self._control.note.remote(committed=self._checkpoints.newest.time)
 
     def publish(self) -> None:
-        """Write the newest numbers to storage; raises `SupersededError` when another process owns the run."""
+        """Write the newest numbers to storage; raises `SupersededError` when another process owns the run.
+
+        So does an attempt that its driver has ended, while this process was frozen or cut off.
+        """
         ensure_owner(self._run, self._start.attempt)
+        refuse_if_ended(self._run, self._status)
         for journal in self._journals.values():
             journal.flush()
         committed = self._checkpoints.newest
@@ -193,18 +205,35 @@ def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> floa
 
 
 def first_status(start: Start, plan: Plan) -> Status:
-    """The status of a worker group that has not taken a step yet."""
-    before = start.status or Status(RunState.RUNNING, start.attempt.owner)
+    """The status of a worker group that has claimed its attempt, and has not taken a step yet."""
+    attempt = start.attempt
+    before = start.status or Status(RunState.STARTING, attempt.owner)
     return replace(
         before,
-        state=RunState.RUNNING,
-        reason="",
+        state=RunState.STARTING,
+        reason=f"its workers load what attempt {attempt.number} starts from",
         warning="",
-        attempt=start.attempt.number,
-        world_size=len(start.nodes),
-        step=start.attempt.step,
+        owner=attempt.owner,
+        driver=attempt.driver,
+        attempt=attempt.number,
+        world_size=0,
+        step=attempt.step,
         heartbeat=None,
         checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps.per_epoch,
     )
+
+
+def show_claim(run: Run, status: Status) -> None:
+    """Write the first status of a claimed attempt: from now on nobody looks at those of older attempts.
+
+    A failure is made up for by the reporter.
+    """
+
+    def show() -> None:
+        write_status(run, status)
+        delete_older_statuses(run, status.attempt)
+
+    with suppress(StorageError):
+        within(SHOW_CLAIM_S, "writing the status", show)

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,8 +14,9 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
+from torch.optim import Optimizer
 
-from app.background import Background
+from app.background import Background, start_thread
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.files import load_weights
 from app.checkpoint.sharded import load_parts
@@ -27,26 +27,26 @@ from app.data.torch_loader import TorchLoader
 from app.elastic.claim import Start, agree_on_start
 from app.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
 from app.elastic.receipts import RESTARTING
-from app.elastic.restore import State, load_start, read_init
+from app.elastic.restore import State, load_start
 from app.elastic.watchdog import Watchdog
-from app.errors import SettingsError, StorageError, SupersededError, find_in
+from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
 from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
-from app.parallel import shard_model, shard_optimizer_state
+from app.parallel import finish_together, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
 from app.run.failures import describe_failure, record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
-from app.settings import Settings
+from app.settings import Settings, differences
 from app.storage.base import retry_storage
 from app.tasks import Task, load_task
-from app.train.reporter import Reporter
+from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker
 
-FAILURE_S = 5.0
-"""The longest that a failed worker waits for storage to take its traceback."""
+FAILURE_S, FATAL_S = 5.0, 60.0
+"""The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
 
 Warn = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     run = open_run(settings.storage_path, settings.run_name)
     torch.set_num_threads(config["threads"])
     quiet_ray_train()
-    # Rank 0 may wait for storage while the others wait for it.
+    # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `finish_together`).
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
 
@@ -79,11 +79,17 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         return
     memory = open_memory(run, settings, warn)
     dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
-    start, found = agree_on_start(run, config["owner"], settings, group, warn)
+    try:
+        start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
+    except SunspotError as error:
+        tell_driver(error, control)
+        raise
     if start is None:
         yield None
         return
     attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
+    if rank == 0:
+        show_claim(run, first_status(start, plan))
     with ExitStack() as stack:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
         watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, note_hang)
@@ -128,22 +134,27 @@ def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank:
     """
     fatal = find_in(error)
     if fatal:
-        with suppress(RayError):  # the driver is gone, and with it the control channel
-            ray.get(control.fail.remote(fatal), timeout=CONTROL_TIMEOUT_S)
+        tell_driver(fatal, control)
     if isinstance(fatal, SupersededError):
         return
-    if fatal:
-        with suppress(StorageError):
-            record_error(run, attempt.number, fatal)
     failure = describe_failure(error, attempt.number, rank, step)
 
     def record() -> None:
         with suppress(StorageError):
+            if fatal:
+                record_error(run, attempt.number, fatal)
             record_failure(run, failure)
 
-    thread = threading.Thread(target=record, daemon=True)  # the others wait for this worker's end, and not for storage
-    thread.start()
-    thread.join(FAILURE_S)
+    # The others wait for this worker's end, and not for storage, least of all when that is what failed.
+    with suppress(TimeoutError):
+        limit_s = FATAL_S if fatal and not isinstance(fatal, StorageError) else FAILURE_S
+        start_thread(record, "record-end").result(limit_s)
+
+
+def tell_driver(error: SunspotError, control: Any) -> None:
+    """End the training for good: no retry can fix this error."""
+    with suppress(RayError):  # the driver is gone, and with it the control channel
+        ray.get(control.fail.remote(error), timeout=CONTROL_TIMEOUT_S)
 
 
 # ------------------------------------------------------------------------------------------------- making the worker
@@ -165,8 +176,19 @@ def make_worker(
     rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
     task = load_task(settings)
     model = build_model(plan, task, state, attempt, device)
-    optimizer = build_optimizer(run, settings, task, model, state, warn)
-    journals = open_journals(run, attempt, warn) if rank == 0 else {}
+
+    def read_parts(optimizer: Optimizer) -> None:
+        def read() -> None:
+            assert state.parts
+            load_parts(run, state.parts, model, optimizer)
+
+        with watchdog.paused():
+            finish_together(
+                group, lambda: retry_storage(read, settings.storage_timeout_s, "reading a checkpoint", warn)
+            )
+
+    optimizer = build_optimizer(settings, task, model, state, read_parts)
+    journals = open_journals(run, start, warn) if rank == 0 else {}
     checkpoints = CheckpointManager(
         run,
         attempt,
@@ -209,36 +231,38 @@ def make_worker(
 
 
 def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: torch.device) -> torch.nn.Module:
-    """The task's model on its device, with the state's weights, those of INIT_FROM, or the seed's."""
+    """The task's model on its device, with the state's weights, or those that the seed gives it."""
     settings = plan.settings
     torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
     model = task.build_model(settings, plan.source)
-    if state.model:
-        load_weights(model, state.model, str(attempt.starts_from))
-    elif settings.init_from and not state.parts:
-        load_weights(model, read_init(settings), settings.init_from)
+    if state.model is not None:
+        load_weights(model, state.model, attempt.starts_from or settings.init_from)
     refuse_small_micro_batches(model, settings)
     return shard_model(model, settings, device)
 
 
 def build_optimizer(
-    run: Run, settings: Settings, task: Task, model: torch.nn.Module, state: State, warn: Warn
-) -> torch.optim.Optimizer:
+    settings: Settings, task: Task, model: torch.nn.Module, state: State, read_parts: Callable[[Optimizer], None]
+) -> Optimizer:
     """The task's optimizer with the state's; a state in parts is read here, into the model too."""
     optimizer = task.build_optimizer(model, settings)
     peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
     if state.optimizer:
         optimizer.load_state_dict(shard_optimizer_state(optimizer, state.optimizer))
     elif state.parts:
-        limit_s, parts = settings.storage_timeout_s, state.parts
-        retry_storage(lambda: load_parts(run, parts, model, optimizer), limit_s, "reading a checkpoint's parts", warn)
+        read_parts(optimizer)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["initial_lr"] = peak
     return optimizer
 
 
 def make_loader(plan: Plan, world_size: int, rank: int, device: torch.device) -> TorchLoader | RayLoader:
-    """This worker's loader, as LOADER says."""
+    """This worker's loader, as LOADER says; raises `ConflictError` if it would not have the driver's order of rows."""
+    if plan.order and plan.find_order() != plan.order:
+        raise ConflictError(
+            f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
+            "some would be repeated and others left out; run the same image on all nodes"
+        )
     if plan.settings.loader == "ray":
         return RayLoader(plan.steps, world_size, rank, device, plan.test is not None)
     return TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank)
@@ -252,13 +276,25 @@ def make_padding_batch(source: Source, device: torch.device) -> Batch:
     return {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
 
 
-def open_journals(run: Run, attempt: Attempt, warn: Warn) -> dict[str, Journal]:
-    """The attempt's metric history and its events, which begin with the checkpoints it skipped."""
+def open_journals(run: Run, start: Start, warn: Warn) -> dict[str, Journal]:
+    """The attempt's metric history and its events, which begin with what differs from the attempt before.
+
+    That is the checkpoints it skipped, and the versions of what the run's numbers may depend on.
+    """
+    attempt = start.attempt
     journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
+
+    def record(event: str, detail: str) -> None:
+        journals["events"].append({"step": attempt.step, "time": time.time(), "event": event, "detail": detail})
+
     for text in attempt.skipped:
-        event = {"step": attempt.step, "time": time.time(), "event": "checkpoint skipped", "detail": text}
-        journals["events"].append(event)
+        record("checkpoint skipped", text)
         warn(f"skipped {text}")
+    before = start.before[-1].metadata.get("versions", {}) if start.before else {}
+    now = attempt.metadata.get("versions", {})
+    if changed := differences(before, {name: now[name] for name in before if name in now}):
+        record("versions changed", ", ".join(changed))
+        warn(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
     return journals
 
 

@@ -27,6 +27,7 @@ from app.run.checkpoints import Checkpoint, find_newest_good
 from app.run.incidents import Cause
 from app.run.status import Status
 from app.storage.base import retry_storage
+from app.storage.deadline import within
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes
 
@@ -51,25 +52,31 @@ def first_step(storage_path: str, run_name: str) -> int:
 
 
 def fit(
-    plan: Plan, run: Run, owner: str, before: Status | None = None, stop_request: StopRequest | None = None
+    plan: Plan,
+    run: Run,
+    owner: str,
+    driver: str = "",
+    before: Status | None = None,
+    stop_request: StopRequest | None = None,
 ) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    `before` is the status that this driver found, for its first worker group's receipt. The caller, too, may ask for a
-    stop, through `stop_request`. Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or
-    `SunspotError` with Ray's reason.
+    `driver` identifies this start of the driver (`status.new_driver`), and `before` is the status that it found, for
+    its first worker group's receipt. The caller, too, may ask for a stop, through `stop_request`. Raises what ended the
+    run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
     stop_request = StopRequest() if stop_request is None else stop_request  # an empty one is false
-    incident = first_incident(read_attempts(run), before)
+    limit_s = plan.settings.storage_timeout_s
+    incident = first_incident(within(limit_s, "reading the attempts", lambda: read_attempts(run)), before)
     failure: Exception | None = None
     with ray_session():
         for attempt in range(1, DRIVER_TRIES + 1):
             try:
                 failure = None
-                fit_once(plan, run, owner, stop_request, incident)
+                fit_once(plan, run, owner, driver, stop_request, incident)
             except ControllerError as error:
                 failure = error
-                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(run, owner):
+                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(run, owner, driver):
                     print(
                         f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
                     )
@@ -79,15 +86,21 @@ def fit(
             except TrainingFailedError as error:
                 failure = error
             break
-    return judge_end(plan, run, owner, stop_request, failure)
+    return judge_end(plan, run, owner, driver, stop_request, failure)
 
 
-def judge_end(plan: Plan, run: Run, owner: str, stop_request: StopRequest, failure: Exception | None) -> Checkpoint:
+def judge_end(
+    plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, failure: Exception | None
+) -> Checkpoint:
     """The newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
-    if fatal := fatal_error(run, owner):
+
+    def read_end() -> tuple[Exception | None, Checkpoint | None]:
+        fatal = fatal_error(run, owner, driver)
+        return fatal, None if fatal else find_newest_good(run, read_attempts(run))[0]
+
+    fatal, checkpoint = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end", print)
+    if fatal:
         raise fatal
-    limit_s = plan.settings.storage_timeout_s
-    checkpoint, _ = retry_storage(lambda: find_newest_good(run, read_attempts(run)), limit_s, "reading the end", print)
     finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
     if checkpoint and not failure and (finished or stop_request.marked):
         return checkpoint
@@ -100,7 +113,9 @@ def judge_end(plan: Plan, run: Run, owner: str, stop_request: StopRequest, failu
     ) from failure
 
 
-def fit_once(plan: Plan, run: Run, owner: str, stop_request: StopRequest, incident: dict[str, Any]) -> None:
+def fit_once(
+    plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: dict[str, Any]
+) -> None:
     """Run one TorchTrainer to its end; `incident` is why its first worker group begins."""
     settings = plan.settings
     nodes = reachable_nodes(ray.nodes())  # a node that was just lost stays in Ray's list for a while
@@ -118,7 +133,7 @@ def fit_once(plan: Plan, run: Run, owner: str, stop_request: StopRequest, incide
         tempfile.TemporaryDirectory() as scratch,
     ):
         control.note.remote(**incident)
-        trainer = make_trainer(plan, owner, resources, control, scratch)
+        trainer = make_trainer(plan, owner, driver, resources, control, scratch)
         try:
             trainer.fit()
         finally:  # a worker knows more of its end than Ray does
@@ -126,7 +141,7 @@ def fit_once(plan: Plan, run: Run, owner: str, stop_request: StopRequest, incide
                 raise fatal
 
 
-def make_trainer(plan: Plan, owner: str, resources: Resources, control: Any, scratch: str) -> TorchTrainer:
+def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> TorchTrainer:
     """Ray's trainer for the plan. Ray keeps nothing that a run needs, only its own files in `scratch`.
 
     Its uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
@@ -140,6 +155,7 @@ def make_trainer(plan: Plan, owner: str, resources: Resources, control: Any, scr
         train_loop_config={
             "plan": plan,
             "owner": owner,
+            "driver": driver,
             "control": control,
             "threads": resources.threads,
             "collective_timeout_s": collective_timeout_s,
@@ -158,15 +174,21 @@ def make_trainer(plan: Plan, owner: str, resources: Resources, control: Any, scr
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=[FailureRecorder(control)],
         ),
-        # Row ids stand for the rows; StepStreams puts them in order and reads them.
+        # Row ids stand for the rows; the streams put them in order and read them.
         datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
-        dataset_config=StepStreams(
-            plan.source,
-            plan.test,
-            plan.steps,
-            settings.seed,
-            plan.total_steps,
-            functools.partial(first_step, settings.storage_path, settings.run_name),
-            resources.reading_cpus,
-        ),
+        dataset_config=make_streams(plan, resources) if sources else None,
+    )
+
+
+def make_streams(plan: Plan, resources: Resources) -> StepStreams:
+    """What gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
+    settings = plan.settings
+    return StepStreams(
+        plan.source,
+        plan.test,
+        plan.steps,
+        settings.seed,
+        plan.total_steps,
+        functools.partial(first_step, settings.storage_path, settings.run_name),
+        resources.reading_cpus,
     )

@@ -18,9 +18,9 @@ from app.data.torch_loader import TorchLoader
 from app.elastic.control import CommandPoller
 from app.elastic.receipts import RESTARTING
 from app.elastic.watchdog import Watchdog
-from app.observe.metrics import MetricWindow, scalars
+from app.observe.metrics import MetricWindow, RecentMeans, scalars
 from app.observe.prometheus import Telemetry
-from app.parallel import StepActions
+from app.parallel import StepActions, finish_together
 from app.plan import Plan
 from app.tasks import Task
 from app.train.reporter import Reporter
@@ -69,6 +69,11 @@ class Worker:
     "On rank 0 only."
     _reported: float = 0.0
 
+    def open_window(self) -> MetricWindow:
+        """For the metrics of the steps to come."""
+        recent = RecentMeans(self.plan.steps.rows, self.metrics)
+        return MetricWindow(self.control_group, self.device, recent)
+
     def due(self, step: int, step_s: float) -> StepActions:
         """What rank 0 wants done after `step`, which took `step_s` seconds; nothing on other ranks."""
         if not self.reporter:
@@ -98,7 +103,7 @@ class Worker:
         self.telemetry.report(record)
         if self.reporter:
             self.reporter.report(record)
-        if record["time"] - self._reported >= REPORT_TO_RAY_EVERY_S:
+        if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # a clock may be set back
             self._reported = record["time"]
             ray.train.report(scalars(record))
 
@@ -113,9 +118,9 @@ class Worker:
 
     def restart_group(self) -> NoReturn:
         """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then."""
+        limit_s = self._drain_limit_s()
         with self.watchdog.paused():
-            if self.reporter:
-                self.reporter.drain(self._drain_limit_s())
+            finish_together(self.control_group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
             self.checkpoints.close(finished=False)
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
@@ -126,5 +131,6 @@ class Worker:
         """Seconds that the commit of the last checkpoint may take; None: no limit."""
         deadline = self.commands.poll().deadline
         if deadline is not None:
-            return max(0.0, deadline - time.time() - DEADLINE_MARGIN_S)
+            left_s = max(0.0, deadline - time.time() - DEADLINE_MARGIN_S)
+            return min(left_s, self.plan.settings.notice_s or left_s)  # a clock that was set back would wait for hours
         return DRAIN_S if self.checkpoints.in_memory else None

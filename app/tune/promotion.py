@@ -16,6 +16,7 @@ from app.run.attempts import (
     checkpoint_name,
     claim,
     ensure_owner,
+    new_nonce,
     read_attempts,
 )
 from app.run.checkpoints import (
@@ -48,6 +49,7 @@ def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: 
                 "settings": dict(environment),
                 "versions": versions(),
             },
+            nonce=new_nonce(),
         )
         if claim(run, attempts, attempt):
             return attempt
@@ -69,7 +71,8 @@ def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, na
     if current and _content(current) == _content(wanted):
         return current
     attempt = begin_attempt(run, owner, environment, None)  # from step 0: the better checkpoint may be an earlier one
-    promoted = replace(wanted, name=checkpoint_name(wanted.step, attempt.number), attempt=attempt.number)
+    name = checkpoint_name(wanted.step, attempt.number, attempt.nonce)
+    promoted = replace(wanted, name=name, attempt=attempt.number)
     files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}
     ensure_owner(run, attempt)
     promoted = replace(promoted, files=files)

@@ -5,11 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from app.errors import StorageError, shorten
-from app.formatting import columns
+from app.formatting import columns, visible
 from app.report import FILE
 from app.report.search import gather_search, render_search
 from app.run import Run, open_run
 from app.run.search import Results, Trial, read_trial, write_results
+from app.run.status import own_status
 from app.search_space import Search, in_words
 from app.storage.base import map_parallel
 
@@ -49,7 +50,8 @@ def print_trial(search: Search, number: int, error: str) -> None:
         trial = _read_trial(search, number, error)
         reason = f": {trial.reason}" if trial.reason else ""
         best = f", {search.settings.checkpoint_metric} {trial.best:.4g}" if trial.best is not None else ""
-        print(f"{trial.run}  step {trial.step}{best}  {in_words(trial.settings)}  {trial.state}{reason}", flush=True)
+        line = f"{trial.run}  step {trial.step}{best}  {in_words(trial.settings)}  {trial.state}{reason}"
+        print(visible(line), flush=True)
 
 
 def collect_results(search: Search, progress: Progress) -> Results:
@@ -62,12 +64,14 @@ def collect_results(search: Search, progress: Progress) -> Results:
     return Results(settings.checkpoint_metric, settings.checkpoint_order, space, tuple(trials), progress.promoted)
 
 
-def publish_results(search: Search, run: Run, progress: Progress) -> None:
+def publish_results(search: Search, run: Run, driver: str, progress: Progress) -> None:
     """Print the results as a table, and write them and the report into the run; a failure is only a warning."""
     try:
         results = collect_results(search, progress)
         for line in columns(list(_table(results))):
-            print(line)
+            print(visible(line))
+        if not own_status(run, driver):
+            return  # another process has taken the search over while this one was frozen
         write_results(run, results)
         run.storage.write(run.key(FILE), render_search(*gather_search(run)))
         print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)

@@ -18,6 +18,7 @@ from app.run.status import (
     STATUS_EVERY_S,
     RunState,
     Status,
+    new_driver,
     read_status,
     refuse_if_deleted,
     stop_requested,
@@ -40,10 +41,11 @@ def main() -> int:
     refuse_unusable(search.settings)
 
     # Imported late, as torch and Ray take seconds: a wrong setting is reported at once.
-    from app.driver import on_exit, recorded_outcome
+    from app.driver import on_exit
     from app.observe.output import shipped_driver_output
     from app.plan import with_absolute_paths
     from app.run.attempts import new_owner
+    from app.run.outcome import recorded_outcome
 
     trials = tuple(map(with_absolute_paths, search.trials))
     search = replace(search, settings=with_absolute_paths(search.settings), trials=trials)
@@ -52,21 +54,24 @@ def main() -> int:
     run.storage.prove(run.name)
     refuse_if_deleted(run)
     progress = Progress()
-    with shipped_driver_output(run), on_exit(lambda _: publish_results(search, run, progress)):
+    driver = new_driver()
+    with shipped_driver_output(run), on_exit(lambda _: publish_results(search, run, driver, progress)):
         attempts = read_attempts(run)
         owner = new_owner(run, settings.job_id)
         refuse_if_superseded(attempts, owner)
-        promoted, _ = find_newest_good(run, attempts)
+        promoted, skipped = find_newest_good(run, attempts)
         print(f"search {run.name} in {run.location}")
+        for text in skipped:
+            print(f"warning: skipped {text}")
         # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
         starts = settings.max_driver_starts * settings.trials
-        with recorded_outcome(run, owner, promoted, starts) as outcome:
-            outcome.state = train_and_promote(search, run, owner, promoted, progress)
+        with recorded_outcome(run, owner, driver, promoted, starts) as outcome:
+            outcome.state = train_and_promote(search, run, owner, driver, promoted, progress)
     return 0
 
 
 def train_and_promote(
-    search: Search, run: Run, owner: str, promoted: Checkpoint | None, progress: Progress
+    search: Search, run: Run, owner: str, driver: str, promoted: Checkpoint | None, progress: Progress
 ) -> RunState:
     """Train the trials that have not ended, and promote the best one's checkpoint; fills in `progress`."""
     import ray
@@ -95,7 +100,7 @@ def train_and_promote(
         )
         print_plan(search, concurrency)
         with open_control() as control, watch_stop(run, control, stop_request):
-            monitor = SearchMonitor(run, attempt, control, progress, len(trials))
+            monitor = SearchMonitor(run, attempt, driver, control, progress, len(trials))
 
             def stopped() -> bool:
                 return bool(stop_request or monitor.superseded)
@@ -113,11 +118,11 @@ def train_and_promote(
     if stop_request.marked:
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED
-    promote_best(search, run, owner, progress)
+    promote_best(search, run, owner, driver, progress)
     return RunState.SUCCEEDED
 
 
-def promote_best(search: Search, run: Run, owner: str, progress: Progress) -> None:
+def promote_best(search: Search, run: Run, owner: str, driver: str, progress: Progress) -> None:
     """Copy the best checkpoint of all trials into the search; raises `SunspotError` when there is none."""
     from app.tune.promotion import promote
 
@@ -135,8 +140,8 @@ def promote_best(search: Search, run: Run, owner: str, progress: Progress) -> No
         except (DamageError, NotFoundError) as error:
             print(f"warning: {trial.run} skipped: {error}", flush=True)
             continue
-        status = read_status(run)
-        if status and status.owner == owner:
+        status = read_status(run, driver)
+        if status:
             write_status(run, _promoted_status(status, checkpoint))
         progress.promoted = trial.run
         print(f"  checkpoint: {run.storage.locate(run.key('checkpoints', checkpoint.name))}, the best of {trial.run}")
@@ -164,8 +169,9 @@ def _promoted_status(status: Status, checkpoint: Checkpoint) -> Status:
 class SearchMonitor:
     """Keeps the status of a running search up to date, and notices when another process takes it over."""
 
-    def __init__(self, run: Run, attempt: Attempt, control: Any, progress: Progress, trials: int) -> None:
-        self._run, self._attempt, self._control, self._progress, self._trials = run, attempt, control, progress, trials
+    def __init__(self, run: Run, attempt: Attempt, driver: str, control: Any, progress: Progress, trials: int) -> None:
+        self._run, self._attempt, self._driver = run, attempt, driver
+        self._control, self._progress, self._trials = control, progress, trials
         self.superseded: SupersededError | None = None
 
     def update(self) -> None:
@@ -176,7 +182,9 @@ class SearchMonitor:
             self.superseded = error
             self._control.stop.remote()
             return
-        status = read_status(self._run)
-        if status and status.owner == self._attempt.owner:
+        status = read_status(self._run, self._driver)
+        if status:
             reason = f"{len(self._progress.errors)} of {self._trials} trials have ended"
-            write_status(self._run, replace(status, state=RunState.RUNNING, reason=reason))
+            write_status(
+                self._run, replace(status, state=RunState.RUNNING, attempt=self._attempt.number, reason=reason)
+            )

@@ -22,7 +22,7 @@ from app.elastic.nodes import HEAD
 from app.errors import StorageError, SunspotError, shorten
 from app.run import Run, open_run
 from app.run.attempts import lineage, read_attempts
-from app.run.history import each_record, list_journal
+from app.run.history import HELD_OUT, each_record, list_journal
 from app.run.identity import refuse_other_settings
 from app.run.status import RunState, clear_stop, read_status, request_stop, stop_requested
 from app.settings import PREFIX, Settings
@@ -152,12 +152,15 @@ class HistoryReplay:
         self._run, self._metric = run, metric
         self._status_time = 0.0
         "When the status that was read last was written."
-        self._part = 0.0
+        self._part = self._read = 0.0
+        "The parts up to which results were given, and records read."
+        self._values: list[tuple[int, float]] = []
+        "Rows and metric of the records since the last result."
         self._versions: dict[str, str] = {}
         "The version of each history file that has been read, as a long run has many."
 
     def new(self) -> list[dict[str, float]]:
-        """The results since the last call; a single small request if there are none."""
+        """The results since the last call; a small listing and a read if there are none."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []
@@ -169,10 +172,22 @@ class HistoryReplay:
         found = []
         for record in records:
             part = WHOLE * record["step"] / status.total_steps
-            if self._metric in record and (part >= self._part + MIN_PART * WHOLE or part >= WHOLE > self._part):
+            if self._metric not in record or part <= self._read:
+                continue
+            self._read = part
+            self._values.append((record.get("rows", 0), float(record[self._metric])))
+            if part >= self._part + MIN_PART * WHOLE or part >= WHOLE > self._part:
                 self._part = part
-                found.append({PART: part, SCORE: float(record[self._metric])})
+                found.append({PART: part, SCORE: self._score()})
+                self._values = []
         return found
+
+    def _score(self) -> float:
+        """The metric since the last result: the mean over its rows, as a record may be of one step; a test's newest."""
+        rows = sum(rows for rows, _ in self._values)
+        if self._metric.startswith(HELD_OUT) or not rows:
+            return self._values[-1][1]
+        return sum(rows * value for rows, value in self._values) / rows
 
 
 def stop_trial(settings: Settings, by: str) -> None:
