@@ -26,6 +26,12 @@ from app.predict.classifier import Classifier, open_checkpoint
 from app.ray_session import ray_session
 from app.settings import load_settings
 
+MOST_BYTES = 16 << 20
+"""Of one body."""
+
+BODY_WITHIN_S, ANSWER_WITHIN_S = 30.0, 120.0
+"""For a body to arrive, and for the whole of a request."""
+
 
 @serve.deployment
 class Model:
@@ -35,12 +41,14 @@ class Model:
         self._classifier = Classifier(run, checkpoint, storage)
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """Class and probabilities of the image in the body; 400 and one sentence if it is none."""
-        content = await request.body()
+        """Class and probabilities of the image in the body; 400, 408 or 413 and one sentence if it is none."""
         try:
+            content = await read_body(request)
             result = await asyncio.to_thread(self._predict, content)
         except SunspotError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
+        except RefusedBody as refusal:
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status)
         return JSONResponse(result)
 
     def _predict(self, content: bytes) -> Any:
@@ -51,6 +59,28 @@ class Model:
             for prediction, row in zip(predictions, probabilities, strict=True)
         ]
         return results if len(results) > 1 else results[0]
+
+
+class RefusedBody(Exception):
+    """A body that is not read to its end."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request; raises `RefusedBody` for one above MOST_BYTES, or not there after BODY_WITHIN_S."""
+    content = bytearray()
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise RefusedBody(413, f"the body: more than {MOST_BYTES} bytes; send fewer images at a time")
+    except TimeoutError:
+        raise RefusedBody(408, f"the body: {len(content)} bytes came in {BODY_WITHIN_S:g} s, and no end") from None
+    return bytes(content)
 
 
 @contextmanager
@@ -64,7 +94,7 @@ def serving(run: str, checkpoint: str = "newest", storage: str = "runs", port: i
     with ray_session():
         gpus = float(wants_gpu(load_settings().use_gpu))
         model = Model.options(ray_actor_options={"num_gpus": gpus})  # type: ignore[attr-defined]
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": ANSWER_WITHIN_S})
         try:
             serve.run(model.bind(run, checkpoint, storage))
             yield

@@ -60,6 +60,7 @@ def on_worker(config: dict[str, Any]) -> None:
         for step in range(1, 2 + PAIRS):
             model(rows).square().mean().backward()
             optimizer.step()
+            checkpoints.took_step(step, None)
             began = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import time
 from collections.abc import Callable, Mapping
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,10 @@ CHUNK = 64 << 10
 LONGEST_HEAD = 64 << 10
 
 HEAD_WITHIN_S = 60.0
-"""Browsers open connections in advance; one not used within this time is closed."""
+"""Browsers open connections in advance; one that has sent no whole head within this time is closed."""
+
+DECISIVE = ("host", "origin", "sec-fetch-site")
+"""Headers that say whose request it is."""
 
 
 class PodConnection:
@@ -128,8 +132,8 @@ class _Exchange(BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        self.request.settimeout(HEAD_WITHIN_S)
         head, rest = _read_head(self.request)
+        self.request.settimeout(STALL_S)
         if not head:
             return
         if problem := find_problem(head):
@@ -141,7 +145,6 @@ class _Exchange(BaseRequestHandler):
             self._answer("502 Bad Gateway", str(error))
             return
         try:
-            self.request.settimeout(None)
             far.send(rewrite(head, self.server.headers) + rest)
             if not _relay(self.request, far) and far.error:
                 self._answer("502 Bad Gateway", far.error)
@@ -160,13 +163,25 @@ def find_problem(head: bytes) -> str:
     The added headers are worth stealing, so neither another site's name for this machine (DNS rebinding) nor another
     site's page may use them.
     """
+    names = [name for name, _ in _headers(head)]
+    if twice := next((name for name in DECISIVE if names.count(name) > 1), ""):
+        return f"{twice} is there twice"
     headers = dict(_headers(head))
     host, origin = headers.get("host", ""), headers.get("origin")
-    if urlsplit(f"//{host}").hostname not in NAMES:
+    if _host_name(host) not in NAMES:
         return f"this is for {' and '.join(NAMES)} alone, and was asked for as {host or 'nobody'}"
     if origin is not None and origin != f"http://{host}":
         return f"a page of {origin} has no business here"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # browsers send Origin with some requests
+        return "another site led here; type the address into the browser instead"
     return ""
+
+
+def _host_name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
 
 
 def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
@@ -187,10 +202,11 @@ def _headers(head: bytes) -> list[tuple[str, str]]:
 
 
 def _read_head(near: socket.socket) -> tuple[bytes, bytes]:
-    """The head of a request and the bytes after it; both empty if there is none."""
-    data = b""
+    """The head of a request and the bytes after it; both empty if there is none within HEAD_WITHIN_S."""
+    data, deadline = b"", time.monotonic() + HEAD_WITHIN_S
     with contextlib.suppress(OSError):
-        while b"\r\n\r\n" not in data and len(data) < LONGEST_HEAD:
+        while b"\r\n\r\n" not in data and len(data) < LONGEST_HEAD and (left := deadline - time.monotonic()) > 0:
+            near.settimeout(left)
             chunk = near.recv(CHUNK)
             if not chunk:
                 break

@@ -7,7 +7,7 @@ from typing import Any
 from app.errors import ClusterError, NotFoundError, StorageError
 from app.formatting import plural
 from app.run import Run
-from app.run.identity import refuse_changes
+from app.run.identity import read_identity, refuse_changes
 from app.settings import differences
 from submitter.cluster.api import Cluster
 from submitter.cluster.views import JobView
@@ -52,7 +52,7 @@ def check_identity(run: Run, variables: Mapping[str, str]) -> None:
     The job would find out by itself, but minutes later. What it leaves to its image cannot be compared here.
     """
     try:
-        begun = run.read_json("run.json")["settings"]
+        begun = read_identity(run).settings
     except NotFoundError:
         return
     wanted = {name: variables[name] for name in begun if name in variables}

@@ -10,9 +10,9 @@ a third to storage (`app.run.status`). What decides:
 
 from collections import Counter
 
-from app.formatting import in_words, plural
-from app.run.overview import SILENCE_S
-from app.run.status import RunState, Status
+from app.formatting import plural
+from app.run.overview import describe_silence, describe_stillness
+from app.run.status import SILENT_S, RunState, Status
 from submitter.cluster.views import NOISE, JobView, Pods, PodView, Trouble, WarningEvent, Warnings
 from submitter.findings import Diagnosis
 
@@ -24,9 +24,6 @@ WARNING_FRESH_S = 600
 
 CLOCK_SKEW_S = 60
 """How far clocks of nodes and of the API server may differ."""
-
-HEAD_LOST_S = 60
-"""An operator that calls a job pending whose driver wrote within this time is merely behind."""
 
 FAILURES = {
     "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
@@ -56,8 +53,10 @@ def judge(
     """
     own = status if status and is_of(status, job, owner) else None
     if status and not own and _took_over(status, job):
-        reason = f"{status.owner} has taken the run over from {job.name}"
-        return status.state, f"{reason}: {status.reason}" if status.reason else reason
+        silence = _silence(status, now)
+        said = silence or status.reason
+        reason = f"{status.owner} has taken the run over from {job.name}" + (f": {said}" if said else "")
+        return RunState.SILENT if silence else status.state, reason
     if own and _ended_for_good(own, job, stop_wanted):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
         return own.state, own.reason or f"{stopped}at step {own.step}"
@@ -66,6 +65,8 @@ def judge(
         return state, reason
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
+    if state is RunState.SILENT:
+        return RunState.STOPPING, f"told to stop; {reason}"
     return RunState.STOPPING, f"told to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
 
 
@@ -125,7 +126,7 @@ def _starting(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, 
     """The operator waits for the driver to start: for the first time, or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
-    if not own.state.terminal and now - own.time < HEAD_LOST_S:
+    if not own.state.terminal and not _silence(own, now):  # the operator is merely behind
         return own.state, own.reason or _describe_work(own)
     return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
 
@@ -135,9 +136,8 @@ def _running(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, n
     if own is None:
         return RunState.STARTING, _join("its driver runs, and has left no word in storage yet", why)
     state = RunState.STARTING if own.state is RunState.LOST else own.state
-    silent = now - own.time
-    if state is RunState.RUNNING and silent > SILENCE_S:
-        return state, _join(f"no news from it for {in_words(silent)}, though its Ray job runs", why)
+    if silence := _silence(own, now):
+        return RunState.SILENT, _join(f"{silence}, though its Ray job runs: frozen, cut off or gone", why)
     default = "" if why or state is not RunState.RUNNING else _describe_work(own)
     return state, _join(own.reason or default, why) or str(state)
 
@@ -266,7 +266,16 @@ def _last_words(own: Status | None) -> str:
     return own.reason if own and own.state in (RunState.FAILED, RunState.LOST) else ""
 
 
+def _silence(status: Status, now: float) -> str:
+    """Since when a run that has not ended gives no sign of life; empty while it does."""
+    if status.state.terminal or now - status.seen <= SILENT_S:
+        return ""
+    return describe_silence(status.seen, now)
+
+
 def _describe_work(own: Status) -> str:
+    if still := describe_stillness(own):
+        return still
     if not own.world_size:
         return "its driver has begun"
     return "1 worker trains" if own.world_size == 1 else f"{own.world_size} workers train"

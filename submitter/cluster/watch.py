@@ -13,15 +13,15 @@ from typing import Any
 from app.errors import ClusterError, ConflictError, NotFoundError, StorageError
 from app.formatting import in_words
 from app.run import Run
-from app.run.attempts import owner_of
-from app.run.overview import HALF_DELETED, is_there, read_state, read_statuses
+from app.run.overview import HALF_DELETED, is_there, read_fresh_status, read_state
 from app.run.status import RunState, Status, deletion_begun, stop_requested
+from app.run.submissions import owner_of
 from app.settings import PREFIX
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError, newest_first, try_connect
 from submitter.cluster.state import is_of, judge
 from submitter.cluster.views import JobView, PodView, WarningEvent, job_view
 from submitter.manifest.render import settings_of
-from submitter.output import doing, print_json, warn
+from submitter.output import doing, print_json, print_text, warn
 from submitter.runs import named_run
 
 STORAGE_PATH, NUM_WORKERS = PREFIX + "STORAGE_PATH", PREFIX + "NUM_WORKERS"
@@ -158,7 +158,7 @@ def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
     if as_json:
         print_json({"run": run.name, "state": state, "reason": reason})
     else:
-        print(f"{run.name}: {state}, {reason}")
+        print_text(f"{run.name}: {state}, {reason}")
 
 
 class Follower:
@@ -275,7 +275,7 @@ def _read_cluster(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
 def _read_storage(run: Run, job: JobView | None) -> dict[str, Any]:
     """What storage knows of a run whose newest RayJob is `job`, or why it does not answer."""
     try:
-        status = read_statuses(run.storage, [run.name])[run.name]  # None also if it is malformed
+        status = read_fresh_status(run)
         return {
             "status": status,
             "stop_wanted": stop_requested(run),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from app.errors import DamageError, NotFoundError
@@ -17,6 +18,7 @@ from app.run import Run
 from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
 from app.run.checkpoints import MANIFEST, classify, list_directories, verify
 from app.run.history import read_audit, read_journal
+from app.run.identity import read_identity
 from app.run.incidents import find_gaps, read_receipts, without_receipts
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table, warn
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 5
 """Faults of one kind that are named; the others are counted."""
+
+MOST_DIGITS = 16
+"""Of a number of rows."""
 
 NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
 
@@ -123,7 +128,7 @@ def prove(run: Run) -> Proof:
     """
     # In this order: the attempt that committed a listed checkpoint began before, so it is among the attempts.
     directories = list_directories(run)
-    attempts = read_attempts(run)
+    attempts = [attempt for attempt in read_attempts(run) if attempt.chosen]
     spans = lineage(attempts)
     counted, _, _ = classify(directories, spans)
     with doing("reading every byte of the checkpoints"):
@@ -186,10 +191,19 @@ def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list
     tables = [table for table in read_audit(run, spans) if len(table)]
     if not tables:
         return [], []
-    record = run.read_json("run.json")
-    data = Data(record["rows"], record["steps_per_epoch"], int(record["settings"]["SUNSPOT_GLOBAL_BATCH_SIZE"]))
+    data = read_data(run)
     wrong = [*find_foreign_rows(tables, data), *find_wrong_steps(tables, data, end)]
     return list(count_rows(tables, data, end)), wrong
+
+
+def read_data(run: Run) -> Data:
+    """How the run's epochs are divided; raises `DamageError` when `run.json` does not say."""
+    begun = read_identity(run)
+    batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
+    if not (batch.isdecimal() and len(batch) < MOST_DIGITS and int(batch) and begun.steps_per_epoch):
+        place = run.storage.locate(run.key("run.json"))
+        raise DamageError(f"{place} cannot be used: it does not say how many rows a step takes, or steps an epoch")
+    return Data(begun.rows, begun.steps_per_epoch, int(batch))
 
 
 def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Epoch]:
@@ -228,10 +242,11 @@ def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[
 
     counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])
     found = dict(zip(counted["step"].to_pylist(), counted["count_all"].to_pylist(), strict=True))
-    unrecorded = [step for step in range(1, end + 1) if step not in found]
+    known = sorted(step for step in found if 1 <= step <= end)
+    gaps = [(before + 1, step - 1) for before, step in pairwise([0, *known, end + 1]) if step > before + 1]
     wrong = [step for step in sorted(found) if found[step] != data.rows_of(step)]
     return [
-        *_shorten(f"steps {first}..{last}: not recorded" for first, last in _ranges(unrecorded)),
+        *_shorten(f"steps {first}..{last}: not recorded" for first, last in gaps),
         *_shorten(f"step {step}: {found[step]} rows instead of {data.rows_of(step)}" for step in wrong),
     ]
 
@@ -240,13 +255,6 @@ def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
     import pyarrow.compute as pc
 
     return pc.and_(pc.greater_equal(rows, 0), pc.less(rows, data.rows))
-
-
-def _ranges(steps: list[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each stretch of consecutive steps."""
-    firsts = [step for step, before in zip(steps, [None, *steps], strict=False) if before != step - 1]
-    lasts = [step for step, behind in zip(steps, [*steps[1:], None], strict=False) if behind != step + 1]
-    return zip(firsts, lasts, strict=True)
 
 
 def _shorten(lines: Iterable[str]) -> list[str]:

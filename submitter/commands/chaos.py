@@ -29,7 +29,7 @@ from submitter.cluster.watch import (
 )
 from submitter.commands.arguments import add_run, count
 from submitter.commands.audit import NO_ROWS, conclude, print_epochs, prove
-from submitter.output import print_json_line, warn
+from submitter.output import print_json_line, print_text, warn
 
 LOOK_EVERY_S = 2.0
 
@@ -256,7 +256,7 @@ class FaultInjector:
         if self._as_json:
             print_json_line({"time": time.time(), **record})
         else:
-            print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+            print_text(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
     def _delete_one(self, kind: Kind, random: Random) -> PodView | None:
         """The pod that was deleted; None if none is ready, or the API server is out of reach."""

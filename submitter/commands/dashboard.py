@@ -14,7 +14,7 @@ from submitter.cluster.forward import LocalPort
 from submitter.cluster.views import pod_view
 from submitter.cluster.watch import command_arguments, observe_run, reach_run, require_known
 from submitter.commands.arguments import add_run, count
-from submitter.output import doing, print_json_line, warn
+from submitter.output import doing, print_json_line, print_text, warn
 
 PORT = 8265
 """Ray's default, on the head."""
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
             if args.json:
                 print_json_line({"run": run.name, "url": local.url, "pod": name, "token_added": bool(token)})
             else:
-                print(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
+                print_text(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
             if token:
                 warn("its token is added to every request, so all who use this machine can use it, until Ctrl-C")
             if token_error:

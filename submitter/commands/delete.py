@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, StorageError, SunspotError
+from app.errors import ClusterError, ConflictError, DamageError, GaveUpError, NotFoundError, StorageError, SunspotError
 from app.formatting import as_bytes, in_words, plural
 from app.run import Run, copies_of
-from app.run.checkpoints import MANIFEST, NAME
+from app.run.checkpoints import MANIFEST
+from app.run.identity import read_identity
+from app.run.objects import CHECKPOINT
 from app.run.search import read_results
 from app.run.status import DELETION, clear_deletion, mark_deletion
 from app.settings import PREFIX
@@ -38,7 +40,7 @@ from submitter.cluster.watch import (
 )
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
-from submitter.output import doing, print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, print_text, warn
 from submitter.runs import list_unfinished
 
 MOST_ROUNDS = 3
@@ -47,7 +49,7 @@ MOST_ROUNDS = 3
 MOST_NAMED = 3
 """Objects named when some came back."""
 
-RECORDS = ("run.json", "status.json", "submissions")
+RECORDS = ("run.json", "status", "status.json", "submissions")
 """What identifies a run: removed last."""
 
 
@@ -158,6 +160,7 @@ def find_remains(cluster: Cluster | None, run: Run, cluster_error: str) -> Remai
             f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; "
             f"`sunspot stop {command_arguments(cluster, run)}` saves and ends it, then delete it"
         )
+    _refuse_link(run)
     entries = tuple(_list(run))
     copies = tuple(path for path in copies_of(run.location).rglob("*") if path.is_file())
     results = read_results(run)
@@ -229,6 +232,17 @@ def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
         )
 
 
+def _refuse_link(run: Run) -> None:
+    """Raise `ConflictError` for a run whose folder is a link: what it leads to is not this storage's to delete."""
+    folder = Path(run.location)
+    if not run.storage.is_bucket and folder.is_symlink():
+        place = folder.resolve()
+        raise ConflictError(
+            f"{folder} is a link to {place}, and nothing was removed: delete it there, with --storage {place.parent} "
+            "if its folder is called like the run, and then remove the link"
+        )
+
+
 def _list(run: Run) -> list[Entry]:
     return [entry for entry in run.storage.list(run.name) if entry.key != run.key(DELETION)]
 
@@ -236,8 +250,8 @@ def _list(run: Run) -> list[Entry]:
 def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
     if run.key("run.json") not in {entry.key for entry in entries}:
         return ""
-    with contextlib.suppress(NotFoundError, ValueError, KeyError, TypeError):
-        dataset = str(run.read_json("run.json")["settings"][PREFIX + "DATASET"])
+    with contextlib.suppress(NotFoundError, DamageError):
+        dataset = read_identity(run).settings.get(PREFIX + "DATASET", "")
         return dataset.rstrip("/") if "/" in dataset else ""
     return ""
 
@@ -258,13 +272,13 @@ def _ask(run: Run) -> bool:
     """Whether the user at the terminal agrees; False without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    print(f"remove all of it, for ever? y or {run.name}: ", end="", file=sys.stderr, flush=True)
+    warn(f"remove all of it, for ever? y or {run.name}: ", end="")
     return sys.stdin.readline().strip() in ("y", "yes", run.name)
 
 
 def _print(cluster: Cluster | None, remains: Remains) -> None:
     run, (state, reason) = remains.run, remains.snapshot.state()
-    print(f"{run.name}: {state}, {reason}")
+    print_text(f"{run.name}: {state}, {reason}")
     objects = [[thing["kind"], thing["name"], ""] for thing in _objects(remains)]
     stored = []
     for kind in _kinds(remains):
@@ -272,15 +286,15 @@ def _print(cluster: Cluster | None, remains: Remains) -> None:
         stored.append([kind["kind"], which + plural(kind["files"], "file"), as_bytes(kind["bytes"])])
     print_table(["what", "which", "size"], objects + stored)
     in_cluster = f"in namespace {cluster.namespace} of {cluster.server}, and " if cluster and objects else ""
-    print(f"{in_cluster}in {run.location}")
+    print_text(f"{in_cluster}in {run.location}")
     if remains.snapshot.cluster_trouble:
         warn(f"only what is in storage: {remains.snapshot.cluster_trouble}")
     if remains.takes_dataset:
-        print(f"the dataset {remains.dataset} lies in the run, and goes with it")
+        print_text(f"the dataset {remains.dataset} lies in the run, and goes with it")
     elif remains.dataset:
-        print(f"the dataset {remains.dataset} is not touched: no run makes its dataset")
+        print_text(f"the dataset {remains.dataset} is not touched: no run makes its dataset")
     if trials := remains.trials:
-        print(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
+        print_text(f"its {plural(len(trials), 'trial')}, {trials[0]} to {trials[-1]}, are runs of their own, and stay")
 
 
 def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bool) -> None:
@@ -302,9 +316,9 @@ def _conclude(remains: Remains, left: Remains | None, removed: bool, as_json: bo
             }
         )
     elif removed:
-        print(f"removed: {_sum_up(remains)}")
+        print_text(f"removed: {_sum_up(remains)}")
     else:
-        print(f"nothing was removed: {_sum_up(remains)}; --yes removes it")
+        print_text(f"nothing was removed: {_sum_up(remains)}; --yes removes it")
 
 
 def _sum_up(remains: Remains) -> str:
@@ -336,7 +350,7 @@ def _kinds(remains: Remains) -> list[dict[str, Any]]:
     for kind in found:
         if kind["kind"] == "checkpoints":
             names = {entry.key.split("/")[2] for entry in groups["checkpoints"] if entry.key.count("/") > 2}
-            kind["checkpoints"] = sum(bool(NAME.fullmatch(name)) for name in names)
+            kind["checkpoints"] = sum(bool(CHECKPOINT.fullmatch(name)) for name in names)
     for name, sizes in (
         ("unfinished uploads", [upload.size for upload in remains.unfinished]),
         ("copies in this machine's memory", [path.stat().st_size for path in remains.copies if path.exists()]),

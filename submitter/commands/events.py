@@ -1,19 +1,19 @@
 """`sunspot events`: what happened to a run besides training, and each start of its workers."""
 
 import argparse
-import json
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from app.errors import NotFoundError
+from app.errors import DamageError, NotFoundError
 from app.formatting import as_time, plural
 from app.run import Run
-from app.run.attempts import Attempt, read_attempts
+from app.run.attempts import Attempt, Ended, read_attempts
 from app.run.history import read_journal
 from app.run.incidents import TIER, describe, read_receipts
+from app.run.objects import read_truth
 from submitter.commands.arguments import add_run
-from submitter.output import doing, print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, print_text, warn
 from submitter.runs import find_run
 
 
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
     if hung and not args.stacks:
         warn("--stacks shows where the ranks stood that hung")
     for event in hung if args.stacks else ():
-        print(f"\nattempt {event['attempt']}, step {event['step']}: {event.get('detail')}")
-        print(textwrap.indent(event["stacks"].rstrip(), "    "))
+        print_text(f"\nattempt {event['attempt']}, step {event['step']}: {event.get('detail')}")
+        print_text(textwrap.indent(event["stacks"].rstrip(), "    "))
 
 
 def _detail(event: dict[str, Any]) -> str | None:
@@ -63,20 +63,23 @@ def _began(attempt: Attempt) -> dict[str, Any]:
         "attempt": attempt.number,
         "step": attempt.step,
         "event": "attempt began",
-        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}{where}",
+        "detail": f"{by}, from {attempt.starts_from or 'the beginning'}{where}"
+        if attempt.chosen
+        else f"{by}; where it starts has not been chosen",
     }
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
     """The errors that ended attempts for good, including those whose record cannot be read."""
-    steps = {attempt.number: attempt.step for attempt in attempts}
+    steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
     for entry in run.storage.list(run.key("attempts")):
-        number, _, kind = entry.key.rpartition("/")[2].partition("-")
-        if kind != "error.json" or not number.isdigit():
+        file = entry.key.removeprefix(run.key("attempts") + "/")
+        number = file.removesuffix("-error.json")
+        if number not in steps:
             continue
-        event = {"attempt": int(number), "step": steps.get(int(number), 0), "event": "failed for good"}
+        event = {"attempt": int(number), "step": steps[number], "event": "failed for good"}
         try:
-            record = json.loads(run.storage.read(entry.key))
-            yield {**event, "time": record["time"], "detail": f"{record['type']}: {record['message']}"}
-        except (NotFoundError, ValueError, KeyError):
+            ended = read_truth(run, Ended, "attempts", file)
+            yield {**event, "time": ended.time, "detail": f"{ended.type}: {ended.message}"}
+        except (NotFoundError, DamageError):
             yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}

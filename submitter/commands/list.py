@@ -7,9 +7,10 @@ from typing import Any
 from app.errors import ClusterError
 from app.formatting import in_words
 from app.run import Run
-from app.run.attempts import owner_of, step_of
+from app.run.attempts import step_of
 from app.run.overview import RunSummary, list_runs, read_statuses, state_from_storage
 from app.run.status import Status
+from app.run.submissions import owner_of
 from app.storage.base import Storage
 from submitter.cluster.api import Cluster, try_connect
 from submitter.cluster.state import judge
@@ -37,9 +38,10 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
     runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
     runs.sort(key=lambda run: run.modified, reverse=True)
     shown = runs[:limit]
-    statuses = read_statuses(storage, [run.name for run in shown])
-    now = time.time()
-    rows = [_describe(storage, run, statuses[run.name], jobs.get(run.name), now) for run in shown]
+    statuses, now = read_statuses(storage, shown), time.time()
+    rows = [
+        _describe(storage, run, status, jobs.get(run.name), now) for run, status in zip(shown, statuses, strict=True)
+    ]
     if as_json:
         print_json(rows)
     else:

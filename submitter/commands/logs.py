@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
-import json
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from app.run.logs import list_streams, read_pieces
 from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run
-from submitter.output import warn
+from submitter.output import print_json_line, print_text, warn
 from submitter.runs import find_run
 
 StateReader = Callable[[Run], tuple[RunState, str]]
@@ -148,12 +147,12 @@ class _Printer:
 
     def _print(self, text: str) -> None:
         if not self._as_json:
-            sys.stdout.write(text)
+            print_text(text, end="")
             self._unfinished = "" if text.endswith("\n") else text[-1:] or self._unfinished
             return
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
-            print(json.dumps({"stream": self.stream, "line": line}))
+            print_json_line({"stream": self.stream, "line": line})
 
 
 def _find(run: Run, rank: int | None) -> list[str]:

@@ -3,8 +3,6 @@
 import argparse
 import csv
 import io
-import sys
-from pathlib import Path
 from typing import Any
 
 from app.errors import SettingsError
@@ -13,11 +11,15 @@ from app.run import Run
 from app.run.attempts import lineage, read_attempts
 from app.run.history import read_journal
 from submitter.commands.arguments import add_run
-from submitter.output import doing, print_json, print_table, write_file
+from submitter.output import doing, print_json, print_table, print_text, warn, write_file
 from submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 """What a terminal has no room for; CSV, JSON and Parquet include it."""
+
+
+MARK = b"sunspot metrics"
+"""Key in the metadata of a file that is ours to replace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +41,11 @@ def run(args: argparse.Namespace) -> None:
     elif args.json:
         print_json(records)
     elif args.csv:
-        writer = csv.DictWriter(sys.stdout, _columns(records), extrasaction="ignore", lineterminator="\n")
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, _columns(records), extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
+        print_text(lines.getvalue(), end="")
     else:
         shown = [name for name in _columns(records) if name not in LEFT_OUT_OF_TABLE]
         print_table(shown, [[record.get(name) for name in shown] for record in records])
@@ -50,19 +54,25 @@ def run(args: argparse.Namespace) -> None:
 def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
     """Write a Parquet file: a row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls.
 
-    Raises `StorageError` when it cannot be written.
+    Raises like `write_file`.
     """
     import pyarrow.parquet
 
     names = dict.fromkeys(name for record in records for name in record)
-    table = pyarrow.table({name: [record.get(name) for record in records] for name in names})
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = pyarrow.array([record.get(name) for record in records])
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+            warn(f"left out: {name}, whose values are of several types")
+    table = pyarrow.table(columns, metadata={MARK: ""})
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer, compression="zstd")
-    path = write_file(Path(output), buffer.getvalue())
+    path = write_file(output, buffer.getvalue(), MARK)
     if as_json:
         print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
     else:
-        print(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
+        print_text(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:

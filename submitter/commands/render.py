@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from submitter.commands.arguments import add_render_options, render_from
-from submitter.output import print_json, print_table, warn
+from submitter.output import print_json, print_table, print_text, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,4 +28,4 @@ def run(args: argparse.Namespace) -> None:
     elif args.json:
         print_json(rendered.manifest)
     elif args.output is None:
-        print(rendered.to_yaml(), end="")
+        print_text(rendered.to_yaml(), end="")

@@ -1,15 +1,15 @@
 """`sunspot report`: all that storage has to say of a run, in one HTML file."""
 
 import argparse
-from pathlib import Path
 
 from app.errors import NotFoundError
 from app.formatting import as_bytes
 from app.report import gather, render
+from app.report.page import POLICY
 from app.report.search import gather_search, render_search
 from app.run.overview import read_state
 from submitter.commands.arguments import add_run
-from submitter.output import doing, print_json, write_file
+from submitter.output import doing, print_json, print_text, write_file
 from submitter.runs import find_run
 
 
@@ -19,15 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the report to `--output`, or RUN-report.html. Raises `StorageError` when it cannot be written."""
+    """Write the report to `--output`, or RUN-report.html. Raises like `write_file`."""
     run = find_run(args.run, args.storage)
     with doing("reading the run"):
         try:
             page = render_search(*gather_search(run))
         except NotFoundError:  # no search
             page = render(gather(run, *read_state(run)))
-    path = write_file(Path(args.output or f"{run.name}-report.html"), page)
+    path = write_file(args.output or f"{run.name}-report.html", page, mark=POLICY.encode())
     if args.json:
         print_json({"run": run.name, "path": str(path), "bytes": len(page)})
     else:
-        print(f"{path}: {as_bytes(len(page))}; a browser shows it")
+        print_text(f"{path}: {as_bytes(len(page))}; a browser shows it")

@@ -9,12 +9,13 @@ from app.errors import NotFoundError, StorageError
 from app.formatting import as_time, in_words, plural
 from app.run import Run
 from app.run.overview import RunView, read_view
+from app.run.status import RunState
 from submitter.cluster.api import Cluster
 from submitter.cluster.state import count_workers
 from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, observe_run, reach_run, require_known
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
-from submitter.output import doing, print_json, warn
+from submitter.output import doing, print_json, print_text, warn
 
 add_arguments = add_run
 
@@ -62,6 +63,7 @@ def gather(cluster: Cluster | None, run: Run, cluster_error: str = "") -> tuple[
 def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
     """Everything shown, by the names of the JSON document; None: unknown."""
     state, reason = snapshot.state()
+    known = not state.terminal and state is not RunState.SILENT  # how it trains now
     record: dict[str, Any] = {
         "run": run.name,
         "state": state,
@@ -81,13 +83,13 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
             **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
             "total_steps": view.total_steps or None,
             "checkpoint": view.checkpoint.name if view.checkpoint else None,
-            "rows_per_s": None if state.terminal else view.rows_per_s,
-            "seconds_left": None if state.terminal else view.seconds_left,
+            "rows_per_s": view.rows_per_s if known else None,
+            "seconds_left": view.seconds_left if known else None,
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "incidents": len(view.incidents),
         }
     if snapshot.status:
-        record["workers_running"] = 0 if state.terminal else snapshot.status.world_size
+        record["workers_running"] = snapshot.status.world_size if known else 0 if state.terminal else None
         record["warning"] = "" if state.terminal else snapshot.status.warning
         record |= {name: getattr(snapshot.status, name) for name in ("save_s", "notice_s", "memory_every")}
     if snapshot.job:
@@ -101,16 +103,17 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
 def _print(record: dict[str, Any], view: RunView | None) -> None:
     def line(name: str, text: str) -> None:
         if text:
-            print(f"  {name + ':':12}{text}")
+            print_text(f"  {name + ':':12}{text}")
 
-    print(f"{record['run']}: {record['state']}")
+    print_text(f"{record['run']}: {record['state']}")
     line("reason", record["reason"])
     line("warning", record["warning"])
     if record["job"]:
         line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
     if record["attempt"]:
-        line("attempt", f"{record['attempt']}, {record['workers_running'] or 0} workers train")
+        workers = record["workers_running"]
+        line("attempt", f"{record['attempt']}" + (f", {workers} workers train" if workers is not None else ""))
     if record["total_steps"]:
         line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")
     if record["loss"] is not None:

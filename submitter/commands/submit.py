@@ -7,8 +7,8 @@ from typing import Any
 
 from app.errors import ConflictError, GaveUpError, SettingsError
 from app.run import Run, open_run
-from app.run.attempts import owner_of, record_submission
 from app.run.status import RunState, clear_stop
+from app.run.submissions import owner_of, record_submission
 from app.settings import PREFIX, differences
 from submitter.cluster.api import Cluster, connect
 from submitter.cluster.preflight import check, check_identity
@@ -23,7 +23,7 @@ from submitter.cluster.watch import (
 )
 from submitter.commands.arguments import add_render_options, render_from
 from submitter.manifest.render import Rendered, settings_of
-from submitter.output import doing, print_json_line, warn
+from submitter.output import doing, print_json_line, print_text, warn
 
 STOPPED_WITHIN_S = 180.0
 """How long a run that is being stopped may take to save and end."""
@@ -133,10 +133,10 @@ def print_outcome(cluster: Cluster, run: Run, job: str, outcome: Outcome, dry_ru
         print_json_line({**record, **asdict(outcome), "dry_run": dry_run})  # `submit --wait` prints more lines
         return
     would = "would be " if dry_run else ""
-    print(f"{job} {would}{outcome.action} in namespace {cluster.namespace} ({outcome.reason})")
+    print_text(f"{job} {would}{outcome.action} in namespace {cluster.namespace} ({outcome.reason})")
     if outcome.action != "finished" and not dry_run:
-        print(f"  sunspot wait {command_arguments(cluster, run)}")
-        print(f"  sunspot logs -f {command_arguments(None, run)}")
+        print_text(f"  sunspot wait {command_arguments(cluster, run)}")
+        print_text(f"  sunspot logs -f {command_arguments(None, run)}")
 
 
 def _observe_job(cluster: Cluster, run: Run, name: str) -> tuple[RunSnapshot, JobView | None]:

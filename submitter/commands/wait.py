@@ -22,7 +22,7 @@ from submitter.cluster.watch import (
     require_known,
 )
 from submitter.commands.arguments import add_run
-from submitter.output import print_json_line, warn
+from submitter.output import print_json_line, print_text, warn
 
 PROGRESS_EVERY_S = 10.0
 """How often progress is printed when nothing else changes."""
@@ -108,7 +108,7 @@ class Lines:
             record = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
             print_json_line({**record, **progress(snapshot)})
         else:
-            print(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
+            print_text(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -155,6 +155,6 @@ def progress(snapshot: RunSnapshot) -> dict[str, Any]:
     """How far the run is, by its own last status."""
     status, left = snapshot.status, None
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:
-        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.time))
+        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.seen))
     names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")
     return {**{name: getattr(status, name, None) for name in names}, "seconds_left": left}

@@ -10,9 +10,10 @@ from app.storage.probe import Check, Result, failure
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from submitter.cluster.preflight import find_missing_rights, find_references, how_to_make
 from submitter.doctor.nodes import find_places, requests_of
-from submitter.manifest.profile import QUEUE, manifests, read_documents
+from submitter.manifest.profile import QUEUE, manifests
 from submitter.manifest.render import Rendered
 from submitter.manifest.shape import parse_quantity
+from submitter.manifest.yaml_files import read_documents
 
 OPERATOR = "app.kubernetes.io/component=kuberay-operator"
 """The label of the operator's pods, by which k8s/base lets them in."""

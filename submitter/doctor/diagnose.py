@@ -13,7 +13,7 @@ from submitter.commands.status import gather
 from submitter.doctor.pending import find_pending
 from submitter.doctor.training import Case, diagnose, figures
 from submitter.findings import Diagnosis, Finding, Severity, in_order
-from submitter.output import print_json, warn
+from submitter.output import print_json, print_text, warn
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
         failures = []
         try:
             failures = read_failures(run)
-        except (StorageError, ValueError, TypeError) as error:
+        except StorageError as error:
             unseen.append(f"the errors of its processes: {error}")
         case = Case(view, state, reason, failures, snapshot.pods, snapshot.time)
         findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
@@ -61,12 +61,12 @@ def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster
         stands = {"state": report.state, "reason": report.reason}
         print_json({"run": run.name, **stands, "findings": findings, "unseen": report.unseen})
         return
-    print(f"{run.name}: {report.state}")
+    print_text(f"{run.name}: {report.state}")
     for number, finding in enumerate(report.findings, 1):
-        print(f"\n{number}. {finding.finding} ({finding.severity})")
-        print(textwrap.indent(f"{finding.evidence}\nto do: {finding.advice}", "   "))
+        print_text(f"\n{number}. {finding.finding} ({finding.severity})")
+        print_text(textwrap.indent(f"{finding.evidence}\nto do: {finding.advice}", "   "))
         for trace in finding.traces if stacks else ():
-            print(textwrap.indent(trace.rstrip(), "       "))
+            print_text(textwrap.indent(trace.rstrip(), "       "))
     if not stacks and any(finding.traces for finding in report.findings):
         warn("--stacks shows whole stacks and tracebacks")
     for text in report.unseen:

@@ -8,7 +8,7 @@ from app.storage.probe import Check, Result, failure, probe_path
 from submitter.cluster.api import Cluster
 from submitter.doctor.cluster_checks import check_cluster
 from submitter.manifest.render import Rendered
-from submitter.output import print_json
+from submitter.output import print_json, print_text
 
 
 def examine(
@@ -26,9 +26,9 @@ def examine(
         in_cluster |= of_cluster and check.result is Result.FAILED
         if as_json:
             continue
-        print(f"{check.result:8} {check.check}: {check.seen}", flush=True)
+        print_text(f"{check.result:8} {check.check}: {check.seen}", flush=True)
         if check.fix and check.result is not Result.OK:
-            print(f"{'':8} -> {check.fix}", flush=True)
+            print_text(f"{'':8} -> {check.fix}", flush=True)
     failed = [check for check in checks if check.result is Result.FAILED]
     if as_json:
         print_json({"fit": not failed, "checks": [asdict(check) for check in checks]})
@@ -37,7 +37,7 @@ def examine(
         raise kind(f"not ready for a run: {len(failed)} of {len(checks)} checks failed ({failed[0].check} first)")
     if not as_json:
         warnings = sum(check.result is Result.WARNING for check in checks)
-        print(f"ready for a run: {len(checks)} checks, {warnings} with a warning")
+        print_text(f"ready for a run: {len(checks)} checks, {warnings} with a warning")
 
 
 def _every_check(

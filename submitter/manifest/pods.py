@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.settings import PREFIX
-from submitter.manifest.profile import Machine, Profile, Toleration, Worker, to_yaml
+from submitter.manifest.profile import Machine, Profile, Toleration, Worker
 from submitter.manifest.shape import SLOT, Shape, parse_quantity, whole_cpus
+from submitter.manifest.yaml_files import to_yaml
 
 RUN_LABEL = "sunspot/run"
 

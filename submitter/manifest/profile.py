@@ -7,7 +7,7 @@ documentation; what it takes is the fix named when a value is wrong.
 import difflib
 import functools
 import json
-import re
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,14 +23,18 @@ from pydantic import (
     field_validator,
 )
 
-from app.errors import SettingsError, shorten
+from app.errors import SettingsError
 from app.formatting import plural
-from app.settings import PREFIX
+from app.settings import PREFIX, cut
+from submitter.manifest.yaml_files import read_yaml
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE)
 """Prefixes of labels and annotations that the renderer sets, or that have their own option."""
+
+LONGEST_CHAIN = 20
+"""Profiles that extend each other."""
 
 LEAST_NOTICE_S = 5
 """With less, no time is left to save once Ray has noticed."""
@@ -43,9 +47,10 @@ def _to_text(value: Any) -> Any:
 
 def _to_setting(value: Any) -> Any:
     """A setting as its variable holds it: YAML numbers, booleans and mappings become text."""
-    if isinstance(value, (bool, dict)):
-        return json.dumps(value)
-    return _to_text(value)
+    try:
+        return json.dumps(value) if isinstance(value, (bool, dict)) else _to_text(value)
+    except TypeError as error:  # YAML has dates and bytes, too
+        raise ValueError("no JSON") from error
 
 
 def _setting_name(name: Any) -> Any:
@@ -223,38 +228,22 @@ def manifests() -> Path:
     return within if within.is_dir() else submitter.parent / "k8s"
 
 
-def read_yaml(path: Path) -> Any:
-    """Parse one YAML document; raises `SettingsError` when it cannot be read or parsed."""
-    documents = read_documents(path)
-    if len(documents) > 1:
-        raise SettingsError(f"{path}: {len(documents)} YAML documents; keep one")
-    return documents[0] if documents else None
-
-
-def read_documents(path: Path) -> list[Any]:
-    """Parse every YAML document of a file; raises `SettingsError` when it cannot be read or parsed."""
-    import yaml
-
-    try:
-        return list(yaml.load_all(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror or shorten(error)}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: no YAML: {shorten(error)}") from error
-
-
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
     """The profile of that name or path, merged over those it extends, with `given` values over all.
 
     Raises `SettingsError` with every problem.
     """
     contents: list[Mapping[str, Any]] = [given]
-    seen: list[Path] = []
+    seen: dict[str, Path] = {}
     path: Path | None = _find(name, Path())
     while path:
-        if path in seen:
-            raise SettingsError(f"{seen[-1]}: extends {path.name}, which extends it; take one of the two away")
-        seen.append(path)
+        place = os.path.abspath(path)
+        if place in seen:
+            [*_, last] = seen.values()
+            raise SettingsError(f"{last}: extends {path.name}, which extends it; take one of the two away")
+        if len(seen) == LONGEST_CHAIN:
+            raise SettingsError(f"{path}: the last of more than {LONGEST_CHAIN} profiles that extend each other")
+        seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise SettingsError(f"{path}: no profile: it must be a mapping, such as notice_s: 30")
@@ -277,8 +266,8 @@ def _find(name: str, folder: Path) -> Path:
     if name not in shipped:
         nearest = difflib.get_close_matches(name, shipped, n=1, cutoff=0.0)[0]
         raise SettingsError(
-            f"no profile {name!r}; did you mean {nearest}? There are {', '.join(shipped)}; your own is given by its "
-            "path, as ./mine.yaml"
+            f"no profile {cut(name)!r}; did you mean {nearest}? There are {', '.join(shipped)}; your own is given by "
+            "its path, as ./mine.yaml"
         )
     return shipped[name]
 
@@ -305,13 +294,13 @@ def _explain(problem: Any) -> str:
         if model and name in model.model_fields:
             field = model.model_fields[name]
             takes, model = field.description or "", _model_of(field.annotation)
-    where = ".".join(names)
+    where = cut(".".join(names))
     if model and problem["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.0)[0]
         return f"{where}: no such key; did you mean {'.'.join([*above, nearest])}?"
     if problem["type"] == "missing":
         return f"{where}: missing; set it to {takes}"
-    return f"{where}={problem['input']!r}: set it to {takes}"
+    return f"{where}={cut(repr(problem['input']))}: set it to {takes}"
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
@@ -319,21 +308,3 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)
-
-
-def to_yaml(value: Any) -> str:
-    """YAML in the order of `value`, the same on every machine."""
-    import yaml
-
-    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # chosen when run
-        pass
-
-    def represent(dumper: Any, text: str) -> Any:
-        bare = re.match(r"[A-Za-z/].", text) or re.fullmatch(r"\d+(m|[KMGTP]i)", text)
-        # The rest in quotes: PyYAML leaves 1e-3 and y bare, which Go reads as a number and as true.
-        style = "|" if "\n" in text else None if bare else "'"
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-    Dumper.add_representer(str, represent)
-    plain = json.loads(json.dumps(value))  # otherwise an object in two places becomes an alias
-    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=2**30, allow_unicode=True))

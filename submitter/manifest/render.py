@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.errors import SettingsError, shorten
+from app.errors import SettingsError, StorageError, shorten
 from app.formatting import plural
 from app.search_space import Search, load_search
 from app.settings import PREFIX, Settings
@@ -29,8 +29,10 @@ from submitter.manifest.pods import (
     set_variable,
     worker_group,
 )
-from submitter.manifest.profile import QUEUE, Profile, Worker, load_profile, manifests, read_yaml, to_yaml
+from submitter.manifest.profile import QUEUE, Profile, Worker, load_profile, manifests
 from submitter.manifest.shape import Shape, choose_shape
+from submitter.manifest.yaml_files import read_yaml, to_yaml
+from submitter.output import write_file
 
 GENERATION = "sunspot/generation"
 
@@ -150,23 +152,26 @@ def image_problem(reference: str) -> str:
 
 
 def write_directory(rendered: Rendered, path: str) -> list[Path]:
-    """Write manifest and kustomization, as Argo CD, Flux or `kubectl apply -k` take them; returns both paths."""
+    """Write manifest and kustomization, as Argo CD, Flux or `kubectl apply -k` take them; returns both paths.
+
+    A kustomization that is there already is the user's, and stays. Raises `SettingsError`.
+    """
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": ["rayjob.yaml"],
     }
+    folder = Path(path)
     contents = {"rayjob.yaml": rendered.to_yaml(), "kustomization.yaml": to_yaml(kustomization)}
-    written = []
-    for name, text in contents.items():
-        file = Path(path) / name
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"--output {path}: {error.strerror or shorten(error)}; name a directory") from error
-        written.append(file)
-    return written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            if name == "rayjob.yaml" or not os.path.lexists(folder / name):
+                write_file(str(folder / name), text.encode(), mark=b"app.kubernetes.io/part-of: sunspot")
+    except (OSError, StorageError) as error:
+        why = error.strerror if isinstance(error, OSError) else ""
+        raise SettingsError(f"--output {path}: {why or shorten(error)}; name a directory") from error
+    return [folder / name for name in contents]
 
 
 # ------------------------------------------------------------------------------------------------------------- settings

@@ -23,7 +23,7 @@ from app.run.checkpoints import (
 from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run, count
-from submitter.output import doing, print_json, print_table, warn
+from submitter.output import doing, print_json, print_table, print_text, warn
 from submitter.runs import find_run, list_unfinished
 
 ABANDONED_S = 24 * 3600
@@ -82,6 +82,9 @@ def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     # In this order: the attempt that committed a listed checkpoint began before, so it is among the attempts.
     directories = list_directories(run)
     attempts = read_attempts(run)
+    if attempts and not attempts[-1].chosen:
+        warn(f"attempt {attempts[-1].number} is choosing the checkpoint it starts from, so none is removed; look again")
+        return
     ended = read_state(run)[0] in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
     newest, passed_over = find_newest_good(run, attempts)
     if newest is None:
@@ -110,7 +113,8 @@ def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
             continue
         if MANIFEST not in files:
             age = now - max(entry.modified for entry in files.values())
-            if number < attempts[-1].number:
+            # A superseded process can still write the manifest: where it would count, its files stay for a while.
+            if number < attempts[-1].number and not leads_to_newest(name, spans):
                 yield removal(name, "incomplete, and its attempt is superseded")
             elif ended:
                 yield removal(name, "incomplete, and the run has ended")
@@ -145,8 +149,8 @@ def _print(removals: list[Removal], removed: list[Removal], really: bool, as_jso
         print_table(["name", "bytes", "why"], [[r.name, r.bytes, r.why] for r in done])
     size = as_bytes(sum(r.bytes for r in done))
     if not removals:
-        print("nothing to remove")
+        print_text("nothing to remove")
     elif really:
-        print(f"removed {len(removed)} of {len(removals)}: {size} freed")
+        print_text(f"removed {len(removed)} of {len(removals)}: {size} freed")
     else:
-        print(f"{len(removals)} to remove: {size}; --yes removes them")
+        print_text(f"{len(removals)} to remove: {size}; --yes removes them")

@@ -14,7 +14,7 @@ from app.run import Run
 from app.run.checkpoints import MANIFEST, Checkpoint, choose
 from app.storage.base import CHUNK
 from submitter.commands.arguments import add_run
-from submitter.output import doing, print_json, warn
+from submitter.output import doing, print_json, print_text, warn
 from submitter.runs import find_run
 
 FILES_AT_ONCE = 4
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         were_there = f", {len(kept)} of them were there already" if kept else ""
         files = f"{plural(len(checkpoint.files), 'file')}{were_there}"
-        print(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
+        print_text(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
 
 
 def _refuse_if_cut(run: Run, checkpoint: Checkpoint) -> None:
@@ -92,6 +92,9 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
             raise SettingsError(
                 f"{directory} is not empty, and holds no download of {checkpoint.name}; choose another --output"
             )
+    for path in directory.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise SettingsError(f"{path} is neither a file nor a folder; choose another --output")
     mark.write_bytes(content)
     return mark
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from app.formatting import in_words
 from app.run import Run
-from app.run.checkpoints import MANIFEST, Checkpoint, classify, list_directories, read_spans, verify
+from app.run.attempts import lineage, read_attempts
+from app.run.checkpoints import MANIFEST, Checkpoint, classify, list_directories, verify
 from submitter.commands.arguments import add_limit, add_run
 from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
@@ -29,7 +30,7 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
     """
     with doing("listing the checkpoints"):
         directories = list_directories(run)
-        counted, superseded, incomplete = classify(directories, read_spans(run))
+        counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
         shown = counted[-limit:] if limit else counted
         checked = verify(run, shown, directories)
     now = time.time()

@@ -3,7 +3,8 @@
 import argparse
 
 from app.errors import DamageError
-from app.run.checkpoints import classify, list_directories, read_spans, refuse_if_absent, verify
+from app.run.attempts import lineage, read_attempts
+from app.run.checkpoints import classify, list_directories, refuse_if_absent, verify
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table
 from submitter.runs import find_run
@@ -18,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
     """Print for each checkpoint, or the one named, whether it is whole; raises `DamageError` if not."""
     run, name = find_run(args.run, args.storage), args.name
     directories = list_directories(run)
-    counted, _, _ = classify(directories, read_spans(run))
+    counted, _, _ = classify(directories, lineage(read_attempts(run)))
     chosen = [name] if name is not None else counted
     if name is not None:
         refuse_if_absent(run, name, directories)

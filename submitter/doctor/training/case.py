@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.run.attempts import Attempt, recorded_setting
+from app.run.attempts import Attempt, recorded_number, recorded_setting
 from app.run.failures import Failure
 from app.run.overview import RunView
 from app.run.status import RunState
@@ -33,6 +33,10 @@ class Case:
     def setting(self, name: str) -> str:
         """A setting of the newest attempt."""
         return recorded_setting(self.view.attempts, name)
+
+    def number(self, name: str) -> float:
+        """A setting of the newest attempt that is a number."""
+        return recorded_number(self.view.attempts, name)
 
     def host(self, attempt: int, rank: int) -> str:
         """The machine or pod of a rank; empty when unknown."""

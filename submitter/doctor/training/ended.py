@@ -13,7 +13,7 @@ from submitter.findings import Diagnosis, Finding, Severity
 def find_end(case: Case) -> Iterator[Finding]:
     """What ended the run or an attempt of it: the first error, once for all ranks that raised it."""
     began = case.view.status.began if case.view.status else 0.0
-    recent = [failure for failure in case.failures if failure.time >= began]
+    recent = [failure for failure in case.failures if failure.time >= began and _counts(case, failure)]
     ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)
     if recent:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
@@ -29,6 +29,13 @@ def find_end(case: Case) -> Iterator[Finding]:
     elif case.state is RunState.STOPPED:
         advice = f"`sunspot resume {case.view.run.name}` lets it go on"
         yield Finding(Diagnosis.STOPPED, Severity.NOTE, cut(case.reason), advice)
+
+
+def _counts(case: Case, failure: Failure) -> bool:
+    """Whether it is not of a superseded process, which may have failed late, when it came back."""
+    owner = case.newest.driver if case.newest else ""
+    attempt = next((attempt for attempt in case.view.attempts if attempt.number == failure.attempt), None)
+    return attempt is None or attempt.driver == owner
 
 
 def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> Finding:

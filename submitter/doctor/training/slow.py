@@ -26,6 +26,11 @@ STEADY = 0.75
 THROTTLED_SHARE = 0.25
 """Share of the quota's periods that are throttled, as in Kubernetes' usual alert (CPUThrottlingHigh)."""
 
+FIGURES = ("steps_s", "forward_s", "data_wait_s", "throttled_s", "throttled_share")
+
+MEMORY = {"resident_mib", "memory_left_mib", "gpu_memory_mib"}
+"""Figures of a rank; those of its memory may be null."""
+
 LOW_GOODPUT = 0.8
 """Below this, incidents cost more than a start does."""
 
@@ -76,8 +81,17 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records with steps and figures of each rank, of the newest attempt that has any."""
-    windows = [dict(r) for r in records if r.get("steps") and r.get("ranks") and "steps_s" in r["ranks"][0]]
-    return [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
+    windows = [dict(r) for r in records if r.get("steps") and r.get("ranks") and _has_figures(r)]
+    newest = [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
+    return [window for window in newest if len(window["ranks"]) == len(newest[-1]["ranks"])]
+
+
+def _has_figures(record: Mapping[str, Any]) -> bool:
+    """Whether all figures are there: older versions wrote fewer."""
+    return all(isinstance(record.get(name), int | float) for name in ("time", "seconds")) and all(
+        rank.keys() >= MEMORY and all(isinstance(rank.get(name), int | float) for name in FIGURES)
+        for rank in record["ranks"]
+    )
 
 
 def in_ms(seconds: float) -> str:

@@ -35,10 +35,10 @@ def find_storage(case: Case) -> Iterator[Finding]:
         since_s = case.now - failed[0]["time"]
         evidence = f"no checkpoint could be committed for {in_words(since_s)}, {plural(len(failed), 'failure')}: "
         evidence += str(failed[-1].get("detail", ""))
-        patience_s = float(case.setting("storage_timeout_s"))
+        patience_s = case.number("storage_timeout_s")
         advice = f"mend the storage within {patience_s:.0f} s (STORAGE_TIMEOUT_S), or the run ends"
         yield Finding(Diagnosis.STORAGE, Severity.WARNING, cut(evidence), advice, {"tries": len(failed)}, cost=0.5)
-    every_s = float(case.setting("checkpoint_every_s"))
+    every_s = case.number("checkpoint_every_s")
     age_s = case.now - max(committed, newest.time)
     limit_s = OLD_CHECKPOINTS * max(every_s, status.save_s or 0.0) + OLD_CHECKPOINT_S
     if every_s and age_s > limit_s and not failed:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from app.formatting import in_words
-from app.run.incidents import HUNG, suspects
-from app.run.overview import SILENCE_S
+from app.run.incidents import find_hangs, suspects
 from app.run.status import RunState
 from submitter.doctor.training.case import Case, cut
 from submitter.findings import Diagnosis, Finding, Severity
@@ -16,7 +15,7 @@ first step, which waits for compilation and for Ray Data's first rows."""
 
 def find_hung(case: Case) -> Iterator[Finding]:
     """Ranks that took no step until their watchdogs ended them, in the newest attempt with any."""
-    hung = [event for event in case.view.events if event["event"] == HUNG]
+    hung = find_hangs(case.view.events)
     if not hung:
         return
     number = max(event["attempt"] for event in hung)
@@ -40,7 +39,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
         "places": [case.place(number, rank) for rank in blamed or words],
         "calls": {str(rank): text for rank, text in words.items()},
     }
-    traces = tuple(f"rank {event['rank']}: {event['detail']}\n{event['stacks']}" for event in its)
+    traces = tuple(f"rank {event['rank']}: {event['detail']}\n{event.get('stacks') or ''}" for event in its)
     severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
     evidence = f"after step {its[0]['step']}, {'; '.join(said)}{others}"
     yield Finding(Diagnosis.HUNG, severity, evidence, advice, details, cost=0.9, traces=traces)
@@ -49,12 +48,15 @@ def find_hung(case: Case) -> Iterator[Finding]:
 def find_stillness(case: Case) -> Iterator[Finding]:
     """A run that should train, but is silent or takes no step."""
     status, newest = case.view.status, case.newest
-    if not status or case.state not in (RunState.RUNNING, RunState.STARTING):
+    if not status or case.state not in (RunState.RUNNING, RunState.STARTING, RunState.SILENT):
         return
-    silent_s = case.now - status.time
-    if silent_s > SILENCE_S:
-        evidence = f"no news for {in_words(silent_s)}, though it is {case.state}: {cut(case.reason)}"
-        advice = "its head may be lost, or storage out of its reach: kubectl get pods, and `sunspot logs`"
+    if case.state is RunState.SILENT:
+        silent_s, evidence = case.now - status.seen, cut(case.reason)
+        advice = (
+            "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`. If "
+            "it stays so, delete its RayJob or end its process, and submit again: it goes on from the last checkpoint, "
+            "and what comes back late changes nothing"
+        )
         yield Finding(Diagnosis.SILENT, Severity.ERROR, evidence, advice, {"silent_s": round(silent_s)}, cost=0.8)
         return
     if case.state is RunState.STARTING:
@@ -71,10 +73,10 @@ def find_stillness(case: Case) -> Iterator[Finding]:
     last = case.view.last
     recorded = last["time"] if last.get("attempt") == newest.number else None  # all that older versions write
     heartbeat = status.heartbeat or recorded
-    still_s = case.now - (heartbeat or newest.time)
+    still_s = case.now - status.seen + status.time - (heartbeat or newest.time)  # two clocks, each with itself
     limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
     if still_s > limit_s:
-        timeout_s = float(case.setting("hang_timeout_s"))
+        timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
         evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
         advice = "it may wait for storage; otherwise a rank hangs: "
