@@ -34,6 +34,7 @@ pytest_plugins = [
     "tests.harness.finished_run",
     "tests.harness.s3",
     "tests.harness.kubernetes",
+    "tests.harness.process_group",
     "tests.harness.commands",
     "tests.harness.browser",
     "tests.harness.mlflow_server",

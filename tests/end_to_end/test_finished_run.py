@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pyarrow as pa
@@ -9,12 +10,13 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from app.errors import ConflictError
+from app.errors import ConflictError, DamageError
 from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import in_lineage, list_checkpoints, write_manifest
 from app.run.history import read_audit, read_journal, write_audit
-from app.run.logs import list_streams, rank_stream, read_stream
-from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun
+from app.run.logs import rank_stream, read_stream
+from app.run.status import RunState, read_status
+from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun, driver_output
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, assert_complete, audit, the_run, weights
 
@@ -28,10 +30,11 @@ def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
     page = run.storage.read(run.key("report.html")).decode()
     assert "Succeeded" in page
     assert "Each rank over the whole run" in page
-    [driver] = [stream for stream in list_streams(run) if stream.startswith("driver-")]
-    assert "report: " in read_stream(run, driver).decode(), "what was shipped of the output has it, too"
-    for rank in (0, 1):
-        assert f"attempt 1: rank {rank} of 2 on cpu of " in read_stream(run, rank_stream(1, rank)).decode()
+    assert "report: " in driver_output(run).decode(), "what was shipped of the output has it, too"
+    for attempt, rank in itertools.product((1, 2), (0, 1)):
+        assert (
+            f"attempt {attempt}: rank {rank} of 2 on cpu of " in read_stream(run, rank_stream(attempt, rank)).decode()
+        )
 
 
 def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
@@ -52,11 +55,12 @@ def test_it_is_done_and_takes_no_other_settings(
 ) -> None:
     program.run(**copied_run.settings)
     assert f"already finished at step {STEPS}" in capfd.readouterr().out
-    assert len(read_attempts(copied_run.run)) == 1
+    assert len(read_attempts(copied_run.run)) == 2
     with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
         program.run(**copied_run.settings, SEED=1)
 
 
+@pytest.mark.slow
 def test_more_epochs_train_it_further_from_what_is_whole(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +78,25 @@ def test_more_epochs_train_it_further_from_what_is_whole(
 
 
 @pytest.mark.slow
+def test_it_is_begun_anew_only_on_demand_when_no_checkpoint_is_whole(
+    program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, newest = copied_run.run, copied_run.newest
+    for checkpoint in list_checkpoints(run):
+        (copied_run.directory(checkpoint) / "model.pt").write_bytes(b"")
+    settings = {**copied_run.settings, **GO_ON, "MAX_STEPS": 2}
+    with pytest.raises(DamageError, match=f"SUNSPOT_ACCEPT=loss-of-{newest.name}"):
+        program.run(**settings)
+    assert "from: a copy in a node's memory, if there is one" in capfd.readouterr().out
+    status = read_status(run)
+    assert status
+    assert status.state is RunState.FAILED
+    assert "no whole checkpoint any more" in status.reason
+    program.run(**settings, ACCEPT=f"loss-of-{newest.name}")
+    assert (copied_run.newest.step, read_attempts(run)[-1].starts_from) == (2, None)
+
+
+@pytest.mark.slow
 def test_another_run_begins_with_its_weights(program: Program, copied_run: FinishedRun) -> None:
     begun = {"RUN_NAME": "warm", "INIT_FROM": "run:run", "MAX_STEPS": 1, "LEARNING_RATE": 1e-9}
     program.run(**{**copied_run.settings, **GO_ON, **begun})
@@ -88,7 +111,7 @@ def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, copied
     write_manifest(run, replace(before, metrics=metrics, evaluated=False))
     program.run(**{**copied_run.settings, **GO_ON})
     after = copied_run.newest
-    assert (after.step, after.attempt, after.evaluated) == (before.step, 2, True)
+    assert (after.step, after.attempt, after.evaluated) == (before.step, 3, True)
     assert after.metrics["test_accuracy"] == pytest.approx(before.metrics["test_accuracy"])
     assert after.metrics["loss"] == before.metrics["loss"]
     assert_complete(run)
@@ -97,13 +120,19 @@ def test_an_evaluation_that_was_left_out_is_made_up_for(program: Program, copied
 
 def test_the_audit_sees_a_repeated_row(copied_run: FinishedRun) -> None:
     """The check itself can fail: one step's rows are recorded twice."""
-    assert audit(copied_run.storage) == 0
     run = copied_run.run
-    files = run.storage.list(run.key("audit"))
-    table = pa.concat_tables(read_audit(run, lineage(read_attempts(run))))
-    others = table.filter(pc.not_equal(table["step"], 2))
-    first = table.filter(pc.equal(table["step"], 1))
-    again = first.set_column(0, "step", pa.array([2] * len(first), pa.int32()))
-    run.storage.delete_many([entry.key for entry in files])
-    write_audit(run, 1, 1, STEPS, pa.concat_tables([others, again]))
+    first, second = read_attempts(run)
+    table = pa.concat_tables(read_audit(run, lineage([first, second])))
+
+    def write(table: pa.Table) -> None:
+        run.storage.delete_many([entry.key for entry in run.storage.list(run.key("audit"))])
+        for attempt, begin, end in ((first, 0, second.step), (second, second.step, STEPS)):
+            its = pc.and_(pc.greater(table["step"], begin), pc.less_equal(table["step"], end))
+            write_audit(run, attempt.label, begin + 1, end, table.filter(its))
+
+    write(table)
+    assert audit(copied_run.storage) == 0
+    others, repeated = table.filter(pc.not_equal(table["step"], 2)), table.filter(pc.equal(table["step"], 1))
+    again = repeated.set_column(0, "step", pa.array([2] * len(repeated), pa.int32()))
+    write(pa.concat_tables([others, again]))
     assert audit(copied_run.storage) == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import uuid
@@ -48,7 +49,7 @@ def test_it_trains_without_writing_to_its_own_files(derived: str) -> None:
     settings = ["-e", "SUNSPOT_MAX_STEPS=3"]
     output = docker("run", "--rm", "--shm-size", "512m", *limits, *settings, derived)
     assert "my own task" in output
-    assert "weights: /runs/mnist/checkpoints/step-00000003-attempt-0001/model.pt" in output
+    assert re.search(r"weights: /runs/mnist/checkpoints/step-00000003-attempt-0001-\w{8}/model\.pt", output)
 
 
 def test_it_trains_as_it_is() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import socket
 import urllib.error
 import urllib.request
+from collections import deque
+from typing import Any
 
 import pytest
 import ray
@@ -58,3 +61,30 @@ def test_a_png_gets_its_class_and_everything_ends(finished_run: FinishedRun, ray
     ):
         pytest.fail("it serves nothing")
     assert ray.is_initialized()
+
+
+def request(*chunks: bytes, pause_s: float = 0.0) -> Any:
+    """A request whose body comes in chunks, and ends after the last."""
+    from starlette.requests import Request
+
+    left = deque(chunks)
+
+    async def receive() -> dict[str, object]:
+        await asyncio.sleep(pause_s)
+        return {"type": "http.request", "body": left.popleft() if left else b"", "more_body": bool(left)}
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def test_a_body_has_a_size_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import serve
+
+    assert asyncio.run(serve.read_body(request(b"ab", b"", b"c"))) == b"abc"
+    monkeypatch.setattr(serve, "MOST_BYTES", 10)
+    with pytest.raises(serve.RefusedBody, match="more than 10 bytes") as refused:
+        asyncio.run(serve.read_body(request(*[b"12345"] * 1000)))
+    assert refused.value.status == 413
+    monkeypatch.setattr(serve, "BODY_WITHIN_S", 0.1)
+    with pytest.raises(serve.RefusedBody, match=r"bytes came in 0\.1 s") as refused:
+        asyncio.run(serve.read_body(request(*[b""] * 1000, pause_s=0.02)))
+    assert refused.value.status == 408

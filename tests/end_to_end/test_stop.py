@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from app.run import Run
 from app.run.attempts import read_attempts
-from app.run.logs import list_streams, rank_stream, read_stream
-from app.run.status import RunState, clear_stop, read_status, request_stop
+from app.run.logs import rank_stream, read_stream
+from app.run.status import RunState, read_status
 from submitter.commands.delete import in_order
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis
+from tests.harness.finished_run import STEPS, FinishedRun, driver_output
 from tests.harness.program import Program
-from tests.harness.training import assert_audit_clean, newest, the_run, wait_for_step, wait_until
+from tests.harness.training import assert_audit_clean, audit, newest, the_run, wait_for_step
 
 SLOW = {
     "TASK": "tests.tasks.slow",
@@ -26,37 +26,18 @@ SLOW = {
 }
 
 
-def driver_of(run: Run) -> str:
-    """The output of the run's first driver."""
-    return next((stream for stream in list_streams(run) if stream.startswith("driver-")), "driver-none")
-
-
-def test_a_stopped_run_stands_still_until_it_is_resumed(
-    program: Program, make_data: Callable[..., str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings = {**SLOW, "DATASET": make_data(2000)}
-    run = the_run(program)
-    process = program.start(**settings)
-    wait_for_step(run, 50, process)
-    wait_until(lambda: b"loss" in read_stream(run, driver_of(run)), process)  # output is there while it goes on
-    request_stop(run, "a test")
-    output = process.communicate(timeout=150)[0]
-    assert process.returncode == 0, output
-    assert "stopped at step" in output
-    status, stopped_at = read_status(run), newest(run).step
+def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRun) -> None:
+    run = finished_run.run
+    first, second = read_attempts(run)  # and none of the start before it was resumed
+    assert (first.step, finished_run.state_when_stopped) == (0, RunState.STOPPED)
+    assert f"stopped at step {second.step}; " in finished_run.stopped
+    assert STEPS // 2 < second.step < STEPS, "stopped where a checkpoint was due anyway, or not at all"
+    assert "lets it train again" in finished_run.refused
+    assert f"from: step-{second.step:08d}-attempt-0001" in finished_run.output
+    status = read_status(run)
     assert status
-    assert status.state is RunState.STOPPED
-    assert stopped_at % 50, "stopped where a checkpoint was due anyway, or not at all"
-
-    program.run(**settings)
-    assert "lets it train again" in capfd.readouterr().out
-    assert len(read_attempts(run)) == 1, "it trained although it was to stand still"
-
-    clear_stop(run)
-    program.run(**settings)
-    assert [attempt.step for attempt in read_attempts(run)] == [0, stopped_at]
-    assert_succeeded(run)
-    assert_audit_clean(program)
+    assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, STEPS, finished_run.newest.name)
+    assert audit(finished_run.storage) == 0
 
 
 @pytest.mark.slow
@@ -77,14 +58,10 @@ def test_a_driver_that_is_told_to_end_saves(program: Program, make_data: Callabl
 
     program.run(**settings)
     assert [attempt.step for attempt in read_attempts(run)] == [0, terminated_at]
-    assert_succeeded(run)
-    assert_audit_clean(program)
-
-
-def assert_succeeded(run: Run) -> None:
     status = read_status(run)
     assert status
     assert (status.state, status.step, status.checkpoint) == (RunState.SUCCEEDED, 600, newest(run).name)
+    assert_audit_clean(program)
 
 
 @pytest.mark.slow
@@ -98,7 +75,7 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
         assert text.count("printed by python") == 1
         assert "written by a library" in text
         assert "ValueError: the task is broken" in text, "the end of a failed worker is what one looks for"
-    text = read_stream(run, driver_of(run)).decode()
+    text = driver_output(run).decode()
     assert "from: the beginning" in text
     assert "the task is broken" in text
     status = read_status(run)
@@ -139,5 +116,5 @@ def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
     assert "was deleted while attempt 1 trained" in output
     assert not read_attempts(run), "it began anew"
     left = {key.split("/")[1] for key in files()}
-    assert not left & {"run.json", "status.json", "metrics"}
+    assert not left & {"run.json", "status", "metrics"}
     assert not any(key.endswith("manifest.json") for key in files())

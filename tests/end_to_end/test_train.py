@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from app.errors import DataError
 from app.run.attempts import lineage, read_attempts
-from app.run.checkpoints import list_checkpoints
+from app.run.checkpoints import in_lineage, list_checkpoints
 from app.run.history import read_journal
 from tests.harness import s3
 from tests.harness.program import Program
@@ -52,11 +53,8 @@ def test_steps_do_not_depend_on_the_number_of_workers(program: Program, make_dat
 LONG = {"GLOBAL_BATCH_SIZE": 50, "EPOCHS": 2, "CHECKPOINT_EVERY_STEPS": 20}
 
 
-@pytest.mark.parametrize(
-    ("loader", "worlds"),
-    [("torch", (2, 1)), pytest.param("ray", (2, 1, 3), marks=pytest.mark.slow)],
-    ids=["torch", "ray"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loader", "worlds"), [("torch", (2, 1)), ("ray", (2, 1, 3))], ids=["torch", "ray"])
 def test_a_killed_run_goes_on_at_another_world_size(
     loader: str, worlds: tuple[int, ...], program: Program, make_data: MakeData
 ) -> None:
@@ -113,27 +111,47 @@ def test_bad_rows_end_the_run_with_their_name(program: Program, tmp_path: Path) 
         program.run(DATASET=tmp_path / "broken.parquet", GLOBAL_BATCH_SIZE=2, LOADER="ray")
 
 
-def test_a_run_in_s3_outlives_its_faults(
-    program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str
+def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
+    program: Program, make_data: MakeData, s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path
 ) -> None:
+    """Its storage fails now and then, its newest checkpoint is damaged, and there is one node where there were two."""
+
     def of_a_checkpoint(method: str) -> Callable[[s3.Request], bool]:
         return lambda request: request.method == method and "/checkpoints/" in request.path
 
     s3_proxy.on(of_a_checkpoint("PUT"), s3.answer(503, "SlowDown"), times=6)
     s3_proxy.on(of_a_checkpoint("GET"), s3.cut_body(1000), times=2)
-    # A Ray of its own, as its workers get their AWS environment from the process that starts it.
-    program.ray_address = ""
-    storage = f"s3://{s3_bucket}/runs"
-    process = program.start(
-        DATASET=make_data(1000),
-        GLOBAL_BATCH_SIZE=20,
-        EPOCHS=1,
-        STORAGE_PATH=storage,
-        NUM_WORKERS=1,
-        RESOURCES_PER_WORKER="",
-    )
+    program.settings["STORAGE_PATH"] = f"s3://{s3_bucket}/runs"
+    run, first_is_there, is_killed = the_run(program), tmp_path / "first", tmp_path / "killed"
+    settings = {
+        **LONG,
+        "DATASET": make_data(20_001, row_group=1000),
+        "SNAPSHOT_COST": 0,
+        "TASK": "tests.tasks.waiting",
+        "TASK_ARGS": json.dumps({"50": str(first_is_there), "100": str(is_killed)}),
+    }
+    process = program.start(**settings, NUM_WORKERS=2)
+    wait_for_step(run, 20, process)
+    first_is_there.touch()
+    wait_for_step(run, 100, process)
+    kill_all(process)
+    is_killed.touch()
+    *_, whole, damaged = in_lineage(list_checkpoints(run), lineage(read_attempts(run)))
+    assert damaged.step == 100
+    key = run.key("checkpoints", damaged.name, "optimizer.pt")
+    content = bytearray(run.storage.read(key))
+    content[len(content) // 2] ^= 1
+    run.storage.write(key, bytes(content))
+
+    process = program.start(**settings, NUM_WORKERS=1)
     output = process.communicate(timeout=250)[0]
     assert process.returncode == 0, output
-    program.settings["STORAGE_PATH"] = storage
-    assert newest(the_run(program)).step == 50
+    assert f"skipped {damaged.name}" in output
+    first, second = read_attempts(run)
+    assert (first.metadata["world_size"], second.metadata["world_size"]) == (2, 1)
+    assert second.starts_from == whole.name
+    assert newest(run).step == 800
     assert_audit_clean(program)
+    history = read_journal(run, "metrics", lineage([first, second]))
+    assert sum(record["steps"] for record in history) == 800
+    assert sum(record["rows"] for record in history) == 40_002

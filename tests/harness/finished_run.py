@@ -1,12 +1,13 @@
-"""One small finished run for all tests that look at, damage or go on with one."""
+"""One small finished run, stopped once on its way, for all tests that look at, damage or go on with one."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,11 @@ from app.data.source import Source, find_sources, read_rows, rows_in
 from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good, write_manifest
+from app.run.logs import list_streams, read_stream
+from app.run.status import RunState, clear_stop, read_status, request_stop
 from app.settings import load_settings
 from tests.harness.program import SETTINGS, Program, images
+from tests.harness.training import wait_until
 
 ROWS, TEST_ROWS, SIDE = 240, 101, 8
 STEPS = 20
@@ -26,6 +30,7 @@ STEPS = 20
 
 SETTINGS_OF_RUN = {
     **SETTINGS,
+    "TASK": "tests.tasks.waiting",
     "NUM_WORKERS": "1..2",
     "GLOBAL_BATCH_SIZE": "24",
     "LEARNING_RATE": "0.003",
@@ -38,14 +43,19 @@ GO_ON = {"NUM_WORKERS": 1, "PREDICT_ROWS": 0}
 """For a run that goes on from a copy, at less cost."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinishedRun:
     """A finished run of the tiny task in bf16, not trained to perfection; in a storage of its own."""
 
     storage: str
     data: str
-    output: str
-    "What its driver printed."
+    output: str = ""
+    "What the start that finished it printed."
+    stopped: str = ""
+    "What the start printed that was stopped in the second epoch."
+    state_when_stopped: RunState | None = None
+    refused: str = ""
+    "What the start between them printed, which was to train nothing."
 
     @property
     def run(self) -> Run:
@@ -54,7 +64,20 @@ class FinishedRun:
     @property
     def settings(self) -> dict[str, str]:
         """Those that it was begun with."""
-        return {**SETTINGS_OF_RUN, "STORAGE_PATH": self.storage, "DATASET": self.data}
+        # It cannot be past a stop: after the first epoch it waits for the request, and then takes its time.
+        waits = {"10": str(self.file("requested"))} | {
+            str(step): [str(self.file("go on")), 3] for step in range(11, 20)
+        }
+        return {
+            **SETTINGS_OF_RUN,
+            "STORAGE_PATH": self.storage,
+            "DATASET": self.data,
+            "TASK_ARGS": json.dumps(waits),
+        }
+
+    def file(self, name: str) -> Path:
+        """A file that its steps wait for."""
+        return Path(self.data).with_name(name)
 
     @property
     def newest(self) -> Checkpoint:
@@ -91,15 +114,42 @@ def finished_run(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> 
     for split, rows in (("train", ROWS), ("test", TEST_ROWS)):
         (folder / "data" / split).mkdir(parents=True)
         pq.write_table(images(rows, SIDE, seed=rows), folder / "data" / split / "part.parquet", row_group_size=16)
-    finished = FinishedRun(str(folder / "runs"), str(folder / "data"), "")
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
-        Program(finished.settings, ray_address, patch).run()
-    finished.output = output.getvalue()
-    return finished
+    finished = FinishedRun(str(folder / "runs"), str(folder / "data"))
+    run = finished.run
+    with pytest.MonkeyPatch.context() as patch:
+        program = Program(finished.settings, ray_address, patch)
+        process = program.start()
+        wait_until(lambda: b"loss" in driver_output(run), process)  # output is there while it goes on
+        request_stop(run, "a test")
+        finished.file("requested").touch()
+        stopped = process.communicate(timeout=150)[0]
+        assert process.returncode == 0, stopped
+        status = read_status(run)
+        finished.file("go on").touch()
+        outputs = []
+        for resume in (False, True):
+            if resume:
+                clear_stop(run)
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                program.run()
+            outputs.append(output.getvalue())
+    return replace(
+        finished,
+        output=outputs[1],
+        stopped=stopped,
+        state_when_stopped=status.state if status else None,
+        refused=outputs[0],
+    )
+
+
+def driver_output(run: Run) -> bytes:
+    """What the run's first driver has printed, as its storage has it."""
+    driver = next((stream for stream in list_streams(run) if stream.startswith("driver-")), None)
+    return read_stream(run, driver) if driver else b""
 
 
 @pytest.fixture
 def copied_run(finished_run: FinishedRun, tmp_path: Path) -> FinishedRun:
     """A copy of it, to be damaged or trained further."""
     shutil.copytree(finished_run.storage, tmp_path / "runs")
-    return FinishedRun(str(tmp_path / "runs"), finished_run.data, finished_run.output)
+    return replace(finished_run, storage=str(tmp_path / "runs"))

@@ -29,6 +29,7 @@ from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from app.run.checkpoints import read_manifest
 from app.run.history import Journal
 from app.settings import Settings
+from app.storage.base import retry_storage
 from app.tasks import gpt
 from app.train.loop import accumulate_gradients
 
@@ -48,6 +49,11 @@ class Group(NamedTuple):
     upto: int
     origin: tuple[str, int, int] | None = None
     "Run, step, attempt."
+
+    @property
+    def first(self) -> int:
+        """Steps taken where it starts."""
+        return self.origin[1] if self.origin else 0
 
 
 RUNS = {
@@ -101,14 +107,14 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     if whole:
         optimizer.load_state_dict(shard_optimizer_state(optimizer, whole["optimizer"]))
     if origin:
-        load_parts(*origin, model, optimizer)
+        retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint", print)
 
     rows = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, STEPS * BATCH).items()}
     steps, prepared = Steps(STEPS * BATCH, BATCH), prepare_alone(model, group)
     plan = Plan(settings, source, None, steps, STEPS)
     worker: Any = SimpleNamespace(plan=plan, task=gpt, world_size=group.ranks, device=device)
     worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
-    for step in range(attempt.step, group.upto):
+    for step in range(group.first, group.upto):
         begin, end = steps.share(step, group.ranks, rank)
         batch = {column: values[begin:end] for column, values in rows.items()}
         accumulate_gradients(worker, prepared, batch, BATCH, Stopwatch(device))
@@ -145,7 +151,7 @@ def main(root: str) -> None:
             run = open_run(root, name)
             attempts = read_attempts(run)
             start = checkpoint_name(*group.origin[1:]) if group.origin and group.origin[0] == name else None
-            step = group.origin[1] if group.origin else 0
+            step = group.first if start else 0  # another run's step is none of this run's
             attempt = Attempt(len(attempts) + 1, "me", start, step, metadata={"world_size": group.ranks})
             assert claim(run, attempts, attempt)
             children = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,9 @@ import pytest
 
 from tests.harness import REPOSITORY
 
+RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""In which Ray's job server gives a driver what its workers need."""
+
 SETTINGS = {
     "TASK": "tests.tasks.tiny",
     "RUN_NAME": "run",
@@ -29,6 +33,10 @@ SETTINGS = {
     "PREDICT_ROWS": "0",
 }
 """Of the small task without batch norm; one core's worth of Ray for each worker."""
+
+
+WORKER_NODE = {"training-worker": 1.0}
+"""What a node of a cluster has: room for one worker."""
 
 
 @dataclass
@@ -54,8 +62,13 @@ class Program:
             assert main() == 0
 
     def start(self, **settings: Any) -> subprocess.Popen[str]:
-        """Start the program as a process of its own, on the shared Ray instance."""
-        environment = {**os.environ, **self.environment(**settings), "RAY_ADDRESS": self.ray_address}
+        """Start the program as a process of its own, on the shared Ray instance.
+
+        Its workers get the AWS environment of the test, as those of a submitted job get the job's.
+        """
+        aws = {name: value for name, value in os.environ.items() if name.upper().startswith(("AWS_", "NO_PROXY"))}
+        job = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": {"env_vars": aws}})} if aws else {}
+        environment = {**os.environ, **self.environment(**settings), "RAY_ADDRESS": self.ray_address, **job}
         command = [sys.executable, "-m", "app"]
         return subprocess.Popen(
             command, env=environment, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -64,7 +77,10 @@ class Program:
 
 @pytest.fixture(scope="session")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray."""
+    """One Ray instance for the whole suite, with more CPUs than the machine has: they are numbers to Ray.
+
+    It has one node, with room for one worker of a cluster (`WORKER_NODE`); tests/harness/nodes.py adds others.
+    """
     import ray
 
     from app.ray_session import RAY_ENVIRONMENT
@@ -73,7 +89,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         # Fails in a second process: pytest-xdist has not kept the group together.
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT)
-    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    context = ray.init(address="local", num_cpus=4, resources=WORKER_NODE, include_dashboard=False, log_to_driver=False)
     # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
     # test's command would contain it.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None

@@ -8,11 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from app.run import Run, to_json
+from app.run import Run
 from app.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
 from app.run.checkpoints import Checkpoint, write_manifest
 from app.run.history import Journal, write_audit
 from app.run.incidents import Cause, Receipt
+from app.run.objects import seal
 from app.run.status import RunState, Status, write_status
 from app.storage.local import LocalStorage
 
@@ -24,7 +25,7 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
     """Write what makes it a run."""
     settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": str(batch)}
     record = {"settings": settings, "data": "", "rows": rows, "steps_per_epoch": steps_per_epoch}
-    run.storage.write(run.key("run.json"), to_json(record))
+    run.storage.write(run.key("run.json"), seal(record))
     return run
 
 
@@ -42,7 +43,7 @@ def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | N
 
 def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
     """Write a whole checkpoint."""
-    name = checkpoint_name(step, attempt.number)
+    name = checkpoint_name(step, attempt.number, attempt.nonce)
     files = {}
     for file in ("model.pt", "optimizer.pt"):
         with run.storage.writer(run.key("checkpoints", name, file)) as writer:
@@ -98,7 +99,7 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
             "row": pa.array([row for _, _, row in lines], pa.int64()),
         }
     )
-    write_audit(run, attempt.number, min(steps), max(steps), table)
+    write_audit(run, attempt.label, min(steps), max(steps), table)
 
 
 def set_status(run: Run, state: RunState, **more: Any) -> None:

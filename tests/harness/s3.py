@@ -100,6 +100,16 @@ def cut_body(keep: int, how: str = "close") -> Fault:
     return act
 
 
+def trickle(handler: _Handler, request: Request) -> None:
+    """Send the body a byte at a time, often enough that no read of the client's runs into its limit."""
+    status, headers, body = handler.ask_server(request)
+    handler.reply(status, headers, b"", announced=len(body))
+    for byte in body:
+        if handler.server.ended.wait(0.1):
+            return
+        handler.wfile.write(bytes([byte]))
+
+
 def delay(seconds: float) -> Fault:
     """Pass the request on after a while."""
 

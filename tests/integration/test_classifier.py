@@ -18,6 +18,7 @@ from app.checkpoint.files import load_state
 from app.errors import DamageError, NotFoundError, SettingsError
 from app.predict.classifier import Classifier
 from app.run.checkpoints import MANIFEST, find_faults
+from app.settings import Settings
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 from tests.tasks import tiny
 
@@ -56,6 +57,21 @@ def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, fin
     assert 0.5 < (predictions == rows["label"]).mean() == finished_run.newest.metrics["test_accuracy"]
     assert classifier.describe()["name"] == finished_run.newest.name
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_no_forward_pass_is_larger_than_those_of_the_run() -> None:
+    passes: list[int] = []
+
+    def predict(model: Any, images: torch.Tensor) -> torch.Tensor:
+        passes.append(len(images))
+        return torch.zeros(len(images), 3)
+
+    classifier: Any = object.__new__(Classifier)
+    classifier._settings = Settings(global_batch_size=64, num_workers="2..4", micro_batch_size=10)
+    classifier._device, classifier._model, classifier._predict = torch.device("cpu"), None, predict
+    classifier.shape, classifier.classes = SHAPE, 3
+    assert len(classifier.predict(np.zeros((50, *SHAPE), np.uint8))[0]) == 50
+    assert max(passes) == 8, "shares of 32 rows, in four parts"
 
 
 def test_the_forward_pass_runs_in_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
@@ -123,8 +139,8 @@ def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifie
         "wide.png": "8 x 9 .*takes 8 x 8, grey",
         "colour.jpeg": "8 x 8 .*in colour.*takes 8 x 8, grey",
         "floats.npy": r"float64 \[1, 8, 8\].*takes uint8 \[1, 8, 8\]",
-        "text.png": "neither an image nor an .npy array",
-        "pickled.npy": "cannot be read",
+        "text.png": "neither a PNG, a JPEG nor an .npy array",
+        "pickled.npy": "an array of object",
         "missing.png": "No such file",
     }.items():
         with pytest.raises(SettingsError, match=f"{name}: .*{seen}"):
@@ -138,7 +154,7 @@ def test_files_that_are_no_images_of_the_model_are_refused(classifier: Classifie
 def test_newest_best_a_name_and_directories(copied_run: FinishedRun, tmp_path: Path) -> None:
     newest = copied_run.newest
     names = {path.name for path in copied_run.directory(newest).parent.iterdir()}
-    [older] = names - {newest.name}
+    older = min(names - {newest.name})
     for which in ("newest", "best"):
         assert Classifier("run", which, copied_run.storage).name == newest.name
     assert Classifier("run", older, copied_run.storage).name == older

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,11 +36,12 @@ from app.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_g
 from app.run.history import Journal, read_journal
 from app.settings import Settings
 from app.tasks import gpt
+from submitter.commands.checkpoints.gc import ABANDONED_S
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.fsdp_ranks import STEPS, settings_of
 from tests.harness.program import Program
-from tests.harness.runs import begin
+from tests.harness.runs import age, begin
 from tests.harness.training import (
     assert_audit_clean,
     kill_all,
@@ -132,7 +134,7 @@ def test_another_run_begins_with_parts(copied: Run) -> None:
     copied.storage.delete(copied.key("checkpoints", list_checkpoints(copied)[-1].name, MANIFEST))
     early = list_checkpoints(copied)[-1]
     assert early.step == 4
-    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run"))
+    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run"), None, print)
     assert_close(given, load_model(copied, early), rtol=0, atol=0)
     model = nn.Linear(2, 2)
     with pytest.raises(ConflictError, match="do not fit"):
@@ -167,6 +169,7 @@ def test_the_verbs_take_checkpoints_in_parts(copied: Run, sunspot: Command, tmp_
     assert sunspot("checkpoints", "ls", "run", "--json") == 0
     assert {one["verified"] for one in sunspot.json} == {True}
     (Path(copied.location) / "checkpoints" / early.name / MANIFEST).unlink()
+    age(copied, ABANDONED_S + 60, "checkpoints", early.name)
     assert sunspot("checkpoints", "gc", "run", "--yes") == 0
     assert early.name not in os.listdir(Path(copied.location) / "checkpoints")
 
@@ -218,6 +221,17 @@ def test_without_every_part_there_is_no_checkpoint(run: Run, monkeypatch: pytest
     assert find_newest_good(run, read_attempts(run))[1] == (
         "step-00000002-attempt-0001: incomplete, it has no manifest",
     )
+
+
+def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = app.checkpoint.sharded
+    halves, write_part = Halves(run, monkeypatch), module.write_part
+    halves.checkpoints[0]._committer._write._timeout_s = 0.1  # type: ignore[union-attr]
+    monkeypatch.setattr(module, "write_part", lambda *given: (time.sleep(2 - given[-1]), write_part(*given)))
+    halves.save(0, 1)
+    threading.Timer(2, halves.save, (1, 1)).start()  # a second after that of rank 0, which took two
+    halves.checkpoints[0].drain()
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1]
 
 
 def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from app.settings import load_settings
 from app.tasks import load_task
 from app.tasks.lightning_adapter import LightningTask
 from tests.harness.nodes import start_node
-from tests.harness.program import Program
+from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
     assert_audit_clean,
     consumed,
@@ -114,8 +114,7 @@ def test_a_lightning_run_restarts_on_a_notice_and_stops(
         "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}',
     }
     run = the_run(program)
-    place = {"training-worker": 1.0}
-    with start_node(ray_address, **place) as going, start_node(ray_address, **place):
+    with start_node(ray_address, **WORKER_NODE) as going:
         process = program.start(**settings)
         wait_for_receipts(run, 1, process)
         time.sleep(3)

@@ -11,12 +11,13 @@ import pytest
 from PIL import Image
 
 from app.data.source import find_sources, read_rows
-from app.errors import DamageError, GaveUpError, StorageError
+from app.errors import GaveUpError, StorageError
 from app.plan import Plan, make_plan
 from app.predict.actor import get_result
 from app.predict.classifier import Classifier
 from app.predict.held_out import Summary, keep_predictions, predict_held_out
 from app.run import Run
+from app.run.attempts import read_attempts
 from app.run.checkpoints import Checkpoint
 from app.run.predictions import Example, Predictions, read_predictions, write_predictions
 from app.settings import load_settings
@@ -45,10 +46,11 @@ def test_predictions_come_back_as_they_were_kept(run: Run) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mistakes": [{"image": "?"}], "right": [], "samples": []}'])
-def test_predictions_that_cannot_be_read_are_damage(run: Run, content: bytes) -> None:
+def test_predictions_that_cannot_be_read_are_left_out(run: Run, content: bytes) -> None:
     run.storage.write(run.key("predictions.json"), content)
-    with pytest.raises(DamageError, match=r"predictions\.json: cannot be used"):
-        read_predictions(run)
+    told: list[str] = []
+    assert read_predictions(run, told.append) is None
+    assert "predictions.json cannot be used: " in told[0]
 
 
 # ----------------------------------------------------------------------------------------------- at the end of training
@@ -85,7 +87,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def plan_of(finished_run: FinishedRun, **settings: Any) -> Plan:
-    environment = finished_run.run.read_json("attempts", "0001.json")["about"]["settings"]
+    environment = read_attempts(finished_run.run)[0].metadata["settings"]
     chosen = load_settings({**environment, **{name: str(value) for name, value in settings.items()}})
     return make_plan(chosen, load_task(chosen))
 

@@ -20,7 +20,7 @@ import pytest
 import app.tracking.delivery
 from app.errors import SettingsError, TrackingError
 from app.run import Run, open_run
-from app.run.attempts import lineage, read_attempts
+from app.run.attempts import checkpoint_name, lineage, read_attempts
 from app.run.checkpoints import choose
 from app.run.history import read_journal
 from app.run.status import RunState, Status, read_status, restore_status
@@ -148,7 +148,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
-    restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint="a"))
+    restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     delivery = Delivery(run, "mlflow", "away", command._print)
     inside, outside = os.pipe()
     monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
@@ -175,7 +175,7 @@ def test_a_server_that_never_answers_holds_nobody_up(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(run)
-    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint="a"))
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
     settings = Settings(tracking="mlflow", storage_path=run.storage.locate(""), run_name=run.name)
     monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -93,7 +93,8 @@ class Search:
 def test_the_best_of_two_trials_is_promoted(
     program: Program, make_data: MakeData, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    search = Search(program, DATASET=make_data(1000, test_rows=100), TRIALS=2, CHECKPOINT_METRIC="test_loss")
+    data = make_data(1000, test_rows=100)
+    search = Search(program, DATASET=data, TRIALS=2, CONCURRENT_TRIALS=2, CHECKPOINT_METRIC="test_loss")
     assert search.main() == 0
     assert search.states() == [RunState.SUCCEEDED, RunState.SUCCEEDED]
     results = read_results(search.run)
@@ -283,6 +284,19 @@ def test_a_trial_reports_each_part_of_its_run_once(run: Run) -> None:
     assert [result[PART] / WHOLE for result in history.new()] == [0.995, 1.0], "the end always counts"
 
 
+@pytest.mark.parametrize(("metric", "score"), [("loss", 2.9), ("test_loss", 1.0)])
+def test_a_lucky_step_does_not_decide_over_a_trial(run: Run, metric: str, score: float) -> None:
+    attempt = start(begin(run), "job")
+    report(
+        run,
+        attempt,
+        {"step": 5, metric: 3.0, "rows": 190, "time": 0.0},
+        {"step": 10, metric: 1.0, "rows": 10, "time": 0.0},
+    )
+    restore_status(run, Status(RunState.RUNNING, "job", step=10, total_steps=1000, time=1.0))
+    assert HistoryReplay(run, metric).new() == [{PART: WHOLE * 0.01, SCORE: pytest.approx(score)}]
+
+
 # ------------------------------------------------------------------------------------------------------------ promotion
 
 
@@ -303,7 +317,7 @@ def test_a_promoted_checkpoint_is_one_of_the_search(run: Run, trial: Run, sunspo
     begin(run)
     begin_attempt(run, "search", {}, None)
     promoted = promote(run, "search", {}, trial, best.name)
-    assert (promoted.name, promoted.step) == ("step-00000005-attempt-0002", 5)
+    assert (promoted.name, promoted.step) == (f"step-00000005-{read_attempts(run)[-1].label}", 5)
     assert find_newest_good(run, read_attempts(run))[0] == promoted
     assert sunspot("checkpoints", "verify", "run") == 0
     assert promote(run, "search", {}, trial, best.name) == promoted, "nothing is copied again"

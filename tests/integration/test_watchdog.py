@@ -344,7 +344,7 @@ def test_a_rank_without_stacks_is_described_all_the_same() -> None:
     ],
 )
 def test_suspects(waiting: dict[int, bool], found: list[int]) -> None:
-    events: list[dict[str, Any]] = [{"event": "hung", "rank": rank, "waiting": w} for rank, w in waiting.items()]
+    events = [{"event": "hung", "rank": rank, "waiting": w, "detail": ""} for rank, w in waiting.items()]
     assert suspects([{"event": "commit failed"}, *events], 3) == found
 
 
@@ -356,7 +356,7 @@ def test_ranks_have_journals_of_their_own(run: Run) -> None:
     ]
     for step, make in enumerate(journals):
         journal = make()
-        journal.append({"step": step, "time": 0.0})
+        journal.append({"step": step, "time": 0.0, "event": "a test"})
         journal.flush()
     assert [(record["attempt"], record["step"]) for record in read_journal(run, "events")] == [(1, 0), (1, 1), (1, 2)]
     assert run.storage.exists(run.key("events", "attempt-0001-00000.jsonl"))

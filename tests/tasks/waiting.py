@@ -1,7 +1,8 @@
-"""The small task, which waits at chosen steps until a file exists."""
+"""The small task, which waits at chosen steps until a file exists, or for a while."""
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -12,23 +13,28 @@ from app.data.source import Batch, Source
 from app.settings import Settings
 from app.tasks.images import loss as fast_loss
 from tests.tasks import tiny
-from tests.tasks.tiny import build_optimizer, schedule
+from tests.tasks.tiny import build_optimizer, predict, schedule
 
-__all__ = ["build_model", "build_optimizer", "loss", "schedule"]
+__all__ = ["build_model", "build_optimizer", "loss", "predict", "schedule"]
 
-files: dict[int, Path] = {}
-"The file to wait for, by the number of steps of this process before it."
+waits: dict[int, tuple[Path, float]] = {}
+"The file to wait for, and the most seconds, by the number of steps of this process before it."
 steps = 0
 
 
 def build_model(settings: Settings, source: Source) -> nn.Module:
-    files.update({int(number): Path(file) for number, file in settings.task_args.items()})
+    for number, wait in settings.task_args.items():
+        file, limit_s = wait if isinstance(wait, list) else (wait, math.inf)
+        waits[int(number)] = Path(file), limit_s
     return tiny.build_model(settings, source)
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     global steps
-    while steps in files and model.training and not files[steps].exists():
-        time.sleep(0.05)
-    steps += model.training
+    if model.training:
+        file, limit_s = waits.get(steps, (Path("/"), 0.0))
+        began = time.monotonic()
+        while not file.exists() and time.monotonic() - began < limit_s:
+            time.sleep(0.05)
+        steps += 1
     return fast_loss(model, batch)

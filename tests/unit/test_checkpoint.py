@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.storage.base
+import app.storage.local
 from app.checkpoint import CheckpointManager
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import load_state
@@ -27,6 +35,8 @@ from app.run.attempts import Attempt, claim, lineage, read_attempts
 from app.run.checkpoints import Checkpoint, expired, find_faults, find_newest_good, in_lineage, list_checkpoints
 from app.run.history import Journal, read_journal
 from app.settings import Settings
+from app.storage.deadline import CURRENT
+from app.storage.local import LocalStorage
 from tests.harness import REPOSITORY, s3
 from tests.harness.s3 import FaultProxy
 
@@ -34,12 +44,20 @@ from tests.harness.s3 import FaultProxy
 class Trainee:
     """A model whose checkpoints are saved without a worker group."""
 
-    def __init__(self, run: Run, number: int = 1, owner: str = "me", start: Checkpoint | None = None, **settings: Any):
+    def __init__(
+        self,
+        run: Run,
+        number: int = 1,
+        owner: str = "me",
+        start: Checkpoint | None = None,
+        model: torch.nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.run, self.warnings = run, []
         self.attempt = Attempt(number, owner, start.name if start else None, start.step if start else 0)
         assert claim(run, read_attempts(run), self.attempt)
-        self.model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
+        self.model = model or torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.journals = {"metrics": Journal(run, "metrics", number), "events": Journal(run, "events", number)}
         plan = Plan(Settings(**settings), EmptySource((1, 40), 10), None, Steps(1000, 10), 100)
@@ -61,12 +79,20 @@ class Trainee:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
+            self.checkpoints.took_step(self.step, None)
 
     def save(self, loss: float = 1.0) -> None:
         self.checkpoints.save(self.step, {"loss": loss})
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def set_storage_timeout(trainee: Trainee, seconds: float) -> None:
+    """From here on; what comes before may take its time."""
+    committer = trainee.checkpoints._committer
+    assert committer
+    committer._settings = Settings(storage_timeout_s=seconds)
 
 
 @pytest.fixture
@@ -112,7 +138,8 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
     go, copy = threading.Event(), module._copy
     monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
     trainee = Trainee(run)
-    trainee.train()
+    trainee.train(2)
+    assert trainee.checkpoints._stepped.ids == {id(parameter) for parameter in trainee.model.parameters()}
     expected = trainee.state()
     trainee.save()
     trainee.model(torch.randn(8, 40)).sum().backward()  # changes the averages
@@ -121,6 +148,48 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
     trainee.checkpoints.close(finished=True)
     stored = load_state(run, newest(run), "model.pt")
     assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+
+
+class WithTeacher(torch.nn.Module):
+    """A student, and a teacher that its forward pass moves towards it; no optimizer step does."""
+
+    def __init__(self, frozen: bool = False, clamped: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher = torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)
+        self.teacher.requires_grad_(not frozen)
+        self.clamped = clamped
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.clamped:
+            with torch.no_grad():
+                self.student.weight.clamp_(-0.05, 0.05)
+        for mine, students in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.data.lerp_(students.data, 0.1)  # past autograd, as many do it
+        with torch.no_grad():
+            aim = self.teacher(rows)
+        return self.student(rows) - aim
+
+
+@pytest.mark.parametrize("model", [WithTeacher(), WithTeacher(frozen=True), WithTeacher(clamped=True)])
+def test_parameters_that_the_forward_pass_changes_are_copied_whole(
+    model: WithTeacher, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import app.checkpoint.snapshot as module
+
+    go, copy = threading.Event(), module._copy
+    monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
+    trainee = Trainee(run, model=model)
+    trainee.train(2)
+    trainee.model(torch.randn(8, 40)).sum().backward()
+    trainee.optimizer.step()
+    expected = trainee.state()
+    trainee.save()
+    trainee.model(torch.randn(8, 40))
+    go.set()
+    trainee.train()
+    trainee.checkpoints.close(finished=True)
+    stored = load_state(run, newest(run), "model.pt")
+    assert [name for name, tensor in expected.items() if not torch.equal(stored[name], tensor)] == []
 
 
 def test_newest_wins_when_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +230,33 @@ def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None
         assert point["newest"] == max(point["committed"]), point
     steps = [point["newest"] for point in points]
     assert steps == sorted(steps), "the later the kill, the newer what stands"
+
+
+def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the manifest's write is lost, and the disk is full by the second try."""
+
+    class Forgetful(LocalStorage):
+        def write(self, key: str, data: bytes) -> None:
+            super().write(key, data)
+            if key.endswith("manifest.json"):
+                monkeypatch.setattr("torch.save", full)
+                raise StorageError("the answer was lost")
+
+    def full(_: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(Forgetful(str(tmp_path)), "run")
+    trainee = Trainee(run, storage_timeout_s=5)
+    trainee.train()
+    trainee.save()
+    with suppress(StorageError, OSError):
+        trainee.checkpoints.drain()
+    checkpoint = newest(run)
+    assert checkpoint
+    assert checkpoint.step == 1
 
 
 def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
@@ -233,13 +329,118 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
         assert max(known(best), default=float("-inf")) <= min(known(gone)) or len(known(best)) < len(best)
 
 
+# ---------------------------------------------------------------------------------------------------- directory faults
+
+
+class Obstacle:
+    """A function of the system whose calls about a file fail, or hang until they are let go."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self._function, self._file = function, file
+        self.error: OSError | None = None
+        self.closed = False
+        self.let_go = threading.Event()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self.closed and CURRENT.get() and self._file in " ".join(map(str, arguments)):
+            if self.error:
+                raise self.error
+            self.let_go.wait(60)
+        return self._function(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "file"),
+    [("scandir", "attempts"), ("open", "model.pt"), ("fsync", ""), ("replace", "model.pt"), ("replace", "manifest")],
+)
+def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
+    function: str, file: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainee = Trainee(run)
+    trainee.train()
+    trainee.save()
+    trainee.checkpoints.drain()
+    set_storage_timeout(trainee, 0.3)
+    module: Any = app.storage.local if function == "open" else os
+    obstacle = Obstacle(getattr(module, function, open), file)
+    monkeypatch.setattr(module, function, obstacle, raising=False)
+    obstacle.closed = True
+    trainee.train()
+    trainee.save()
+    began = time.monotonic()
+    with pytest.raises(
+        StorageError, match=r"no checkpoint could be committed .*run/.*: no answer from storage for 0 s"
+    ):
+        trainee.checkpoints.drain(20)
+    assert time.monotonic() - began < 10
+    with pytest.raises(StorageError):
+        trainee.train()
+    obstacle.let_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "storage":
+            thread.join(20)  # whatever the work that was left behind still does
+    committed = list_checkpoints(run)
+    assert [find_faults(run, checkpoint) for checkpoint in committed] == [[]] * len(committed)
+    assert [checkpoint.step for checkpoint in committed] == ([1, 2] if file in ("attempts", "manifest") else [1])
+    assert run.storage.list_unfinished("run") == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
+def test_a_directory_that_refuses_is_told_of_once_and_training_goes_on(
+    number: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.01,))
+    trainee = Trainee(run)
+    obstacle = Obstacle(open, "model.pt")
+    obstacle.error = OSError(number, os.strerror(number))
+    monkeypatch.setattr(app.storage.local, "open", obstacle, raising=False)
+    obstacle.closed = True
+    trainee.train()
+    trainee.save()
+    assert not trainee.checkpoints.drain(0.2)
+    trainee.train(3)
+    obstacle.closed = False
+    trainee.save()
+    trainee.checkpoints.close(finished=True)
+    assert newest(run).step == 4
+    trainee.journals["events"].flush()
+    failed, regained = read_journal(run, "events")
+    assert (failed["event"], failed["step"], regained["event"]) == ("commit failed", 1, "commits go on")
+    assert f"model.pt: {os.strerror(number)}; check that STORAGE_PATH can be read and written" in failed["detail"]
+
+
+def test_a_run_whose_directory_is_removed_ends_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    trainee = Trainee(run)
+    trainee.train()
+    trainee.save()
+    trainee.checkpoints.drain()
+    shutil.rmtree(tmp_path / "run")
+    trainee.train()
+    trainee.save()
+    with pytest.raises(SupersededError, match="was deleted while attempt 1 trained"):
+        trainee.checkpoints.drain(20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clock_that_is_set_back_changes_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee, now = Trainee(run, checkpoints_to_keep=1), time.time
+    for step in range(1, 5):
+        if step == 3:
+            monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        trainee.train()
+        trainee.save(loss=step)
+        assert trainee.checkpoints.drain(20)
+        assert newest(run).step == step
+    trainee.checkpoints.close(finished=True)
+    assert trainee.warnings == []
+
+
 # ------------------------------------------------------------------------------------------------------------ S3 faults
 
 
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in S3 behind the proxy; the checkpoints take several parts."""
-    import app.storage.base
     from app.storage import s3 as storage
 
     limits = {"PART": 5 << 20, "CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
@@ -287,20 +488,27 @@ def test_a_fault_that_passes_is_survived(fault: str, s3_run: Run, s3_proxy: Faul
     assert [event["event"] for event in read_journal(s3_run, "events")] == ["commit failed", "commits go on"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+LASTING_FAULTS = FAULTS | {
+    "trickling GetObject": ("GetObject", s3.trickle),
+    "trickling ListObjects": ("ListObjects", s3.trickle),
+}
+
+
+@pytest.mark.parametrize("fault", LASTING_FAULTS)
 def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_run: Run, s3_proxy: FaultProxy) -> None:
-    trainee = large_trainee(s3_run, storage_timeout_s=1)
+    trainee = large_trainee(s3_run)
     trainee.train()
     trainee.save()
     trainee.checkpoints.drain()
-    operation, act = FAULTS[fault]
+    set_storage_timeout(trainee, 1)
+    operation, act = LASTING_FAULTS[fault]
     s3_proxy.on(operation, act)
     trainee.train()
     trainee.save()
     with pytest.raises(
         StorageError, match=r"no checkpoint could be committed for .*SUNSPOT_STORAGE_TIMEOUT_S=1.*s3://.*/run/"
     ):
-        trainee.checkpoints.close(finished=True)
+        trainee.checkpoints.drain(20)
     s3_proxy._rules.clear()
     assert newest(s3_run).step == 1
     assert [

@@ -101,7 +101,7 @@ def test_manifests_without_versions_stay_valid(run: Run, sunspot: StorageCommand
     checkpoint = commit(run, start(run, "job"), 3)
     files = {name: {"size": f["size"], "sha256": f["sha256"]} for name, f in checkpoint.files.items()}
     write_manifest(run, replace(checkpoint, files=files))
-    record = run.read_json("checkpoints", checkpoint.name, MANIFEST)
+    record = json.loads(run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST)))
     del record["sha256"]
     run.storage.write(run.key("checkpoints", checkpoint.name, MANIFEST), json.dumps(record).encode())
     assert [line["verified"] for line in sunspot("checkpoints", "ls", "run", "--json").json] == [True]
@@ -129,8 +129,8 @@ def test_in_s3_a_row_costs_one_read_and_a_changed_object_its_bytes(
     s3_proxy.requests.clear()
     listed = sunspot("checkpoints", "ls", "run", "--limit", "5", "--json")
     assert [(line["step"], line["verified"]) for line in listed.json] == [(step, True) for step in range(3, 8)]
-    assert len(s3_proxy.seen("GetObject")) == 5
-    assert len(s3_proxy.requests) - 5 == len(s3_proxy.seen("ListObjects")) == 3, (
+    assert len(s3_proxy.seen("GetObject")) == 5 + 1, "a manifest a row, and the attempt"
+    assert len(s3_proxy.requests) - 6 == len(s3_proxy.seen("ListObjects")) == 3, (
         "the run, its checkpoints, its attempts"
     )
 
@@ -141,7 +141,7 @@ def test_in_s3_a_row_costs_one_read_and_a_changed_object_its_bytes(
     s3_proxy.requests.clear()
     listed = sunspot("checkpoints", "ls", "run", "--limit", "5", "--json")
     assert [line["verified"] for line in listed.json] == [True] * 4 + [False]
-    assert len(s3_proxy.seen("GetObject")) == 6
+    assert len(s3_proxy.seen("GetObject")) == 7
 
 
 # ------------------------------------------------------------------------------------------------------------------ get
@@ -282,6 +282,24 @@ def test_a_manifest_writes_nowhere_else(run: Run, sunspot: StorageCommand, tmp_p
     assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "out" not in path.parts] == []
 
 
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_link_in_a_download_is_not_written_through(
+    kind: str, run: Run, sunspot: StorageCommand, tmp_path: Path
+) -> None:
+    commit(run, start(run, "job"), 3)
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    assert sunspot("checkpoints", "get", "run", "--output", str(out)).code == 0
+    mine.write_bytes(b"work")
+    (out / "model.pt").unlink()
+    if kind == "link":
+        (out / "model.pt.part").symlink_to(mine)
+    else:
+        os.mkfifo(out / "model.pt.part")
+    answer = sunspot("checkpoints", "get", "run", "--output", str(out))
+    assert (answer.code, "neither a file nor a folder" in answer.err) == (2, True)
+    assert mine.read_bytes() == b"work"
+
+
 def test_a_directory_of_something_else_is_left_alone(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     attempt = start(run, "job")
     first, second = commit(run, attempt, 3), commit(run, attempt, 5)
@@ -398,6 +416,15 @@ def test_gc_leaves_what_a_live_process_may_be_writing(run: Run, sunspot: Storage
     assert left(run) == {good.name}
 
 
+def test_gc_leaves_files_whose_manifest_would_still_count(run: Run, sunspot: StorageCommand) -> None:
+    """The next attempt began from a copy in memory of that step; the old process is about to commit it."""
+    attempt = start(run, "job")
+    good, begun, other = commit(run, attempt, 3), leave_incomplete(run, attempt, 5), leave_incomplete(run, attempt, 6)
+    start(run, "job", begun, tier="memory")
+    sunspot("checkpoints", "gc", "run", "--yes")
+    assert left(run) == {good.name, begun}, f"{other} counts no more"
+
+
 def test_gc_ends_when_a_new_attempt_begins(
     run: Run, sunspot: StorageCommand, littered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +452,16 @@ def test_gc_does_not_judge_an_attempt_that_has_begun_since(
     leave_incomplete(run, replace(read_attempts(run)[0], number=2), 7)
     assert sunspot("checkpoints", "gc", "run", "--json").json == []
     assert [checkpoint.name for checkpoint in list_checkpoints(run)] == [good.name, later.name]
+
+
+def test_gc_removes_no_checkpoint_while_an_attempt_chooses_one(run: Run, sunspot: StorageCommand) -> None:
+    first = start(run, "job")
+    for step in (3, 5):
+        commit(run, first, step)
+    assert claim(run, read_attempts(run), replace(first, number=2, owner="another", nonce="89abcdef", chosen=False))
+    answer = sunspot("checkpoints", "gc", "run", "--keep", "1", "--yes")
+    assert "attempt 2 is choosing" in answer.err
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [3, 5]
 
 
 def test_gc_says_what_it_had_removed_when_storage_fails(

@@ -587,7 +587,8 @@ def test_only_a_few_faults_are_named(run: Run, sunspot: StorageCommand) -> None:
 
 def test_a_damaged_audit_file(run: Run, sunspot: StorageCommand) -> None:
     audited(run, 5)
-    run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005.parquet"), b"PAR1")
+    [entry] = run.storage.list(run.key("audit"))
+    run.storage.write(entry.key, b"PAR1")
     assert sunspot("audit", "run").code == 7
 
 

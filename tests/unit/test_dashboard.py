@@ -25,6 +25,7 @@ import websocket
 from app.errors import ClusterError, SettingsError
 from app.run import Run
 from app.run.status import RunState, Status, write_status
+from submitter.cluster import forward
 from submitter.cluster.forward import LocalPort, find_problem, rewrite
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
@@ -201,6 +202,11 @@ def test_many_at_once(local: LocalPort) -> None:
         ({"Host": "evil.example:8265"}, False),
         ({"Host": "127.0.0.1.evil.example"}, False),
         ({"Host": ""}, False),
+        ({"Host": "[127.0.0.1"}, False),
+        ({"Host": "localhost:9000", "Sec-Fetch-Site": "none"}, True),
+        ({"Host": "localhost:9000", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Host": "localhost:9000", "Sec-Fetch-Site": "same-site"}, False),
+        ({"Host": "localhost:9000", "Sec-Fetch-Site": "cross-site"}, False),
     ],
 )
 def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str], served: bool) -> None:
@@ -208,6 +214,29 @@ def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str]
     assert (status == 200) is served, said
     head = "\r\n".join(["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())])
     assert (not find_problem(f"{head}\r\n\r\n".encode())) is served
+
+
+@pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
+def test_a_header_that_decides_is_there_once(name: str) -> None:
+    """Of two the dashboard may heed the other one."""
+    lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
+    head = "\r\n".join(["GET / HTTP/1.1", *lines])
+    assert not find_problem(f"{head}\r\n\r\n".encode())
+    for other in ("evil.example", "localhost:1"):
+        assert "twice" in find_problem(f"{head}\r\n{name} : {other}\r\n\r\n".encode())
+
+
+def test_a_client_that_drips_has_a_deadline(local: LocalPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "HEAD_WITHIN_S", 0.5)
+    began = time.monotonic()
+    with socket.create_connection(local.server_address[:2], timeout=10) as client, contextlib.suppress(OSError):
+        while time.monotonic() - began < 5:
+            client.sendall(b"G")
+            client.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                assert client.recv(1) == b""
+                break
+    assert time.monotonic() - began < 3
 
 
 def test_nobody_but_this_machine_reaches_it(local: LocalPort) -> None:

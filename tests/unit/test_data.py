@@ -25,7 +25,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.data import mnist, parquet_files
+from app.data import fingerprint, mnist, parquet_files
 from app.data.mnist import open_mnist
 from app.data.parquet import SAMPLE, open_dataset, open_parquet
 from app.data.source import check_labels_match, find_sources, rows_in
@@ -194,6 +194,58 @@ def test_the_fingerprint_is_of_names_groups_and_shape(tmp_path):
     assert len({base, fingerprint("x", group=4)} | others) == 5
 
 
+ROWS_OF_CONTENT = 200
+
+
+@pytest.fixture(params=["whole", "sampled"])
+def fingerprint_of(request, tmp_path, monkeypatch):
+    """The fingerprint of two files of 100 images each, all of whose bytes are read, or 2 kB in 8 samples."""
+    if request.param == "sampled":
+        monkeypatch.setattr(fingerprint, "SAMPLES", 8)
+        monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 256)
+
+    def make(images: np.ndarray, labels: np.ndarray) -> str:
+        for number, some in enumerate(np.split(np.arange(ROWS_OF_CONTENT), 2)):
+            options = {"compression": "none", "use_dictionary": False, "row_group_size": 50}
+            write(tmp_path / f"{number}.parquet", tensors(images[some]), labels[some], **options)
+        return open_parquet(str(tmp_path)).fingerprint
+
+    return make
+
+
+def test_other_content_of_equal_size_has_another_fingerprint(fingerprint_of):
+    images, labels = random_images(ROWS_OF_CONTENT, 8, 8), np.arange(ROWS_OF_CONTENT) % 7
+    base = fingerprint_of(images, labels)
+    assert fingerprint_of(images, labels) == base, "written anew at another time"
+    swapped = labels.copy()
+    swapped[[120, 121]] = swapped[[121, 120]]
+    found = [fingerprint_of(images, swapped), fingerprint_of(images[::-1], labels), fingerprint_of(images, labels)]
+    assert found[2] == base
+    assert len(set(found)) == 3
+    assert {name.partition("-")[0] for name in found} == {base.partition("-")[0]}, "what earlier versions compared"
+
+
+def test_a_changed_pixel_is_seen_where_all_bytes_are_read(tmp_path):
+    images = random_images(4, 8, 8)
+    prints = []
+    for pixel in (0, 1):
+        images[2, 3, 3] = pixel
+        write(tmp_path / "a.parquet", tensors(images), [0, 1, 0, 1], compression="none", use_dictionary=False)
+        prints.append(open_parquet(str(tmp_path)).fingerprint)
+    assert prints[0] != prints[1]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
+def test_samples_are_bounded_and_within_their_files(sizes):
+    ranges = fingerprint.sample_ranges([size * 4096 for size in sizes])
+    assert len(ranges) == len(sizes)
+    for size, places in zip(sizes, ranges, strict=True):
+        assert all(offset >= 0 and length > 0 and offset + length <= size * 4096 for offset, length in places)
+    read = sum(length for places in ranges for _, length in places)
+    assert read == sum(sizes) * 4096 or sum(map(len, ranges)) == fingerprint.SAMPLES
+    assert read <= fingerprint.SAMPLES * fingerprint.SAMPLE_BYTES
+
+
 def test_a_source_travels_and_is_read_by_many_threads(tmp_path):
     images = random_images(64, 8, 8)
     write(tmp_path / "a.parquet", tensors(images), range(64), row_group_size=4, compression="zstd")
@@ -212,6 +264,16 @@ def test_a_file_that_changed_is_refused_and_opened_anew(tmp_path):
     assert rows_in(open_parquet(str(path))) == 6
     with refusal(DataError, "a.parquet", "changed"):
         before.read(0)
+
+
+def test_a_file_of_as_many_rows_that_changed_is_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", pa.array([encode(random_images(4, 4))] * 2), [0, 1])
+    before = open_parquet(str(path))
+    path.unlink()
+    write(path, pa.array([encode(random_images(4, 4, seed=1)), b"longer than before" * 10]), [0, 1])
+    parquet_files.forget_open_files()
+    with refusal(DataError, "a.parquet", "changed"):
+        before.read(0, np.array([0]))
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
@@ -275,6 +337,15 @@ def test_what_is_refused_at_reading_names_the_row_of_the_file(tmp_path, image, p
     source.read(0)
     with refusal(DataError, "a.parquet, row 4", *parts):
         source.read(1)
+
+
+@pytest.mark.parametrize("twice", ["image", "label"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path, twice):
+    names = ["image", "label", twice]
+    columns = {"image": tensors(random_images(2, 4, 4)), "label": pa.array([0, 1])}
+    pq.write_table(pa.table([columns[name] for name in names], names=names), tmp_path / "a.parquet")
+    with refusal(DataError, "a.parquet", f"several columns '{twice}'", "rename the others"):
+        open_parquet(str(tmp_path))
 
 
 def test_files_of_unlike_shape_are_refused(tmp_path):
@@ -401,6 +472,23 @@ def test_mnist_files_unpacked_or_not_are_read_and_left_alone(tmp_path, pack):
     assert read["label"].tolist() == [8, 6]
     assert train.where(1, 2).endswith("train-images-idx3-ubyte, row 4098")
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written when the files are complete"
+
+
+def test_other_mnist_files_have_another_fingerprint(tmp_path):
+    def fingerprints(**options) -> list[str]:
+        put_mnist(tmp_path, **options)
+        return [source.fingerprint for source in open_mnist(str(tmp_path))]
+
+    base = fingerprints()
+    assert base[0] != base[1]
+    path = tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte"
+    labels = path.read_bytes()
+    path.write_bytes(labels[:-2] + labels[:-3:-1])
+    [changed, _] = [source.fingerprint for source in open_mnist(str(tmp_path))]
+    assert changed != base[0]
+    assert changed.partition("-")[0] == base[0].partition("-")[0], "what earlier versions compared"
+    shutil.rmtree(tmp_path / "MNIST")
+    assert fingerprints(pack=True) == base
 
 
 @needs_mnist

@@ -13,9 +13,10 @@ import pytest
 
 from app.errors import SupersededError
 from app.run import Run, copies_of, open_run
-from app.run.attempts import Attempt, claim, ensure_owner, read_attempts, record_submission
+from app.run.attempts import Attempt, claim, ensure_owner, read_attempts
 from app.run.search import Results, Trial, write_results
 from app.run.status import DELETION, RunState, Status, deletion_begun, mark_deletion, write_status
+from app.run.submissions import record_submission
 from app.storage.local import LocalStorage
 from submitter.commands.delete import in_order
 from tests.harness import s3
@@ -168,8 +169,9 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
 def test_the_dataset_stays_unless_it_lies_in_the_run(sunspot: Command, run: Run, tmp_path: Path) -> None:
     def settle(dataset: str) -> None:
         fill(run)
-        record = run.read_json("run.json")
+        record = json.loads(run.storage.read(run.key("run.json")))
         record["settings"]["SUNSPOT_DATASET"] = dataset
+        del record["sha256"]
         run.storage.write(run.key("run.json"), json.dumps(record).encode())
 
     data = tmp_path / "digits"
@@ -446,3 +448,37 @@ def test_a_deleted_name_begins_anew(sunspot: Command, run: Run) -> None:
     attempt = start(begin(run), "another")
     assert attempt.number == 1
     ensure_owner(run, attempt)
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def test_a_run_that_is_a_link_is_refused(sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster) -> None:
+    fill(run)
+    folder, place = Path(run.location), tmp_path / "elsewhere" / "run"
+    place.parent.mkdir()
+    folder.rename(place)
+    folder.symlink_to(place)
+    before = files_of(run)
+    assert sunspot("delete", "run", "--yes") == 6
+    assert f"{folder} is a link to {place}, and nothing was removed" in sunspot.err
+    assert files_of(run) == before
+    assert not deletion_begun(run)
+
+
+def test_links_within_a_run_go_and_what_they_lead_to_stays(
+    sunspot: Command, run: Run, tmp_path: Path, cluster: FakeCluster
+) -> None:
+    fill(run)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("a user's")
+    folder = Path(run.location)
+    (folder / "checkpoints" / "step-00000020-attempt-0001").symlink_to(other)
+    (folder / "audit" / "link").symlink_to(other / "file")
+    (folder / "broken").symlink_to(tmp_path / "nothing")
+    (folder / "logs" / "empty").mkdir()
+    os.mkfifo(folder / "fifo")
+    assert sunspot("delete", "run", "--yes") == 0
+    assert not folder.exists()
+    assert (other / "file").read_text() == "a user's"

@@ -26,7 +26,7 @@ from submitter.doctor.training.slow import measure_throughput
 from submitter.findings import Diagnosis, Finding, Severity, in_order
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
-from tests.harness.runs import begin, commit, report, start, write_receipt
+from tests.harness.runs import age, begin, commit, report, start, write_receipt
 
 JOB, CLUSTER = "run-1", "run-1-x"
 
@@ -265,7 +265,7 @@ def trains(run: Run, owner: str = "job", age: float = 0.0, **more: Any) -> Attem
     """A run of two ranks that trains: step 7 was taken just now, and `age` seconds ago it said so."""
     begin(run)
     metadata = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
-    attempt = start(run, owner, **metadata)
+    attempt = start(run, owner, **metadata, driver=more.get("driver", ""))
     now = time.time()
     usual = {"step": 7, "total_steps": 100, "began": now - 500, "attempt": attempt.number, "world_size": 2}
     restore_status(run, Status(RunState.RUNNING, owner, **{**usual, "heartbeat": now - 1, "time": now - age, **more}))
@@ -398,6 +398,7 @@ def test_a_live_run_without_news(cluster: FakeCluster, job: Any, run: Run, sunsp
     job["metadata"]["creationTimestamp"] = timestamp(time.time() - 1000)
     cluster.put_job({**job, "status": cluster.jobs[JOB]["status"]})
     trains(run, owner=JOB, age=400)
+    age(run, 400, "status.json")
     found = findings(sunspot)
     assert list(found) == ["silent"]
     assert found["silent"]["severity"] == "error"
@@ -465,6 +466,10 @@ def test_the_first_error_is_told_once_for_all_ranks(run: Run, sunspot: Command) 
         "ValueError: wrong in loss at /w/my_task.py:31; ranks 0, 1, after step 6; then 1 RuntimeError"
     )
     assert failure["traces"] == [frames]
+
+    record_failure(run, Failure(1, 2, 6, "RuntimeError", "written late, by what was frozen", "", time=now))
+    trains(run, driver="0123abcd")
+    assert "failed" not in findings(sunspot), "the run has a new owner, and its errors are none of its"
 
 
 def test_a_run_that_failed_without_a_traceback(run: Run, sunspot: Command) -> None:
@@ -545,6 +550,7 @@ def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: p
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 300)
     restore_status(run, Status(RunState.RUNNING, "job", attempt=1, heartbeat=time.time(), time=time.time(), save_s=2.0))
+    age(run, -300, "status.json")
     assert "due every 60 s and took 2.0 s" in findings(sunspot)["checkpoint too old"]["evidence"]
 
 
@@ -587,7 +593,7 @@ def test_storage_that_is_away_leaves_the_cluster(
     def refuse(*words: Any) -> None:
         raise StorageError("the bucket is gone")
 
-    monkeypatch.setattr("submitter.cluster.watch.read_statuses", refuse)
+    monkeypatch.setattr("submitter.cluster.watch.read_fresh_status", refuse)
     cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
     assert "insufficient resources" in findings(sunspot)
     assert any("the bucket is gone" in text for text in sunspot.json["unseen"])

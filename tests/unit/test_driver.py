@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.driver import recorded_outcome
 from app.errors import ConflictError, SunspotError, SupersededError
 from app.run import Run, open_run
-from app.run.attempts import newest_submission, owner_of, read_attempts, record_submission, refuse_if_superseded
+from app.run.attempts import read_attempts, refuse_if_superseded
 from app.run.failures import read_failures
 from app.run.logs import LEFT_OUT, MOST_WAITING, SEGMENT_BYTES, LogWriter, driver_stream, list_streams, read_stream
-from app.run.status import RunState, Status, clear_stop, read_status, request_stop, stop_requested, write_status
+from app.run.outcome import recorded_outcome
+from app.run.status import (
+    RunState,
+    Status,
+    clear_stop,
+    new_driver,
+    read_status,
+    request_stop,
+    stop_requested,
+    write_status,
+)
+from app.run.submissions import newest_submission, owner_of, record_submission
+from tests.harness import REPOSITORY, s3
 from tests.harness.runs import begin, commit, start
+from tests.harness.s3 import FaultProxy
 
 
 @pytest.fixture
@@ -29,28 +45,28 @@ def state(run: Run) -> tuple[RunState, str]:
 
 def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     assert read_status(run) is None
-    with recorded_outcome(run, "job", None, 10) as outcome:
+    with recorded_outcome(run, "job", new_driver(), None, 10) as outcome:
         assert state(run)[0] is RunState.STARTING
         outcome.state = RunState.STOPPED
     assert state(run)[0] is RunState.STOPPED
-    with pytest.raises(SunspotError, match="no luck"), recorded_outcome(run, "job", None, 10):
+    with pytest.raises(SunspotError, match="no luck"), recorded_outcome(run, "job", new_driver(), None, 10):
         raise SunspotError("no luck")
     assert state(run) == (RunState.FAILED, "no luck")
-    with pytest.raises(ZeroDivisionError), recorded_outcome(run, "job", None, 10):
+    with pytest.raises(ZeroDivisionError), recorded_outcome(run, "job", new_driver(), None, 10):
         raise ZeroDivisionError("a defect")
     assert state(run) == (RunState.FAILED, "a defect")
     [failure] = read_failures(run)
     assert (failure.rank, failure.type, failure.message) == (None, "ZeroDivisionError", "a defect")
     assert (failure.file, failure.function) == (__file__, "test_a_driver_leaves_how_it_ended")
-    with pytest.raises(KeyboardInterrupt), recorded_outcome(run, "job", None, 10):
+    with pytest.raises(KeyboardInterrupt), recorded_outcome(run, "job", new_driver(), None, 10):
         raise KeyboardInterrupt
     assert state(run)[0] is RunState.LOST
 
 
 def test_a_start_with_other_settings_leaves_the_status_of_a_finished_run(run: Run) -> None:
-    with recorded_outcome(run, "job", None, 10):
+    with recorded_outcome(run, "job", new_driver(), None, 10):
         pass
-    with pytest.raises(ConflictError), recorded_outcome(run, "another", None, 10):
+    with pytest.raises(ConflictError), recorded_outcome(run, "another", new_driver(), None, 10):
         raise ConflictError("begun with other settings")
     assert state(run)[0] is RunState.SUCCEEDED
 
@@ -58,7 +74,7 @@ def test_a_start_with_other_settings_leaves_the_status_of_a_finished_run(run: Ru
 def test_a_start_with_other_settings_leaves_the_status_of_a_live_run(run: Run) -> None:
     live = Status(RunState.RUNNING, "job", step=7)
     write_status(run, live)
-    with pytest.raises(ConflictError), recorded_outcome(run, "another", None, 10):
+    with pytest.raises(ConflictError), recorded_outcome(run, "another", new_driver(), None, 10):
         raise ConflictError("begun with other settings")
     status = read_status(run)
     assert status
@@ -66,26 +82,28 @@ def test_a_start_with_other_settings_leaves_the_status_of_a_live_run(run: Run) -
 
 
 def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:
-    with pytest.raises(SupersededError), recorded_outcome(run, "old", None, 10):  # noqa: PT012
-        write_status(run, Status(RunState.RUNNING, "new"))
+    new = Status(RunState.RUNNING, "new", attempt=1, driver=new_driver())
+    with pytest.raises(SupersededError), recorded_outcome(run, "old", new_driver(), None, 10):  # noqa: PT012
+        write_status(run, new)
         raise SupersededError("taken over")
     assert state(run)[0] is RunState.RUNNING
-    with recorded_outcome(run, "old", None, 10):
-        write_status(run, Status(RunState.RUNNING, "new"))
+    write_status(run, replace(new, state=RunState.SUCCEEDED, attempt=2))
+    with recorded_outcome(run, "old", new_driver(), None, 10):
+        write_status(run, replace(new, attempt=3))
     assert state(run)[0] is RunState.RUNNING
 
 
 def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     attempt = start(run, "job")
     for _ in range(2):
-        with recorded_outcome(run, "job", None, 2):
+        with recorded_outcome(run, "job", new_driver(), None, 2):
             pass
     with (
         pytest.raises(SunspotError, match="started 2 times without a new checkpoint"),
-        recorded_outcome(run, "job", None, 2),
+        recorded_outcome(run, "job", new_driver(), None, 2),
     ):
         raise AssertionError("it trained")
-    with recorded_outcome(run, "job", commit(run, attempt, 5), 2):
+    with recorded_outcome(run, "job", new_driver(), commit(run, attempt, 5), 2):
         pass  # a checkpoint later, the count begins anew
     status = read_status(run)
     assert status
@@ -120,7 +138,7 @@ def test_only_a_new_submission_takes_a_run_back(run: Run) -> None:
 
 def test_two_submissions_at_once_get_numbers_of_their_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record_submission(run, "a", "1")
-    monkeypatch.setattr("app.run.attempts._submissions", lambda run: [])  # the other one was not listed yet
+    monkeypatch.setattr("app.run.submissions.list_submissions", lambda run: [])  # the other one was not listed yet
     record_submission(run, "a", "2")
     monkeypatch.undo()
     assert newest_submission(run) == ("a", "2")
@@ -158,3 +176,15 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     assert text.endswith(b"last line\n")
     assert LEFT_OUT in text
     assert len(text) <= MOST_WAITING + 10_000
+
+
+def test_storage_that_hangs_ends_the_command_at_its_limit(s3_proxy: FaultProxy, s3_bucket: str) -> None:
+    s3_proxy.on(lambda request: request.method == "GET", s3.trickle)
+    settings = {"SUNSPOT_STORAGE_PATH": f"s3://{s3_bucket}/runs", "SUNSPOT_STORAGE_TIMEOUT_S": "1"}
+    command = [sys.executable, "-m", "app"]
+    ended = subprocess.run(
+        command, env={**os.environ, **settings}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 4, ended.stderr
+    assert f"error: s3://{s3_bucket}/runs/mnist" in ended.stderr
+    assert "no answer from storage for 1 s" in ended.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,6 @@ from app.checkpoint.ledger import Ledger
 from app.run import Run, open_run
 from app.run.attempts import Span
 from app.run.history import read_audit
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
-    assert dist.group.WORLD
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -44,12 +33,12 @@ def recorded(run: Run, attempt: int) -> dict[int, list[int]]:
 
 
 def test_what_storage_has_is_forgotten_and_nothing_else(group: dist.ProcessGroup, run: Run) -> None:
-    ledger = Ledger(group, 1, 0, [], True)
+    ledger = Ledger(group, "attempt-0001", 0, [], True)
     take(ledger, 1, 3)
-    assert [window[:3] for window in ledger.gather(3)] == [(1, 1, 3)]
+    assert [window[:3] for window in ledger.gather(3)] == [("attempt-0001", 1, 3)]
     ledger.write(run)
     take(ledger, 4, 5)
-    assert [window[:3] for window in ledger.gather(5)] == [(1, 4, 5)], "the first window is in storage"
+    assert [window[:3] for window in ledger.gather(5)] == [("attempt-0001", 4, 5)], "the first window is in storage"
     assert sorted(recorded(run, 1)) == [1, 2, 3]
     ledger.write(run)
     ledger.write(run)
@@ -57,12 +46,12 @@ def test_what_storage_has_is_forgotten_and_nothing_else(group: dist.ProcessGroup
 
 
 def test_the_next_attempt_writes_what_the_one_before_could_not(group: dist.ProcessGroup, run: Run) -> None:
-    before = Ledger(group, 1, 0, [], True)
+    before = Ledger(group, "attempt-0001", 0, [], True)
     take(before, 1, 4)
     kept = before.gather(4)
-    after = Ledger(group, 2, 4, kept, True)
+    after = Ledger(group, "attempt-0002", 4, kept, True)
     take(after, 5, 6)
-    assert [window[:3] for window in after.gather(6)] == [(1, 1, 4), (2, 5, 6)]
+    assert [window[:3] for window in after.gather(6)] == [("attempt-0001", 1, 4), ("attempt-0002", 5, 6)]
     after.write(run)
     assert sorted(recorded(run, 1)) == [1, 2, 3, 4]
     assert sorted(recorded(run, 2)) == [5, 6]

@@ -19,7 +19,7 @@ import submitter.cluster
 import submitter.cluster.watch
 from app.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from app.run import open_run
-from app.run.attempts import Attempt, claim
+from app.run.attempts import Attempt, checkpoint_name, claim
 from app.run.history import Journal
 from app.run.incidents import Cause, Receipt
 from app.run.status import RunState
@@ -177,7 +177,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
-    claim(ours.run, [], Attempt(2, "me", None, 50, metadata={"nodes": {"0": "a", "1": "b"}}))
+    claim(ours.run, [], Attempt(2, "me", checkpoint_name(50, 1), 50, metadata={"nodes": {"0": "a", "1": "b"}}))
     events = Journal(ours.run, "events", 2)
     events.append(RECEIPT.record())
     events.flush()

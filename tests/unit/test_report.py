@@ -284,8 +284,8 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) 
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("metrics/attempt-0002-00000.jsonl", "The metric history, or a part of it, cannot be read"),
-        ("events/attempt-0001-00000.jsonl", "The events cannot be read"),
+        ("metrics/attempt-0002-00000.jsonl", "A part of the metric history cannot be read"),
+        ("events/attempt-0001-00000.jsonl", "An event cannot be read"),
         ("predictions.json", "The predictions cannot be read"),
         ("attempts/0002.json", "The list of its attempts cannot be read"),
         ("run.json", "Run.json cannot be read"),
@@ -313,7 +313,7 @@ def test_nothing_that_a_run_contains_becomes_markup(run: Run) -> None:
     write_receipt(run, third, 2, Cause.HUNG, detail=HOSTILE, left=BEGUN + 290, first_step=BEGUN + 310)
     report(run, third, record(190, BEGUN + 320, **{f"{HOSTILE}loss": 1.0, f"test_{HOSTILE}": 2.0}))
     journal = Journal(run, "events", third.number)
-    journal.append({"event": HOSTILE, "step": HOSTILE, "rank": HOSTILE, "time": 1.0, "detail": HOSTILE})
+    journal.append({"event": HOSTILE, "step": 1, "rank": 0, "time": 1.0, "detail": HOSTILE})
     journal.flush()
     record_failure(run, Failure(3, 0, 190, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1, HOSTILE))
     page = made(run, RunState.FAILED, HOSTILE)

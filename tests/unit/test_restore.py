@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import pkgutil
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-import app.elastic
+import app.elastic.restore
 from app.checkpoint.memory import MemorySnapshot
 from app.elastic.claim import Machine, Start, begin_attempt, choose_snapshot
 from app.elastic.receipts import first_incident, make_receipt
-from app.elastic.restore import State
+from app.elastic.restore import State, choose_init, load_init, read_init
+from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from app.run import Run, open_run
-from app.run.attempts import Attempt, checkpoint_name, read_attempts
+from app.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
+from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, read_manifest, write_manifest
 from app.run.incidents import HUNG, Cause, Receipt
 from app.run.status import RunState, Status
 from app.settings import Settings
 from app.storage.base import retry_storage
+from app.storage.local import LocalStorage
 from app.train.reporter import warn_of_notice
 from tests.harness.runs import begin, commit, start
 
@@ -30,8 +37,8 @@ def run(tmp_path: Path) -> Run:
     return begin(open_run(str(tmp_path), "run"))
 
 
-def copy(attempt: int, step: int, evaluated: bool = True, crc32: int = 1) -> MemorySnapshot:
-    return MemorySnapshot(attempt, step, evaluated, 0.0, 100, crc32, "file")
+def copy(attempt: int, step: int, evaluated: bool = True, crc32: int = 1, nonce: str = "") -> MemorySnapshot:
+    return MemorySnapshot(attempt, step, evaluated, 0.0, 100, crc32, "file", nonce)
 
 
 def machines(*copies: MemorySnapshot | None) -> list[Machine]:
@@ -39,7 +46,7 @@ def machines(*copies: MemorySnapshot | None) -> list[Machine]:
 
 
 def begun(run: Run, *copies: MemorySnapshot | None) -> Start:
-    found = begin_attempt(run, "me", Settings(), machines(*copies))
+    found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(*(copies or [None])))
     assert found
     return found
 
@@ -51,6 +58,7 @@ def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
     assert (found.attempt.step, found.attempt.starts_from, found.snapshot_rank) == (9, checkpoint_name(9, 1), 2)
     assert found.attempt.metadata["tier"] == "memory"
     assert found.checkpoint is None
+    assert read_attempts(run)[-1] == found.attempt
     # What the second attempt did before it had a copy of its own is lost; the copy that it came from still leads on.
     found = begun(run, copy(1, 9), None)
     assert (found.attempt.number, found.attempt.step, found.snapshot_rank) == (3, 9, 0)
@@ -83,6 +91,129 @@ def test_storage_wins_at_the_same_step_when_only_it_is_evaluated(run: Run) -> No
     commit(run, start(run, "me"), 5)
     assert begun(run, copy(1, 5, evaluated=False)).snapshot is None
     assert begun(run, copy(1, 5, evaluated=True)).snapshot
+
+
+def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner before commits and deletes what has expired, while its successor reads the newest checkpoint."""
+    first = start(run, "other")
+    base = commit(run, first, 5)
+    digest = LocalStorage.digest
+
+    def interrupted(*arguments: Any) -> tuple[int, str]:
+        monkeypatch.setattr(LocalStorage, "digest", digest)
+        with suppress(SupersededError):
+            ensure_owner(run, first)
+            commit(run, first, 10)
+            ensure_owner(run, first)
+            delete_checkpoint(run, base.name)
+        return digest(*arguments)
+
+    monkeypatch.setattr(LocalStorage, "digest", interrupted)
+    found = begun(run)
+    assert found.attempt.starts_from
+    checkpoint = read_manifest(run, found.attempt.starts_from)
+    assert checkpoint
+    assert find_faults(run, checkpoint) == []
+
+
+def test_who_dies_before_it_has_chosen_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(run, start(run, "other"), 5)
+
+    def die(*_: Any) -> None:
+        raise StorageError("the network is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("app.elastic.claim.record_start", die)
+        with pytest.raises(StorageError):
+            begun(run)
+    claimed = read_attempts(run)[-1]
+    assert (claimed.number, claimed.chosen) == (2, False)
+    assert [span.attempt for span in lineage(read_attempts(run))] == [1]
+    found = begun(run)
+    assert (found.attempt.number, found.attempt.step, found.attempt.chosen) == (3, 5, True)
+    assert [span.attempt for span in lineage(read_attempts(run))] == [3, 1]
+
+
+def test_a_copy_of_a_run_that_was_deleted_and_begun_again_is_left(run: Run) -> None:
+    first = begun(run).attempt
+    ours = copy(1, 3, nonce=first.nonce)
+    assert begun(run, copy(1, 500, nonce="00000000"), ours).snapshot == ours
+    assert begun(run, copy(1, 500)).snapshot is None
+
+
+def test_who_trained_a_run_that_was_begun_again_neither_commits_nor_owns_it(run: Run) -> None:
+    old = begun(run).attempt
+    kept = commit(run, old, 5)
+    for entry in run.storage.list(run.key("attempts")):
+        run.storage.delete(entry.key)
+    new = begun(run).attempt
+    assert (new.number, new.step) == (old.number, 0), "a checkpoint of the deleted run does not count"
+    with pytest.raises(SupersededError, match="was deleted while attempt 1"):
+        ensure_owner(run, old)
+    ensure_owner(run, new)
+    assert commit(run, new, 5).name != kept.name, "late files of the old process lie beside the new one's"
+
+
+def test_a_run_begun_again_with_other_settings_is_left(run: Run) -> None:
+    """The process was frozen between comparing its settings and its claim."""
+    with pytest.raises(ConflictError, match="SUNSPOT_GLOBAL_BATCH_SIZE: 5 -> 7"):
+        begin_attempt(run, "me", Settings(global_batch_size=7), machines(None))
+    assert not read_attempts(run)[-1].chosen
+
+
+def damaged_run(run: Run) -> str:
+    """A run whose two checkpoints are both damaged; returns the name of the newest."""
+    first = start(run, "me")
+    names = [commit(run, first, step).name for step in (5, 10)]
+    for name in names:
+        Path(run.storage.locate(run.key("checkpoints", name, "model.pt"))).write_bytes(b"")
+    return names[-1]
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Run) -> None:
+    newest = damaged_run(run)
+    with pytest.raises(
+        DamageError, match=rf"no whole checkpoint any more(?s:.)*damaged(?s:.)*damaged(?s:.)*ACCEPT=loss-of-{newest}"
+    ):
+        begun(run)
+    assert [attempt.chosen for attempt in read_attempts(run)] == [True, False]
+    assert isinstance(read_error(run, 2), DamageError), "a retry of the job ends at once"
+    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    with pytest.raises(DamageError, match="no whole checkpoint any more"):
+        begin_attempt(run, "you", Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
+
+
+def test_a_run_whose_checkpoints_are_damaged_goes_on_from_memory(run: Run) -> None:
+    damaged_run(run)
+    found = begun(run, None, copy(1, 8))
+    assert (found.attempt.step, found.attempt.metadata["tier"]) == (8, "memory")
+
+
+def test_a_run_is_begun_anew_when_the_loss_of_its_checkpoints_is_accepted(run: Run) -> None:
+    newest = damaged_run(run)
+    found = begin_attempt(run, "me", Settings(global_batch_size=5, accept=f"loss-of-{newest}"), machines(None))
+    assert found
+    assert (found.attempt.step, found.attempt.starts_from) == (0, None)
+    assert newest in found.attempt.skipped[0]
+    assert begun(run).attempt.number == 3, "what was given up is outside the lineage: a retry needs no word"
+
+
+def test_checkpoints_that_somebody_removed_are_missed(run: Run) -> None:
+    name = commit(run, start(run, "me"), 5).name
+    assert begun(run).attempt.starts_from == name
+    delete_checkpoint(run, name)
+    with pytest.raises(DamageError, match=f"{name}: gone, attempt 2 started from it(?s:.)*ACCEPT=loss-of-{name}"):
+        begin_attempt(run, "you", Settings(global_batch_size=5), machines(None))
+    found = begin_attempt(run, "they", Settings(global_batch_size=5, accept=f"loss-of-{name}"), machines(None))
+    assert found
+    assert found.attempt.starts_from is None
+    assert begin_attempt(run, "they", Settings(global_batch_size=5), machines(None)), "asked for once"
+
+
+def test_what_was_never_committed_is_not_missed(run: Run) -> None:
+    name = commit(run, start(run, "me"), 5).name
+    run.storage.delete(run.key("checkpoints", name, "manifest.json"))
+    assert begun(run).attempt.step == 0
 
 
 def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
@@ -168,7 +299,7 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> str:
         raise StorageError("403 AccessDenied")
 
-    with pytest.raises(StorageError, match=r"reading: storage has refused for .* \(SUNSPOT_STORAGE_TIMEOUT_S=0\.05\)"):
+    with pytest.raises(StorageError, match=r"reading: storage has failed for .* \(SUNSPOT_STORAGE_TIMEOUT_S=0\.05\)"):
         retry_storage(refuse, 0.05, "reading", warned.append)
 
 
@@ -178,3 +309,85 @@ def test_the_timeline_of_a_preemption_names_functions_that_exist() -> None:
     for name in names:
         package = "app.elastic" if importlib.util.find_spec(f"app.elastic.{name.partition('.')[0]}") else "app"
         assert callable(pkgutil.resolve_name(f"{package}.{name}")), name
+
+
+class Harmful:
+    """Its pickle makes a file when it is loaded."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.proof,)
+
+
+@pytest.mark.parametrize("kind", ["a pickle", "a pickle in torch's form", "a list", "text", "nothing"])
+def test_weights_that_are_none_are_one_message_and_run_no_code(kind: str, tmp_path: Path) -> None:
+    path, proof = tmp_path / "weights.pt", tmp_path / "proof"
+    match kind:
+        case "a pickle":
+            path.write_bytes(pickle.dumps(Harmful(proof)))
+        case "a pickle in torch's form":
+            torch.save({"weight": Harmful(proof)}, path)
+        case "a list":
+            torch.save([torch.zeros(1)], path)
+        case "text":
+            path.write_text("weights")
+        case "nothing":
+            path.touch()
+    with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt: .*give a state_dict") as refused:
+        read_init(Settings(init_from=str(path)), None, print)
+    assert not proof.exists()
+    assert "weights_only" not in str(refused.value), "torch advises what would run the code"
+
+
+def test_weights_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.ones(2)}, "weights.pt")
+    assert read_init(Settings(init_from="weights.pt"), None, print)["weight"].tolist() == [1, 1]
+    with pytest.raises(SettingsError, match="no such file"):
+        read_init(Settings(init_from="other.pt"), None, print)
+
+
+def test_all_ranks_begin_with_what_rank_0_chose_of_a_live_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run commits a newer checkpoint between the moments at which two ranks look."""
+    other = open_run(str(tmp_path), "other")
+    commit_weights(other, 1)
+    settings = Settings(storage_path=str(tmp_path), init_from="run:other")
+    chosen: list[Checkpoint | str] = []
+
+    def from_rank_0(group: Any, choose: Callable[[], Checkpoint | str]) -> Checkpoint | str:
+        if not chosen:
+            chosen.append(choose())
+            commit_weights(other, 2)
+        return chosen[0]
+
+    monkeypatch.setattr(app.elastic.restore, "from_rank_0", from_rank_0)
+    ranks = [read_init(settings, None, print)["weight"].item() for _ in range(2)]
+    assert ranks == [1, 1]
+
+
+def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    settings = Settings(init_from=str(file))
+    with pytest.raises(SettingsError, match=r"weights\.pt: no such file"):
+        read_init(settings, None, print)
+    torch.save({"weight": torch.ones(1)}, file)
+    chosen = choose_init(settings)
+    assert load_init(settings, chosen)["weight"].item() == 1
+    torch.save({"weight": torch.zeros(1)}, file)
+    with pytest.raises(ConflictError, match=r"weights\.pt: was replaced while it was read"):
+        load_init(settings, chosen)
+
+
+def commit_weights(run: Run, step: int) -> None:
+    """Commit a checkpoint whose one weight is its step."""
+    attempts = read_attempts(run)
+    attempt = attempts[-1] if attempts else start(run, "another")
+    name = checkpoint_name(step, attempt.number, attempt.nonce)
+    with run.storage.writer(run.key("checkpoints", name, "model.pt")) as writer:
+        torch.save({"weight": torch.tensor(step)}, writer)  # type: ignore[arg-type]  # it needs only write()
+    files = {"model.pt": {"size": writer.size, "sha256": writer.sha256}}
+    write_manifest(run, Checkpoint(name, step, 1, 10, 10, attempt.number, files=files))

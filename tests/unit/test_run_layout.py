@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from app.run.checkpoints import (
     list_directories,
 )
 from app.run.history import FILE_RECORDS, Journal, read_audit, read_journal
+from app.run.objects import seal
 from tests.harness.runs import commit, consumed, record_audit, start
 
 
@@ -104,6 +106,23 @@ def test_an_attempt_is_superseded_by_one_that_is_not_its_neighbour(run: Run) -> 
     start(run, "other")
     with pytest.raises(SupersededError, match="attempt 3 of other"):
         ensure_owner(run, old)
+
+
+def test_the_ten_thousandth_attempt_is_followed_by_another(run: Run) -> None:
+    assert claim(run, [], nines := Attempt(9999, "job", None, 0))
+    more = [start(run, "job"), start(run, "job")]
+    assert [attempt.number for attempt in more] == [10_000, 10_001]
+    assert read_attempts(run) == [nines, *more]
+
+
+def test_a_fence_does_not_trust_what_a_client_of_nfs_has_cached(run: Run) -> None:
+    """It changes the directory: the server's answer tells the client that what it has cached is old."""
+    attempt = start(run, "job")
+    folder = Path(run.storage.locate(run.key("attempts")))
+    os.utime(folder, (0, 0))
+    ensure_owner(run, attempt)
+    assert folder.stat().st_mtime > 0
+    assert [file.name for file in folder.iterdir()] == ["0001.json"], "and leaves nothing there"
 
 
 def test_an_error_is_kept_with_its_class(run: Run) -> None:
@@ -227,7 +246,6 @@ def broken_manifests() -> dict[str, Any]:
         "list": [],
         "null": None,
         "no field": {},
-        "unknown field": {**whole, "colour": "red"},
         "another name": {**whole, "name": checkpoint_name(7, 1)},
         "another step": {**whole, "step": 60},
         "step is text": {**whole, "step": "6"},
@@ -253,6 +271,22 @@ def test_a_manifest_that_cannot_be_used_is_damage(run: Run, content: bytes) -> N
     newest, [skipped] = find_newest_good(run, [attempt])
     assert newest == good
     assert skipped.startswith(f"{bad.name}: damaged, manifest.json cannot be used: ")
+
+
+def test_a_manifest_of_a_later_version_with_more_fields_is_whole(run: Run) -> None:
+    checkpoint = commit(run, start(run, "job"), 3, loss=0.1)
+    key = run.key("checkpoints", checkpoint.name, MANIFEST)
+    record = json.loads(run.storage.read(key))
+    del record["sha256"]
+    for content in (seal({**record, "colour": {"red": [1]}}), to_json(record)):
+        run.storage.write(key, content)
+        assert list_checkpoints(run) == [checkpoint]
+    run.storage.write(key, seal(record).replace(b"sha256", b"sha257", 1).replace(b'"sha256": "', b'"sha257": "'))
+    assert list_checkpoints(run)[0].damage
+    run.storage.write(key, seal({**record, "colour": "red"}).replace(b"red", b"rot"))
+    assert [found.damage for found in list_checkpoints(run)] == [
+        "manifest.json cannot be used: it was changed after it was written"
+    ]
 
 
 def test_what_is_no_checkpoint_is_not_looked_at(run: Run) -> None:
@@ -324,12 +358,12 @@ def test_a_journal_writes_later_what_storage_refused(run: Run, monkeypatch: pyte
         raise StorageError("full")
 
     journal = Journal(run, "events", 1)
-    journal.append({"step": 1, "time": 0.0})
+    journal.append({"step": 1, "time": 0.0, "event": "told"})
     with monkeypatch.context() as patch:
         patch.setattr(run.storage, "write", refuse)
         with pytest.raises(StorageError):
             journal.flush()
-    journal.append({"step": 2, "time": 0.0})
+    journal.append({"step": 2, "time": 0.0, "event": "told"})
     journal.flush()
     assert [record["step"] for record in read_journal(run, "events")] == [1, 2]
 
@@ -376,5 +410,5 @@ def test_an_audit_file_that_was_written_again_counts_once(run: Run) -> None:
 def test_a_damaged_audit_file_is_named(run: Run) -> None:
     attempt = Attempt(1, "job", None, 0)
     run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005.parquet"), b"PAR1")
-    with pytest.raises(DamageError, match=r"00000001-00000005\.parquet: cannot be read"):
+    with pytest.raises(DamageError, match=r"00000001-00000005\.parquet cannot be read"):
         audited(run, attempt)

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from app.errors import DamageError, NotFoundError
-from app.run import Run, open_run, to_json
-from app.run.attempts import Attempt, checkpoint_name, claim, record_error, record_submission
+from app.run import Run, open_run
+from app.run.attempts import Attempt, checkpoint_name, claim, record_error
 from app.run.history import Journal
 from app.run.incidents import Cause
 from app.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from app.run.overview import SILENCE_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
-from app.run.status import RunState, Status, request_stop, restore_status, write_status
+from app.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
+from app.run.status import SILENT_S, RunState, Status, request_stop, restore_status, write_status
+from app.run.submissions import record_submission
 from app.storage.local import LocalStorage
 from submitter.commands import logs
 from submitter.runs import find_run
@@ -87,7 +88,9 @@ def test_a_status_that_cannot_be_used_hides_no_other(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
     run.storage.write(other.key("status.json"), b'{"state": "dancing", "owner": "x"}')
-    statuses = read_statuses(run.storage, ["other", "run", "third"])
+    begin(Run(run.storage, "third"))
+    runs = list_runs(run.storage)
+    statuses = dict(zip([summary.name for summary in runs], read_statuses(run.storage, runs), strict=True))
     assert (statuses["other"], statuses["third"]) == (None, None)
     assert statuses["run"]
     assert statuses["run"].step == 40
@@ -109,15 +112,31 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (None, False, None, 60, "pending", "submitted at "),
         (None, True, None, 60, "stopped", "before its driver began"),
         (None, False, 5, 60, "starting", "its driver has begun"),
-        (None, False, SILENCE_S + 1, None, "lost", "no news since"),
-        (status(RunState.STARTING, SILENCE_S + 1), False, None, None, "lost", "nothing trains it"),
+        (None, False, LOST_S + 1, None, "lost", "no sign of life since"),
+        (status(RunState.STARTING, LOST_S + 1), False, None, None, "lost", "nothing trains it"),
         (status(RunState.RUNNING, 10), False, 10, None, "running", "step 40 of 100"),
         (status(RunState.RUNNING, 10), False, None, None, "running", ""),
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),
-        (status(RunState.RUNNING, SILENCE_S + 60), False, 20, None, "running", ""),
-        (status(RunState.RUNNING, SILENCE_S + 1), False, SILENCE_S + 1, None, "lost", "no news since 1970-01-12"),
+        (status(RunState.RUNNING, SILENT_S - 1), False, None, None, "running", ""),
+        (status(RunState.RUNNING, 30), False, 5, None, "silent", "no sign of life since 1970-01-12 13:46:10 UTC, 30 s"),
+        (status(RunState.STARTING, 30), False, None, None, "silent", "it is frozen, cut off from its storage, or gone"),
+        (status(RunState.RUNNING, 30), True, None, None, "stopping", "told to stop; no sign of life since"),
+        (status(RunState.RUNNING, LOST_S + 1), False, 20, None, "lost", ""),
+        (status(RunState.RUNNING, LOST_S + 1), False, LOST_S + 1, None, "lost", "no sign of life since 1970-01-12"),
+        (
+            status(RunState.RUNNING, 5, heartbeat=NOW - 305),
+            False,
+            None,
+            None,
+            "running",
+            "no step since 1970-01-12 13:41",
+        ),
+        (status(RunState.RUNNING, 5, heartbeat=NOW - 24), False, None, None, "running", "step 40 of 100"),
+        (status(RunState.RUNNING, 5, heartbeat=NOW - 305, step_time_s=60), False, None, None, "running", "step 40"),
+        (status(RunState.RUNNING, 9999, stored=NOW - 5), False, None, None, "running", ""),
+        (status(RunState.RUNNING, -9999, stored=NOW - 40), False, None, None, "silent", "40 s ago"),
         (status(RunState.RUNNING, 3 * 3600), False, 3 * 3600, None, "lost", "3 h ago"),
-        (status(RunState.RUNNING, SILENCE_S + 1), True, SILENCE_S + 1, None, "stopped", "told to stop; no news"),
+        (status(RunState.RUNNING, LOST_S + 1), True, LOST_S + 1, None, "stopped", "told to stop; no sign of life"),
         (status(RunState.RUNNING, 3600), False, 3600, 30, "pending", "its driver has not begun"),
         (status(RunState.SUCCEEDED, 9999), False, 9999, 10000, "succeeded", "succeeded at step 40"),
         (status(RunState.FAILED, 9999, reason="no luck"), True, 9999, None, "failed", "no luck"),
@@ -139,14 +158,21 @@ def test_the_state_by_storage_alone(
     assert reason
 
 
-def test_the_state_costs_one_read_while_the_news_is_fresh(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_status(run, RUNNING)
+def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_status(run, replace(RUNNING, driver="0123abcd"))
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "list", lambda self, prefix: pytest.fail("listed"))
+        listed: list[str] = []
+        usual = LocalStorage.list
+        patch.setattr(LocalStorage, "list", lambda self, prefix: [listed.append(prefix), *usual(self, prefix)][1:])
         assert read_state(run)[0] is RunState.RUNNING
-    run.storage.write(run.key("status.json"), to_json({"state": "running", "owner": "job", "time": time.time() - 9999}))
-    assert read_state(run)[0] is RunState.RUNNING, "something of it was written just now"
-    age(run, 9999)
+        assert listed == ["run/status"]
+    age(run, SILENT_S + 1)
+    assert read_state(run)[0] is RunState.SILENT
+    report(run, Attempt(1, "job", None, 0), {"step": 1})
+    assert read_state(run)[0] is RunState.SILENT, "only its status is a sign of life"
+    age(run, LOST_S)
     assert read_state(run)[0] is RunState.LOST
     record_submission(run, "run-1234", "kind: RayJob")
     assert read_state(run)[0] is RunState.PENDING
@@ -182,13 +208,38 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     assert view.goodput == pytest.approx(0.85, abs=0.03)
     assert [(receipt.cause, receipt.replayed) for receipt in view.receipts] == [("begin", 0), ("node lost", 2)]
     assert [receipt.attempt for receipt in view.incidents] == [2]
-    assert view.identity["rows"] == 22
+    assert view.identity
+    assert view.identity.rows == 22
 
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     view = read_view(run)
     assert (view.state, view.reason, view.seconds_left) == (RunState.FAILED, "no luck", None)
     restore_status(run, replace(RUNNING, state=RunState.FAILED, time=began + 60))
     assert read_view(run).goodput == pytest.approx(1 - 15 / 60, abs=0.01), "what passes after its end is not lost"
+
+
+def test_a_silent_run_is_not_said_to_train(run: Run, sunspot: StorageCommand) -> None:
+    attempt = start(run, "job")
+    write_status(run, replace(RUNNING, attempt=1, driver="0123abcd", rows_per_s=9.5, step_time_s=2.0, world_size=2))
+    live = sunspot("status", "run", "--json").json
+    assert (live["state"], live["workers_running"], live["rows_per_s"], live["seconds_left"]) == (
+        "running",
+        2,
+        9.5,
+        120,
+    )
+    age(run, 28, "status")
+    report(run, attempt, {"step": 41, "epoch": 1, "time": time.time(), "loss": 0.5})  # from before, and late
+    silent = sunspot("status", "run", "--json").json
+    assert list(silent) == list(live)
+    assert (silent["state"], silent["step"], silent["loss"]) == ("silent", 41, 0.5)
+    assert (silent["workers_running"], silent["rows_per_s"], silent["seconds_left"]) == (None, None, None)
+    assert re.fullmatch(
+        r"no sign of life since 2.* UTC, \d\d s ago: it is frozen, cut off from its storage, or gone", silent["reason"]
+    )
+    assert "run: silent\n" in sunspot("status", "run").out
+    [listed] = sunspot("list", "--json").json
+    assert (listed["state"], listed["reason"].partition(" since")[0]) == ("silent", "no sign of life")
 
 
 def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:

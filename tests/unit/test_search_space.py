@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -233,3 +235,32 @@ def test_a_wrong_space_is_not_rendered() -> None:
 
 def test_find_dimensions_needs_no_other_setting() -> None:
     assert [d.name for d in find_dimensions(SPACE)] == ["TASK_ARGS.width", "LEARNING_RATE"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("TASK_ARGS", "[" * 50_000),
+        ("TASK_ARGS", '{"a":' * 200 + '"choice(1,2)"' + "}" * 200),
+        ("EPOCHS", f"randint(0,{10**400})"),
+        ("EPOCHS", f"randint(-{10**30},{10**30})"),
+        ("TRIALS", "1000000"),
+    ],
+)
+def test_an_expression_without_bounds_is_refused_at_once(name: str, text: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(SettingsError):
+        load_search({"SUNSPOT_SEED": "choice(1,2)", f"SUNSPOT_{name}": text})
+    assert time.monotonic() - began < 5
+
+
+def test_a_long_expression_takes_no_longer_than_its_length() -> None:
+    began = time.monotonic()
+    for text in ("choice(" + " " * 100_000 + "x", "choice" + " " * 100_000, " " * 100_000):
+        with contextlib.suppress(ValueError):
+            parse("LEARNING_RATE", text)
+    assert time.monotonic() - began < 2
+
+
+def test_half_a_character_is_drawn_with() -> None:
+    assert load_search({"SUNSPOT_TASK_ARGS": '{"a\\ud800": "choice(1,2)"}'}).trials

@@ -125,3 +125,27 @@ def test_settings_survive_the_environment(least: int, more: int, task_args: dict
 
 def test_differences_name_what_changed() -> None:
     assert differences({"A": "1", "B": "2"}, {"A": "1", "B": "3", "C": "4"}) == ["B: 2 -> 3", "C: (unset) -> 4"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' * 100 + "1" + "}" * 100, '{"a": ' + "9" * 5000]
+)
+def test_json_that_is_too_deep_or_too_long_is_a_wrong_value(text: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings({"TASK_ARGS": text})
+    assert "SUNSPOT_TASK_ARGS={" in str(refused.value) or "SUNSPOT_TASK_ARGS=[" in str(refused.value)
+    assert "set it to a JSON object" in str(refused.value)
+    assert len(str(refused.value)) < 500, "a wrong value is cut"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", "A", "x" * 39])
+def test_weights_come_from_runs_of_this_storage_only(name: str) -> None:
+    assert load_settings({"INIT_FROM": "run:other-1"}).init_from == "run:other-1"
+    with pytest.raises(SettingsError, match="set it to run:NAME"):
+        load_settings({"INIT_FROM": f"run:{name}"})
+
+
+def test_bytes_in_the_environment_that_are_no_text_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"app.\xff"))
+    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=app\.\\udcff: "):
+        load_settings()

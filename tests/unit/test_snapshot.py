@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -10,22 +11,27 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import app.checkpoint.memory
 import app.checkpoint.snapshot
 from app.checkpoint.manager import SnapshotInterval
-from app.checkpoint.memory import MOST_SLOTS, NodeMemory, as_bytes, find_heartbeats, find_snapshot
+from app.checkpoint.memory import MOST_SLOTS, NodeMemory, Slot, as_bytes, find_heartbeats, find_snapshot
 from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
 from app.run.attempts import checkpoint_name
 from app.run.checkpoints import Checkpoint
+from tests.harness.damage import damaged
 
 RUN = "s3://bucket/runs/run"
+
+INPUTS = 2000 if settings().max_examples > 100 else 100
+"""Damaged files of each kind."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +66,7 @@ class Trainee:
             self.optimizer,
             {"step": step},
             [(1, 1, step, [])],
+            stepped={id(parameter) for parameter in self.model.parameters()},
             needed=for_storage,
             for_storage=for_storage,
         )
@@ -206,6 +213,31 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
         snapshot.release()
 
 
+@pytest.mark.parametrize("suffix", [".json", ".rest", ".data"])
+def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_memory: Path) -> None:
+    trainee, other = Trainee(), Trainee(2)
+    for each, step in ((trainee, 3), (other, 7)):
+        each.train()
+        each.take(step)
+        each.snapshots.wait_until_complete()
+    whole, path = sorted(shared_memory.rglob(f"slot-*{suffix}"))
+    content, random = path.read_bytes(), Random(0)
+    undamaged = find_snapshot(RUN)
+    assert undamaged
+    for _ in range(INPUTS):
+        path.write_bytes(changed := damaged(content, [whole.read_bytes(), b"{}"], random))
+        found = find_snapshot(RUN)
+        assert found
+        # JSON may change, as when a line is there twice, and still say the same.
+        same = found.held == undamaged.held if suffix == ".json" else changed == content
+        assert found.held.step == (7 if same else 3), changed[:300]
+    path.unlink()
+    path.write_bytes(content)
+    found = find_snapshot(RUN)
+    assert found
+    assert found.held.step == 7
+
+
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.checkpoint.memory, "memory_left", lambda: 1000)
     trainee = Trainee()
@@ -219,6 +251,99 @@ def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPa
     assert not trainee.memory.shared
     assert find_snapshot(RUN) is None
     assert len(trainee.warnings) == 1
+
+
+def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee, write_bytes, full = Trainee(), Path.write_bytes, threading.Event()
+
+    def write_if_there_is_room(path: Path, data: Any) -> int:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write_bytes(path, data)
+
+    def copy(step: int) -> int:
+        """The step that a loss would go back to."""
+        trainee.train()
+        if snapshot := trainee.take(step, for_storage=step % 2 == 0):
+            snapshot.release()
+        trainee.snapshots.wait_until_complete()
+        found = find_snapshot(RUN)
+        assert found
+        return found[0].step
+
+    monkeypatch.setattr(Path, "write_bytes", write_if_there_is_room)
+    assert copy(1) == 1
+    full.set()
+    assert [copy(step) for step in range(2, 8)] == [1] * 6
+    full.clear()
+    assert copy(8) == 8
+    [lost, regained] = trainee.warnings
+    assert "the copy at step 2 is not kept in shared memory: " in lost
+    assert "No space left on device" in lost
+    assert regained == "copies in shared memory go on at step 8"
+    assert len(trainee.memory._slots) <= MOST_SLOTS
+
+
+def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)  # without it, the first write would be a SIGBUS
+    trainee = Trainee()
+    trainee.memory.heartbeat(1, 41)
+    assert find_heartbeats(RUN) == []
+    [warning] = trainee.warnings
+    assert "No space left on device" in warning
+
+
+def test_memory_that_cuda_does_not_pin_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cudart:
+        asked = 0
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            self.asked += 1
+            return 2
+
+        def cudaGetErrorString(self, error: int) -> str:
+            return f"error {error}: out of memory"
+
+    cudart, trainee = Cudart(), Trainee()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    for slot in (Slot(64, None), Slot(64, None)):
+        trainee.memory.pin(slot)
+        trainee.memory.pin(slot)
+    assert cudart.asked == 2
+    [warning] = trainee.warnings
+    assert "not pinned, and take longer: error 2: out of memory" in warning
+
+
+@pytest.mark.parametrize("kind", ["another user's", "a link"])
+def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may make a directory of that name, and put a copy of weights there."""
+    planted = Trainee()
+    planted.train()
+    assert planted.take(3)
+    planted.snapshots.wait_until_complete()
+    folder = shared_memory / f"sunspot-{os.getuid()}"
+    if kind == "a link":
+        elsewhere = folder.rename(shared_memory / "elsewhere")
+        folder.symlink_to(elsewhere)
+    else:
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        folder.rename(shared_memory / f"sunspot-{user + 1}")
+    assert find_snapshot(RUN) is None
+    assert find_heartbeats(RUN) == []
+    trainee = Trainee()
+    assert not trainee.memory.shared
+    assert "belongs to another user" in trainee.warnings[0]
+
+
+def test_copies_are_for_their_user_alone(shared_memory: Path) -> None:
+    folder = shared_memory / f"sunspot-{os.getuid()}"
+    folder.mkdir(mode=0o755)  # as earlier versions made it
+    assert Trainee().memory.shared
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_heartbeats_outlive_the_process() -> None:

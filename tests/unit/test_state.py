@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import Any
 
@@ -38,6 +39,7 @@ LETTERS = {
     "Y": RunState.SUCCEEDED,
     "F": RunState.FAILED,
     "L": RunState.LOST,
+    "N": RunState.SILENT,
 }
 ALIKE = {
     "": "PPPPPP",
@@ -55,7 +57,7 @@ EXPECTED = {
     "nothing": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
     "starting": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
     "running": {**ALIKE, "Running": "RRRGRF", "Complete": "LLLDYF"},
-    "running, a while ago": {**ALIKE, "Running": "TTRGRF", "Complete": "LLLDYF"},
+    "running, a while ago": {**ALIKE, "Running": "TTNGRF", "Complete": "LLLDYF"},
     "failed, in the try before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
     "failed": {**ALIKE, "Running": "FFFFFF", "Complete": "FFFFFF"},
     "lost": {**ALIKE, "Running": "TTSGRF", "Complete": "LLLDYF"},
@@ -178,7 +180,16 @@ def test_a_job_that_was_refused_has_not_been_taken_over() -> None:
 
 def test_silence_of_a_run_that_should_train_is_said() -> None:
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), owner="run-1#1", now=NOW)
-    assert (state, reason) == (RunState.RUNNING, "no news from it for 4 min, though its Ray job runs")
+    assert state is RunState.SILENT
+    assert re.fullmatch(
+        r"no sign of life since \d{4}-.* UTC, 4 min ago, though its Ray job runs: frozen, cut off or gone", reason
+    )
+    state, reason = judge(job(), status=status(RunState.RUNNING, age=250), owner="run-1#1", now=NOW, stop_wanted=True)
+    assert (state, reason.partition(" since")[0]) == (RunState.STOPPING, "told to stop; no sign of life")
+    another = status(RunState.RUNNING, "run-2#1", age=250)
+    state, reason = judge(job(), status=another, owner="run-1#1", now=NOW)
+    assert state is RunState.SILENT
+    assert reason.startswith("run-2#1 has taken the run over from run-1: no sign of life since")
     assert judge(job(), status=status(RunState.RUNNING), owner="run-1#1", now=NOW)[1] == "2 workers train"
 
 

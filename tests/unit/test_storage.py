@@ -7,7 +7,10 @@ import errno
 import hashlib
 import io
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +21,16 @@ from typing import Any, BinaryIO, cast
 import pytest
 import torch
 
-from app.errors import NotFoundError, StorageError
+import app.storage.deadline
+import app.storage.local
+from app.errors import NotFoundError, SettingsError, StorageError
 from app.storage import open_storage
 from app.storage import s3 as module
 from app.storage.base import Storage, map_parallel
+from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage
-from tests.harness import s3
+from tests.harness import REPOSITORY, s3
 from tests.harness.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,7 +68,10 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_no_threads() -> None:
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("s3-part")]
+    for thread in threading.enumerate():
+        if thread.name == "s3-part":
+            thread.join(1)  # it may have delivered its result just now
+            assert not thread.is_alive()
 
 
 def pattern(size: int) -> bytes:
@@ -192,6 +201,65 @@ def test_in_parallel_keeps_the_order_and_ends_with_the_first_error() -> None:
     assert len(begun) < 50
 
 
+def test_work_on_storage_that_hangs_is_given_up_and_publishes_nothing(tmp_path: Path) -> None:
+    storage, let_go, told, left = LocalStorage(str(tmp_path)), threading.Event(), [], []
+
+    def work() -> None:
+        left.append(threading.current_thread())
+        map_parallel(hang, [1, 2])
+
+    def hang(number: int) -> None:
+        with operation("/mnt/run/model.pt"):
+            let_go.wait(60)
+        storage.write("run/late", b"")
+
+    deadline = ProgressDeadline(0.2, "reading a checkpoint", told.append)
+    with pytest.raises(StorageError, match=r"^/mnt/run/model\.pt: no answer from storage for 0 s"):
+        deadline.run(work)
+    assert deadline.passed
+    let_go.set()
+    left[0].join()
+    assert storage.list("") == []
+
+
+def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.storage.deadline, "WARN_AFTER_S", 0.05)
+    told: list[str] = []
+
+    def answers() -> str:
+        for _ in range(8):
+            with operation("/mnt/a"):
+                time.sleep(0.08)
+        return "done"
+
+    def bytes_that(come_at: float) -> None:
+        for _ in range(80):
+            time.sleep(0.01)
+            moved(int(come_at / 100))
+
+    assert ProgressDeadline(0.4, "listing", told.append).run(answers) == "done"
+    assert len(told) == 1
+    assert re.fullmatch(r"listing: /mnt/a: no answer from storage for 0 s; waiting for at most 0 s more", told[0])
+    ProgressDeadline(0.4, "reading", told.append).run(lambda: bytes_that(10 * LEAST_RATE))
+    with pytest.raises(StorageError, match=r"^reading: storage moves less than 100 kB/s"):
+        ProgressDeadline(0.4, "reading", told.append).run(lambda: bytes_that(LEAST_RATE / 10))
+
+
+def test_a_process_ends_though_its_storage_hangs() -> None:
+    program = """
+import threading
+from app.errors import run_and_exit
+from app.storage.base import map_parallel, retry_storage
+hang = lambda number: threading.Event().wait()
+run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint", print))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 4
+    assert ended.stderr.startswith(
+        "error: reading a checkpoint: storage has failed for 0 s (SUNSPOT_STORAGE_TIMEOUT_S="
+    )
+
+
 def test_what_is_not_there_is_not_found(storage: Storage) -> None:
     storage.write("run/there", b"")
     for ask in (storage.read, storage.digest):
@@ -215,6 +283,25 @@ def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     assert storage.list("ru") == []
     assert [entry.key for entry in storage.list("")] == sorted(keys)
     assert storage.read("run/ü %+") == "run/ü %+".encode()
+
+
+def test_a_listing_does_not_page_through_the_runs_beside_it(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    keys = ["search", *(f"search/{number}" for number in range(5)), "search0/a", "searches/b"]
+    for key in [*keys, *(f"search-01/{number}" for number in range(20))]:
+        s3_storage.write(key, b"")
+    events = s3_storage._client.meta.events
+    events.register("provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2})
+
+    def listing(prefix: str) -> tuple[list[str], int]:
+        before = len(s3_proxy.seen("ListObjects"))
+        found = [entry.key for entry in s3_storage.list(prefix)]
+        return found, len(s3_proxy.seen("ListObjects")) - before
+
+    assert listing("search") == (keys[:6], 1 + 3)
+    assert listing("search/0") == (["search/0"], 1)
+    assert listing("search0") == (["search0/a"], 1)
+    assert len(listing("search-01")[0]) == 20
+    assert len(listing("")[0]) == 28
 
 
 def test_create_lets_one_of_many_win(storage: Storage) -> None:
@@ -296,9 +383,26 @@ def test_local_errors_name_the_file(below_a_file: LocalStorage, act: Callable[[S
         act(below_a_file)
 
 
-def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path) -> None:
+def test_a_home_that_does_not_exist_says_so() -> None:
+    with pytest.raises(SettingsError, match=r"~nobody-of-that-name/x: .*; write the path without '~'"):
+        open_storage("~nobody-of-that-name/x")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(StorageError, match=r"status\.json: not a regular file"):
+        LocalStorage(str(tmp_path)).read("status.json")
+
+
+def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(str(tmp_path))
-    os.symlink("/dev/full", tmp_path / "model.pt")
+    os.symlink("/dev/full", tmp_path / "full")
+    monkeypatch.setattr(app.storage.local, "_temporary_name", lambda path: path.with_name("full"))
     with (
         pytest.raises(StorageError, match=r"/model\.pt: No space left on device"),
         storage.writer("model.pt") as writer,
@@ -368,8 +472,30 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
     with storage.writer("run/model.pt") as writer:
         for start in range(0, len(content), MIB):
             writer.write(content[start : start + MIB])
-    assert_no_threads()  # while the writer still lives: its pool would end its threads when it is collected
+    assert_no_threads()
     return writer.sha256
+
+
+def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes = [module.part_size(number) for number in range(1, 10_001)]
+    assert sum(sizes) >= 5 << 40
+    assert max(sizes) <= 5 << 30, "S3 takes no larger part"
+    assert sum(sizes[:1000]) == 1000 * module.PART, "an object of the usual size has even parts"
+    assert all(size * module.PARTS_IN_FLIGHT < max(100 * MIB, sum(sizes[:n]) / 100) for n, size in enumerate(sizes))
+
+
+def test_parts_are_uploaded_in_the_sizes_they_grow_to(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "EVEN_PARTS", 2)
+    monkeypatch.setattr(module, "GROWTH", MIB)
+    sha256 = write_parts(s3_storage, 5)
+    assert s3_storage.digest("run/model.pt") == (5 * PART + 1, sha256)
+    sizes = {int(each.query["partNumber"]): len(each.body) for each in s3_proxy.seen("UploadPart")}
+    assert [sizes[number] for number in sorted(sizes)] == [PART, PART, PART + MIB, PART + 2 * MIB, 2 * MIB + 1]
 
 
 def assert_nothing_left(storage: S3Storage) -> None:

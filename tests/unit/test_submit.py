@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from app.run import Run, open_run
-from app.run.attempts import newest_submission, owner_of
 from app.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
+from app.run.submissions import newest_submission, owner_of
 from submitter.cli import main
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, answer, hang_up, pod, rayjob
 from tests.harness.runs import begin
@@ -314,12 +314,12 @@ def test_stop_waits_until_the_driver_has_saved(cluster: FakeCluster, sunspot: Co
     assert name in cluster.jobs
 
     def save(handler: Any) -> None:
-        end(cluster, sunspot.run, RunState.STOPPED, checkpoint="step-7")
+        end(cluster, sunspot.run, RunState.STOPPED, checkpoint="step-00000007-attempt-0001")
         handler.answer()
 
     cluster.on("GET", "watch=true", save, times=1)
     assert sunspot("stop", "run") == 0, sunspot.err
-    assert "saved as step-7" in sunspot.out
+    assert "saved as step-00000007-attempt-0001" in sunspot.out
     assert cluster.jobs == {}
 
 

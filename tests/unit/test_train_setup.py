@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import time
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from app.elastic.claim import Start
+from app.elastic.control import Command
 from app.errors import SettingsError
 from app.run import open_run
+from app.run.attempts import Attempt
+from app.run.history import read_journal
 from app.settings import Settings
 from app.train.probe import probe_here
-from app.train.setup import refuse_small_micro_batches
+from app.train.setup import open_journals, refuse_small_micro_batches
+from app.train.worker import Worker
 
 
 def test_small_micro_batches_are_refused_with_batch_norm() -> None:
@@ -22,6 +31,33 @@ def test_small_micro_batches_are_refused_with_batch_norm() -> None:
         with pytest.raises(SettingsError, match="batch norm") if refused else contextlib.nullcontext():
             refuse_small_micro_batches(model, settings)
         refuse_small_micro_batches(model[0], settings)
+
+
+def test_other_versions_than_before_are_an_event(tmp_path: Path) -> None:
+    def events(*before: dict[str, str]) -> list[tuple[str, str]]:
+        run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
+        versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
+        attempts = [Attempt(n, "me", None, 0, metadata={"versions": v}) for n, v in enumerate(versions, start=1)]
+        start = Start(attempts[-1], attempts[:-1], None, None, 0, {}, [], [], None)
+        open_journals(run, start, warned.append)["events"].flush()
+        return [(record["event"], record["detail"]) for record in read_journal(run, "events")]
+
+    warned: list[str] = []
+    same = {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}
+    assert events() == events(same) == events({"numpy": "2.4.6"}) == events({"numpy": "1"}, same) == []
+    assert not warned
+    other = {**same, "numpy": "2.3.0", "ray": "2.50.0"}
+    assert events(same, other) == [("versions changed", "numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0")]
+    assert warned == ["other versions than attempt 2 had: numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0"]
+
+
+@pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
+def test_a_notice_is_no_longer_than_a_notice_when_a_clock_is_set(ahead_s: float, limit_s: float) -> None:
+    command = Command(restart=True, deadline=time.time() + 30 - ahead_s)  # by the clock of the driver's node
+    worker: Any = SimpleNamespace(
+        commands=SimpleNamespace(poll=lambda: command), plan=SimpleNamespace(settings=Settings(notice_s=30))
+    )
+    assert Worker._drain_limit_s(worker) == pytest.approx(limit_s, abs=0.5)
 
 
 def test_a_node_that_does_not_see_the_storage_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Damaged and hostile inputs, and how each has to end: in success, or in one message, and soon."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from app.errors import SunspotError
+
+Result = TypeVar("Result")
+
+COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters that no terminal may get."""
+
+LONGEST_MESSAGE = 20_000
+
+hostile_text = st.one_of(
+    st.text(max_size=50),
+    st.text(st.characters(codec=None), max_size=20),  # halves of characters, too
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "\x00",
+            "\x1b]0;title\x07",
+            "\x9b2J",
+            "\udcff",
+            "../../etc/passwd",
+            "~nobody-of-that-name/x",
+            "<x-canary onload=x>",
+            "'\"><x-canary>",
+            "]]><!--<x-canary>",
+            "{{}}%s%n",
+            "[red]",
+            "9" * 5000,
+            "-1",
+            "1e999",
+            "nan",
+            "0x10",
+            "[" * 2000,
+            '{"a":' * 2000,
+            "a" * 100_000,
+        ]
+    ),
+)
+"""Short text, and what has broken programs before."""
+
+
+class HangError(BaseException):
+    """It took too long. No `except Exception` holds it up."""
+
+
+def effort(times: int) -> Callable[[Any], Any]:
+    """So many inputs for each example of the Hypothesis profile."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=settings.default.max_examples * times, suppress_health_check=checks)  # type: ignore[attr-defined]
+
+
+def ends_well(act: Callable[[], Result], limit_s: float = 20.0) -> Result | None:
+    """What `act` returns, or None for one `SunspotError` that says something, and commands no terminal."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise HangError(f"not done after {limit_s} s")
+
+    began = time.monotonic()
+    before, (left, _) = signal.signal(signal.SIGALRM, give_up), signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return act()
+    except SunspotError as error:
+        message = str(error)
+        assert message
+        assert not COMMANDS.search(message)
+        assert len(message) < LONGEST_MESSAGE
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:  # the limit of the whole test goes on
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)))
+
+
+@st.composite
+def damaged(draw: st.DrawFn, originals: list[bytes]) -> bytes:
+    """One of `originals` after a few changes: bits, bytes, lengths, and parts of it elsewhere."""
+    content = bytearray(draw(st.sampled_from(originals)))
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, max(0, len(content) - 1)))
+        match draw(st.sampled_from(["bit", "bytes", "cut", "insert", "repeat", "number"])):
+            case "bit" if content:
+                content[place] ^= 1 << draw(st.integers(0, 7))
+            case "bytes":
+                new = draw(st.binary(max_size=8))
+                content[place : place + len(new)] = new
+            case "cut":
+                del content[place : place + draw(st.integers(1, 1 + len(content)))]
+            case "insert":
+                content[place:place] = draw(st.binary(max_size=20))
+            case "repeat":
+                end = place + draw(st.integers(1, 100))
+                content[place:place] = content[place:end] * draw(st.integers(1, 5))
+            case "number":
+                number = draw(st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]))
+                size = draw(st.sampled_from([4, 8]))
+                order = draw(st.sampled_from(["big", "little"]))
+                content[place : place + size] = (number % 2 ** (8 * size)).to_bytes(size, order)  # type: ignore[arg-type]
+    return bytes(content)

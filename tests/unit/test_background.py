@@ -1,0 +1,32 @@
+"""Work beside the training: what hangs in it keeps nobody waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import app.background
+from app.background import Background
+
+
+def test_a_task_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.background, "CLOSE_TIMEOUT_S", 0.5)
+    let_go, begun = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        let_go.wait(30)
+
+    began = time.monotonic()
+    with Background(0.01, hang):
+        assert begun.wait(10)
+        time.sleep(0.6)
+        ends = time.monotonic()
+    assert time.monotonic() - ends < 0.3, "it has had its time already"
+    with Background(60, hang):
+        ends = time.monotonic()
+    assert 0.4 < time.monotonic() - ends < 5, "the last round, which begins now, has it all"
+    let_go.set()
+    assert time.monotonic() - began < 20

@@ -1,0 +1,37 @@
+"""Whatever is damaged, every verb and every reader ends with a result or one clear error: no trace, no hang, no lie."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.harness.damage import KINDS, VERBS, Bench
+
+THOROUGH = settings().max_examples > 100
+INPUTS = 500 if THOROUGH else 25
+VERBS_AT_ONCE = len(VERBS) if THOROUGH else 3
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("damage"))
+
+
+def test_the_whole_run_is_read_without_a_fault(bench: Bench) -> None:
+    bench.restore()
+    assert None not in bench.facts.values()
+    assert bench.examine("run.json", bench.keys("run.json")[0]) == []
+
+
+@pytest.mark.timeout(3600)
+@settings(max_examples=INPUTS, suppress_health_check=list(HealthCheck))
+@example(kind="status", seed=0)
+@given(kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 2**32))
+def test_a_damaged_object_ends_in_a_result_or_one_clear_error(bench: Bench, kind: str, seed: int) -> None:
+    random = Random(seed)
+    key, _ = bench.damage(kind, random)
+    verbs = random.sample(VERBS, VERBS_AT_ONCE)
+    assert bench.examine(kind, key, sorted(verbs, key=VERBS.index)) == []

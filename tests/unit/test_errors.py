@@ -1,0 +1,105 @@
+"""Errors: what they show of credentials and of foreign text, and how they end a process."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from app.errors import ConflictError, SunspotError, shorten
+from app.storage import open_storage
+from tests.harness import REPOSITORY
+
+CANARY = "canary0123456789"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Invalid header value b'{CANARY}\\n'",
+        f'Could not connect to the endpoint URL: "http://user:{CANARY}@host:9000/bucket"',
+        f"http://user:pa@{CANARY}@host",
+        f"AWS4-HMAC-SHA256 Credential=AKIA/20261122/us-east-1/s3, SignedHeaders=host, Signature={CANARY}",
+        f"https://bucket/key?X-Amz-Credential=AKIA&X-Amz-Signature={CANARY}&x=1",
+        f"https://bucket/key?X-Amz-Security-Token={CANARY}",
+        f"{{'Authorization': 'Basic {CANARY}'}}",
+        f"401 for Bearer {CANARY}",
+    ],
+)
+def test_no_secret_gets_into_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "header value" in text:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", CANARY + "\n")
+    assert CANARY not in str(SunspotError(text))
+    assert CANARY not in shorten(ValueError(text))
+    assert "***" in str(SunspotError(text))
+
+
+@pytest.mark.parametrize("quoted", ["a/b+c\\=secret", "a%2Fb%2Bc%5C%3Dsecret", "a/b+c\\\\=secret"])
+def test_a_secret_is_found_however_it_is_quoted(quoted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a/b+c\\=secret")
+    assert str(SunspotError(f"refused: {quoted}")) == "refused: ***"
+
+
+def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "run")  # too short to be told from a word
+    for text in (
+        "no run run in s3://bucket/runs",
+        "git@host:/path",
+        "/mnt//a/b@c: not found",
+        "the signature is wrong",
+    ):
+        assert str(SunspotError(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_SESSION_TOKEN", f"{CANARY}\n"), ("AWS_SECRET_ACCESS_KEY", f"{CANARY} "), ("AWS_ACCESS_KEY_ID", "AKIA\n")],
+)
+def test_a_credential_with_a_newline_is_named_not_shown(
+    name: str, value: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    try:
+        open_storage(f"s3://{s3_bucket}").read("run.json")
+    except SunspotError as error:
+        said = str(error)
+        assert CANARY not in said
+        assert "Signature=***" in said or "Signature=" not in said
+        if "cannot read" in said:
+            assert f"{name} has white space around it" in said
+
+
+def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{CANARY}@127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setattr("app.storage.s3.REQUEST_TRIES", 1)
+    with pytest.raises(SunspotError) as refused:
+        open_storage("s3://bucket").read("run.json")
+    assert CANARY not in str(refused.value)
+    assert "check AWS_ENDPOINT_URL" in str(refused.value)
+
+
+def test_no_secret_gets_into_the_traceback_of_a_defect() -> None:
+    program = f"""
+import os
+os.environ["WANDB_API_KEY"] = "{CANARY}"
+from app.errors import run_and_exit
+def fail():
+    raise KeyError(os.environ["WANDB_API_KEY"], "\\x1b]0;title\\x07")
+run_and_exit(fail)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "KeyError" in ended.stderr
+    assert CANARY not in ended.stderr
+    assert "\x1b" not in ended.stderr
+
+
+def test_an_error_commands_no_terminal_and_travels() -> None:
+    error = ConflictError("begun by \x1b[31mred\x1b[0m \x1b]0;title\x07 \udcff and\rmore")
+    assert str(error) == "begun by red \\x1b]0;title\\x07 \\udcff and\nmore"
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (ConflictError, str(error))

@@ -1,0 +1,113 @@
+"""What a run may never change: its settings, its rows, and the order in which they are visited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.data.order import WINDOW_ROWS, Order, run_order
+from app.driver import identify_rows
+from app.errors import ConflictError
+from app.plan import make_plan
+from app.run import Run, open_run, to_json
+from app.run.identity import Rows, keep_identity
+from app.settings import load_settings
+from app.tasks import load_task
+from app.train.setup import make_loader
+
+ROWS = Rows("layout-content", 100, 10, "1a2b", "NumPy 2.4.6")
+NAMES = ("seed", "dataset")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return open_run(str(tmp_path), "run")
+
+
+def start(run: Run, rows: Rows = ROWS, **settings: str) -> None:
+    keep_identity(run, load_settings(settings).environment(), NAMES, rows)
+
+
+def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
+    for _ in range(3):
+        start(run)
+    with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
+        start(run, SEED="1")
+
+
+def test_other_content_of_equal_layout_is_refused(run: Run) -> None:
+    start(run)
+    with pytest.raises(ConflictError, match="the data behind sample: 100 rows -> 100 rows, or other content"):
+        start(run, replace(ROWS, data="layout-other"))
+    start(run)
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_is_held_to_its_content_from_then_on(run: Run) -> None:
+    environment = load_settings().environment()
+    settings = {name: environment[name] for name in ("SUNSPOT_SEED", "SUNSPOT_DATASET")}
+    record = {"settings": settings, "data": "layout", "rows": 100, "steps_per_epoch": 10}
+    run.storage.write(run.key("run.json"), to_json(record))
+    with pytest.raises(ConflictError, match="the data behind"):
+        start(run, replace(ROWS, data="elsewhere-content"))
+    for _ in range(2):
+        start(run)
+    assert run.storage.read(run.key("run.json")) == to_json(record), "written once"
+    with pytest.raises(ConflictError, match="the data behind"):
+        start(run, replace(ROWS, data="layout-other"))
+
+
+def test_another_order_of_the_rows_is_refused_unless_it_is_accepted(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(run)
+    other = replace(ROWS, order="3c4d", shuffled_by="NumPy 3.0.0")
+    for accept in ("", "order-1a2b", "order-3c4"):
+        with pytest.raises(ConflictError, match=r"(?s)NumPy 2\.4\.6 -> NumPy 3\.0\.0.*with SUNSPOT_ACCEPT=order-3c4d"):
+            start(run, other, ACCEPT=accept)
+    start(run, other, ACCEPT="something,order-3c4d")
+    assert "NumPy 2.4.6 -> NumPy 3.0.0" in capsys.readouterr().out
+    start(run, other)
+    with pytest.raises(ConflictError, match="order-1a2b"):
+        start(run)
+
+
+def test_a_search_has_no_rows(run: Run) -> None:
+    for _ in range(2):
+        keep_identity(run, load_settings().environment(), NAMES)
+    assert [entry.key for entry in run.storage.list("run")] == ["run/run.json"]
+
+
+@pytest.mark.parametrize("loader", ["torch", "ray"])
+def test_the_order_of_a_plan_changes_with_what_shuffles(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings({"LOADER": loader})
+    plan = make_plan(settings, load_task(settings))
+    found = identify_rows(plan)
+    assert found == identify_rows(plan)
+    assert found.shuffled_by == f"NumPy {np.__version__}"
+    monkeypatch.setattr(Order, "permutation", lambda self, epoch, window: np.arange(window.last - window.first))
+    with pytest.raises(ConflictError, match="another order of the rows than the driver's"):
+        make_loader(plan, 2, 0, torch.device("cpu"))
+    other = identify_rows(make_plan(settings, load_task(settings)))
+    assert (other.data, other.rows) == (found.data, found.rows)
+    assert other.order != found.order
+
+
+def test_the_checksum_of_an_order_is_of_seed_groups_and_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (WINDOW_ROWS // 2,) * 8
+    base = run_order("ray", groups, 0)
+    others = [run_order("ray", groups, 1), run_order("ray", groups[:-1], 0), run_order("torch", groups, 0)]
+    assert len({order.checksum() for order in (base, *others)}) == 4
+    found = base.checksum()
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: np.random.Generator(np.random.MT19937(seed)))
+    assert base.checksum() != found
+
+
+def test_the_checksum_is_that_of_stored_orders() -> None:
+    assert [run_order(loader, (5000, 6000, 700), 7).checksum() for loader in ("torch", "ray")] == PINNED
+
+
+PINNED = ["15d10bc796b66c04", "a984fe2631e42aa8"]

@@ -1,0 +1,317 @@
+"""Objects of a run that are damaged, of another version, or not ours: news is left out, the truth is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import ConflictError, DamageError, NotFoundError
+from app.report import gather, render
+from app.run import Run, to_json
+from app.run.attempts import Attempt, lineage, newest_number, read_attempts
+from app.run.history import Journal, read_audit, read_journal, write_audit
+from app.run.identity import Identity, Rows, keep_identity, read_identity
+from app.run.objects import MOST_BYTES, parse, seal
+from app.run.overview import list_runs, read_state
+from app.run.search import read_trial
+from app.run.status import RunState, Status, read_status, write_status
+from app.run.submissions import newest_submission, record_submission
+from submitter.commands.resume import parse as parse_submission
+from tests.harness.commands import Command
+from tests.harness.runs import begin, commit, consumed, record_audit, report, set_status, start
+
+UNUSABLE = {
+    "empty": b"",
+    "null": b"null",
+    "a list": b"[]",
+    "text": b"news",
+    "binary": b"\xff\xfe\x00",
+    "cut": b'{"state": "running", "own',
+    "deep": b"[" * 100_000,
+    "too many digits": b'{"state": "running", "owner": "a", "step": ' + b"9" * 5000 + b"}",
+    "a huge number": b'{"state": "running", "owner": "a", "step": 1' + b"0" * 30 + b"}",
+    "no number": b'{"state": "running", "owner": "a", "time": NaN}',
+    "an endless time": b'{"state": "running", "owner": "a", "time": 1e999}',
+    "a negative step": b'{"state": "running", "owner": "a", "step": -1}',
+    "a step in words": b'{"state": "running", "owner": "a", "step": "1"}',
+    "a state of another version": b'{"state": "dancing", "owner": "a"}',
+    "no owner": b'{"state": "running"}',
+    "half a surrogate": b'{"state": "running", "owner": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in UNUSABLE.items()])
+def test_a_damaged_status_is_left_out_and_said_once(
+    run: Run, sunspot: Command, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(run)
+    run.storage.write(run.key("status.json"), content)
+    assert [read_status(run), read_status(run)] == [None, None]
+    assert capsys.readouterr().err.count("status.json cannot be used: ") == 1
+    other = Run(run.storage, "other")
+    set_status(begin(other), RunState.SUCCEEDED)
+    assert sunspot("list", "--json") == 0
+    assert {row["run"]: row["state"] for row in sunspot.json} == {"other": "succeeded", "run": "starting"}
+    assert render(gather(run, *read_state(run)))
+
+
+def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
+    write_status(run, Status(RunState.RUNNING, "job", step=3, heartbeat=5.0))
+    record = json.loads(run.storage.read(run.key("status.json")))
+    run.storage.write(run.key("status.json"), to_json({**record, "colour": ["red"]}))
+    status = read_status(run)
+    assert status
+    assert (status.step, status.heartbeat) == (3, 5.0)
+
+
+def test_what_is_too_large_is_not_read(run: Run) -> None:
+    with pytest.raises(DamageError, match="larger than 64 MiB"):
+        parse(Status, b" " * (MOST_BYTES + 1), "status.json")
+
+
+@given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
+def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
+    record.pop("sha256", None)
+    content = seal(record)
+    parse(dict[str, Any], content, "it")
+    with pytest.raises(DamageError):
+        parse(dict[str, Any], seal({**record, "step": 41}).replace(b"41", b"40"), "it")
+
+
+def test_a_changed_identity_is_refused(run: Run) -> None:
+    environment = {"SUNSPOT_SEED": "0", "SUNSPOT_DATASET": "sample"}
+    rows = Rows("data", 22, 5, "1a2b", "NumPy")
+    keep_identity(run, environment, ["seed"], rows)
+    assert read_identity(run) == Identity({"SUNSPOT_SEED": "0"}, "data", 22, 5)
+    keep_identity(run, environment, ["seed"], rows)
+    with pytest.raises(ConflictError):
+        keep_identity(run, {**environment, "SUNSPOT_SEED": "1"}, ["seed"], rows)
+    content = run.storage.read(run.key("run.json"))
+    run.storage.write(run.key("run.json"), content.replace(b'"0"', b'"1"'))
+    with pytest.raises(DamageError, match=r"run\.json cannot be used: it was changed"):
+        keep_identity(run, environment, ["seed"], rows)
+
+
+def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
+    attempt = start(begin(run), "job")
+    report(run, attempt, *({"step": step, "time": 1.0, "loss": math.nan} for step in (1, 2, 3)))
+    key = run.key("metrics", "attempt-0001-00000.jsonl")
+    first, _, third = run.storage.read(key).splitlines()
+    bad = [b"", b"null", b'{"attempt": 1}', first.replace(b'"step": 1', b'"step": 1.5'), first[:-3]]
+    bad += [first.replace(b'"loss": NaN', odd) for odd in (b'"loss": [{}]', b'"ranks": 1.0')]
+    run.storage.write(key, b"\n".join([first, *bad, third]))
+    told: list[str] = []
+    assert [record["step"] for record in read_journal(run, "metrics", warn=told.append)] == [1, 3]
+    assert told == [f"{run.storage.locate(key)}: 7 of 9 lines cannot be used"]
+
+
+# ------------------------------------------------------------------------------------------------------------- attempts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"starts_from": "step-00000003-attempt-0002"},
+        {"starts_from": "step-00000003-attempt-0003"},
+        {"starts_from": "step-00000002-attempt-0001"},
+        {"starts_from": None},
+        {"starts_from": "../../other/checkpoints/step-00000003-attempt-0001"},
+        {"number": 1},
+        {"number": "2"},
+        {"step": 3.0},
+        {"time": math.nan},
+        {"skipped": "none"},
+        {"owner": None},
+        {"about": {"world_size": 10**12}},
+        {"about": {"settings": {"SUNSPOT_SEED": 0}}},
+        {"about": None},
+        {"nonce": "../.."},
+    ],
+    ids=str,
+)
+def test_an_attempt_that_cannot_be_is_refused(run: Run, sunspot: Command, change: dict[str, Any]) -> None:
+    """A parent that is the attempt itself, or a later one, made every reader of the lineage go round for ever."""
+    first = start(begin(run), "job")
+    start(run, "job", commit(run, first, 3).name)
+    key = run.key("attempts", "0002.json")
+    record = {**json.loads(run.storage.read(key)), **change}
+    del record["sha256"]
+    run.storage.write(key, to_json(record))
+    with pytest.raises(DamageError, match=r"0002\.json"):
+        read_attempts(run)
+    for verb in ("status", "metrics", "events", "audit"):
+        assert sunspot(verb, "run") == 7
+        assert "0002.json" in sunspot.err
+        assert "Traceback" not in sunspot.err
+
+
+def test_a_damaged_trial_ends_no_search(run: Run) -> None:
+    commit(run, start(begin(run), "job"), 3, loss=0.5)
+    set_status(run, RunState.SUCCEEDED)
+    assert read_trial(run, {}, "loss", "min").best == 0.5
+    run.storage.write(run.key("attempts", "0001.json"), b"{}")
+    trial = read_trial(run, {}, "loss", "min")
+    assert (trial.state, trial.best, trial.eligible) == (RunState.SUCCEEDED, None, False)
+
+
+def test_an_attempt_that_was_changed_is_refused(run: Run) -> None:
+    start(begin(run), "job")
+    key = run.key("attempts", "0001.json")
+    run.storage.write(key, run.storage.read(key).replace(b"job", b"jab"))
+    with pytest.raises(DamageError, match="it was changed after it was written"):
+        read_attempts(run)
+
+
+def test_an_attempt_of_an_earlier_version_is_read(run: Run) -> None:
+    record = {"number": 1, "owner": "job", "starts_from": None, "step": 0, "skipped": [], "time": 5.0}
+    run.storage.write(run.key("attempts", "0001.json"), to_json({**record, "about": {"world_size": 2}}))
+    assert read_attempts(run) == [Attempt(1, "job", None, 0, time=5.0, metadata={"world_size": 2})]
+
+
+def test_what_no_text_may_hold_is_replaced_when_it_is_written(run: Run) -> None:
+    """Python makes such text of file names that are not UTF-8."""
+    write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
+    status = read_status(run)
+    assert status
+    assert status.reason == "a\N{REPLACEMENT CHARACTER}b \N{WRENCH}"
+    journal = Journal(run, "events", 1)
+    journal.append({"step": 1, "time": 1.0, "event": "told", "detail": "a\udcffb"})
+    journal.flush()
+    assert [event["detail"] for event in read_journal(run, "events")] == ["a\N{REPLACEMENT CHARACTER}b"]
+
+
+def test_a_changed_submission_is_refused(run: Run, sunspot: Command) -> None:
+    record_submission(begin(run), "run-1234", "kind: RayJob\nmetadata: {name: run-1234}\n")
+    [entry] = run.storage.list(run.key("submissions"))
+    content = run.storage.read(entry.key)
+    for changed in (content.replace(b"Ray", b"Rey"), content[:-3], content + b"a: 1\n", b"\xff", content[:40]):
+        run.storage.write(entry.key, changed)
+        with pytest.raises(DamageError, match="0001-run-1234"):
+            newest_submission(run)
+        assert sunspot("resume", "run") == 7
+    run.storage.write(entry.key, b"kind: RayJob\n")
+    assert newest_submission(run) == ("run-1234", "kind: RayJob\n"), "of an earlier version"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "- a", "kind: RayJob", "metadata: {name: run-5678}", "[" * 9999, "a: &a [*a]"]
+)
+def test_what_is_no_manifest_of_the_job_is_refused(run: Run, text: str) -> None:
+    with pytest.raises(DamageError, match="the newest submission"):
+        parse_submission(run, "run-1234", text)
+
+
+# ------------------------------------------------------------------------------------------------------------- listings
+
+
+def test_stray_files_change_nothing(run: Run, sunspot: Command) -> None:
+    attempt = start(begin(run), "job")
+    record_submission(run, "run-1234", "kind: RayJob")
+    record_audit(run, attempt, consumed(1, 5))
+    commit(run, attempt, 5)
+    report(run, attempt, {"step": 5, "time": 1.0})
+    set_status(run, RunState.SUCCEEDED, owner="job", step=5)
+    folders = ("", "submissions", "attempts", "audit", "audit/attempt-0001", "checkpoints", "metrics", "events", "logs")
+    folders += ("failures", "logs/driver-20261121T141013679Z", "tracking")
+    names = (".DS_Store", "Icon\r", "9" * 200, "9" * 200 + ".json", "0001.yaml", "²²².json", "a\nb.jsonl", "-.parquet")
+    for folder in folders:
+        for name in (*names, "folder/0001.json", "folder/0009-x.yaml", "folder/attempt-0001-00000.jsonl"):
+            run.storage.write(run.key(*([folder] if folder else []), name), b"{")
+    assert read_state(run)[0] is RunState.SUCCEEDED
+    assert newest_number(run) == 1
+    for words in (
+        ["status"],
+        ["list"],
+        ["audit"],
+        ["metrics"],
+        ["events"],
+        ["checkpoints ls"],
+        ["checkpoints verify"],
+        ["checkpoints gc"],
+        ["report"],
+        ["doctor"],
+    ):
+        verb = words[0].split()
+        output = ["--output", str(run.storage.locate("page.html"))] if verb == ["report"] else []
+        assert sunspot(*verb, *([] if verb == ["list"] else ["run"]), *output) == 0, (words, sunspot.err)
+    assert sunspot("logs", "run") == 3
+    assert sunspot("delete", "run", "--yes") == 0, sunspot.err
+    assert run.storage.list("run") == []
+
+
+@pytest.mark.parametrize("name", ["..", "a\nb", "RUN", "x" * 64, "", "a b"])
+def test_what_cannot_be_a_run_is_not_listed(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    begin(run)
+    entries = run.storage.list("")
+    hostile = [entry._replace(key=f"{name}/run.json") for entry in entries]
+    monkeypatch.setattr(run.storage, "list", lambda prefix: [*hostile, *entries])
+    assert [summary.name for summary in list_runs(run.storage)] == ["run"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- audit
+
+
+def test_a_flipped_audit_record_is_refused(run: Run) -> None:
+    attempt = start(begin(run), "job")
+    record_audit(run, attempt, consumed(1, 3))
+    [entry] = run.storage.list(run.key("audit"))
+    content = run.storage.read(entry.key)
+    for place in range(0, len(content), 7):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        run.storage.write(entry.key, bytes(flipped))
+        with pytest.raises(DamageError, match="it was changed after it was written"):
+            read_audit(run, lineage(read_attempts(run)))
+
+
+def rename_audit(run: Run, new_key: Callable[[str], str]) -> None:
+    """Move the run's only audit record."""
+    [entry] = run.storage.list(run.key("audit"))
+    run.storage.write(new_key(entry.key), run.storage.read(entry.key))
+    run.storage.delete(entry.key)
+
+
+def test_an_audit_record_under_another_name_is_refused(run: Run) -> None:
+    attempt = start(begin(run), "job")
+    record_audit(run, attempt, consumed(1, 3))
+    rename_audit(run, lambda key: key.replace("00000003", "00000004"))
+    with pytest.raises(DamageError, match="it was changed after it was written"):
+        read_audit(run, lineage(read_attempts(run)))
+
+
+def test_audit_records_of_older_versions_are_read(run: Run) -> None:
+    attempt = start(begin(run), "job")
+    record_audit(run, attempt, consumed(1, 3))
+    rename_audit(run, lambda _: run.key("audit", "attempt-0001", "00000001-00000003.parquet"))
+    [table] = read_audit(run, lineage(read_attempts(run)))
+    assert table["row"].to_pylist() == [row for rows in consumed(1, 3).values() for row in rows]
+    run.storage.write(run.key("audit", "attempt-0001", "00000001-00000003.parquet"), b"PAR1")
+    with pytest.raises(DamageError, match="cannot be read"):
+        read_audit(run, lineage(read_attempts(run)))
+
+
+def test_an_audit_record_with_other_columns_is_refused(run: Run) -> None:
+    import pyarrow
+
+    start(begin(run), "job")
+    for columns in (
+        {"step": [1], "row": [1]},
+        {"step": [1], "rank": [None], "row": [1]},
+        {"step": [9], "rank": [0], "row": [1]},
+    ):
+        write_audit(run, "attempt-0001", 1, 3, pyarrow.table(columns))
+        with pytest.raises(DamageError):
+            read_audit(run, lineage(read_attempts(run)))
+        [entry] = run.storage.list(run.key("audit"))
+        run.storage.delete(entry.key)
+
+
+def test_a_run_that_has_not_begun_has_no_identity(run: Run) -> None:
+    with pytest.raises(NotFoundError):
+        read_identity(run)

@@ -1,0 +1,98 @@
+"""What workers do together: two threads are the ranks of a group whose collectives have a short limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import app.checkpoint.commit
+import app.parallel
+from app.background import start_thread
+from app.checkpoint import CheckpointManager
+from app.data.order import Steps
+from app.data.source import EmptySource
+from app.parallel import any_rank, finish_together
+from app.plan import Plan
+from app.run import open_run
+from app.run.checkpoints import list_checkpoints
+from app.settings import Settings
+from tests.harness.runs import start
+
+LIMIT_S = 1.5
+
+
+def run_ranks(*ranks: Callable[[dist.ProcessGroup], Any]) -> list[Future[Any]]:
+    store = dist.HashStore()
+
+    def run(number: int) -> Any:
+        group = dist.ProcessGroupGloo(store, number, len(ranks), timedelta(seconds=LIMIT_S))
+        return ranks[number](group)
+
+    return [start_thread(lambda number=number: run(number), "rank") for number in range(len(ranks))]  # type: ignore[misc]
+
+
+def slowly() -> str:
+    time.sleep(2 * LIMIT_S)
+    return "slow"
+
+
+def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel, "ROUND_S", LIMIT_S / 10)
+    ranks = run_ranks(
+        lambda group: finish_together(group, slowly), lambda group: finish_together(group, lambda: "quick")
+    )
+    assert [rank.result(30) for rank in ranks] == ["slow", "quick"]
+    late, waiting = run_ranks(
+        lambda group: (slowly(), any_rank(group, True)), lambda group: any_rank(group, True)
+    )  # which is what they are spared
+    for rank in (late, waiting):
+        with pytest.raises(RuntimeError):
+            rank.result(30)
+
+
+def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 writes the model as one file, say, while the others have nothing to do."""
+    monkeypatch.setattr(app.parallel, "ROUND_S", LIMIT_S / 10)
+    run, plan = open_run(str(tmp_path), "run"), Plan(Settings(), EmptySource((2,), 2), None, Steps(20, 2), 10)
+    attempt, write_manifest = start(run, "me"), app.checkpoint.commit.write_manifest
+    monkeypatch.setattr(app.checkpoint.commit, "write_manifest", lambda *about: (slowly(), write_manifest(*about)))
+
+    def make(rank: int) -> CheckpointManager:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        return CheckpointManager(run, attempt, plan, model, optimizer, rank=rank, world_size=2)
+
+    def finish(checkpoints: CheckpointManager, group: dist.ProcessGroup) -> None:
+        checkpoints._group = group
+        checkpoints.close(finished=True)
+
+    first, second = make(0), make(1)
+    first.save(10, {})
+    for rank in run_ranks(lambda group: finish(first, group), lambda group: finish(second, group)):
+        rank.result(30)
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [10]
+
+
+def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel, "ROUND_S", LIMIT_S / 10)
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    failing, other = run_ranks(lambda group: finish_together(group, fail), lambda group: finish_together(group, slowly))
+    with pytest.raises(ValueError, match="mine"):
+        failing.result(30)
+    with pytest.raises(RuntimeError):  # and not for ever
+        other.result(30)
+
+
+def test_a_worker_alone_waits_for_nobody() -> None:
+    assert finish_together(None, lambda: 3) == 3

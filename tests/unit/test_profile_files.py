@@ -1,0 +1,90 @@
+"""Profiles that are no profiles: each ends in one message, at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from app.errors import SettingsError
+from submitter.manifest.profile import load_profile
+from submitter.manifest.yaml_files import DEEPEST, MOST_VALUES, parse_yaml
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "{a: " * 100_000,
+        "- " * 100_000,
+        LAUGHS,
+        "labels: &a {x: *a}",
+        "notice_s: *nothing",
+        "notice_s: 2001-99-99",
+        "notice_s: !!timestamp abc",
+        "notice_s: !!python/object/apply:os.system [exit 1]",
+        "notice_s: !!int ''",
+        "notice_s: !!binary '%'",
+        "? [a]\n: 1",
+        f"notice_s: {'9' * 5000}",
+        "a: b: c",
+        "\x00",
+        "--- 1\n--- 2",
+        "",
+        "[]",
+        "1: 2",
+        "extends: [a]",
+        "settings: {a: " + "[" * 40 + "]" * 40 + "}",
+        "#" * 2_000_000,
+        "labels: {x: '\\e[31m\u009b'}",
+        'extends: "\\0"',
+        "extends: /dev/zero",
+        "extends: /dev/stdin",
+        "extends: .",
+        "extends: ./fifo",
+        "extends: ./mine.yaml",
+        "extends: ./x/../mine.yaml",
+        f"extends: {'a' * 100_000}",
+        f"extends: ./{'a' * 5000}",
+    ],
+    ids=lambda text: text[:20].encode("unicode_escape").decode(),
+)
+def test_what_is_no_profile_is_refused_at_once(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(SettingsError) as refused:
+        load_profile(str(path), {})
+    assert time.monotonic() - began < 5
+    assert len(str(refused.value)) < 2000
+    assert "\x1b" not in str(refused.value)
+
+
+def test_a_chain_of_profiles_ends(tmp_path: Path) -> None:
+    for number in range(100):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: ./{number + 1}.yaml")
+    with pytest.raises(SettingsError, match="more than 20 profiles"):
+        load_profile(str(tmp_path / "0.yaml"), {})
+
+
+def test_anchors_within_the_limits_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("head: {cpu: 2, node_selector: &pool {pool: a}}\nworker: {node_selector: *pool}\n")
+    profile = load_profile(str(path), {})
+    assert profile.worker
+    assert profile.worker.node_selector == {"pool": "a"}
+
+
+def test_the_limits() -> None:
+    assert parse_yaml("[" * DEEPEST + "]" * DEEPEST)
+    with pytest.raises(ValueError, match="nested deeper"):
+        parse_yaml("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1))
+    assert parse_yaml("[" + "1," * (MOST_VALUES - 1) + "]")
+    with pytest.raises(ValueError, match=f"more than {MOST_VALUES} values"):
+        parse_yaml("[" + "1," * MOST_VALUES + "]")

@@ -1,0 +1,555 @@
+"""A model of how processes share a run: whatever their order, faults and deaths, nothing that counts is lost or mixed.
+
+Up to three processes at a time run the real code for claims, commits, retention, copies in memory, restoring, deletion
+and `checkpoints gc`, and take turns at every storage operation (tests/harness/interleaving.py). Hypothesis chooses the
+order and the faults. A state names who took each of its steps, so that whatever is restored or audited can be compared
+with what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, note, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import app.checkpoint.commit
+import app.checkpoint.memory
+import app.elastic.claim
+import app.run
+import app.storage.base
+import app.storage.deadline
+from app.checkpoint.commit import CheckpointCommitter
+from app.checkpoint.files import read_file, upload
+from app.checkpoint.ledger import Ledger
+from app.checkpoint.memory import LoadedSnapshot, NodeMemory, find_snapshot
+from app.checkpoint.snapshot import Snapshot
+from app.elastic.claim import Machine, Start, begin_attempt
+from app.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
+from app.run import Run
+from app.run.attempts import (
+    Attempt,
+    checkpoint_name,
+    claim,
+    label_of,
+    lineage,
+    read_attempts,
+)
+from app.run.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    classify,
+    find_faults,
+    list_directories,
+    read_manifest,
+)
+from app.run.identity import Rows, keep_identity
+from app.run.incidents import TIER
+from app.run.status import DELETION, deletion_begun, refuse_if_deleted
+from app.settings import IDENTITY, Settings
+from app.storage.base import Storage, retry_storage
+from app.storage.local import LocalStorage
+from submitter.commands.audit import Epoch, prove
+from submitter.commands.checkpoints.gc import plan
+from submitter.commands.delete import _remove
+from tests.harness.interleaving import FAULTS, Fate, MemoryStorage, Operation, Process, World, run_inline
+from tests.harness.runs import BATCH, ROWS, STEPS_PER_EPOCH
+
+SETTINGS = Settings(checkpoints_to_keep=1, audit=True, global_batch_size=BATCH, storage_timeout_s=3600)
+
+IDENTITY_OF_ROWS = Rows("data", ROWS, STEPS_PER_EPOCH, "order", "NumPy")
+
+NODES = 2
+
+SAVE_EVERY = 2
+"""Steps between checkpoints; every step is copied to memory."""
+
+STATE_BYTES = 4096
+
+LANDMARKS = [
+    ("create", "attempts/"),
+    ("create", "-start-"),
+    ("write", "audit/"),
+    ("upload", "model.pt"),
+    ("complete", "model.pt"),
+    ("open", "model.pt"),
+    ("write", MANIFEST),
+    ("delete", MANIFEST),
+    ("delete", "model.pt"),
+    ("delete", "delete.json"),
+]
+"""Operations around which interleavings matter most: the verb, and a part of the key."""
+
+FAR = 80
+"""Operations within which a process comes to any landmark: more than between two checkpoints."""
+
+TRUTH = ("attempts/", "checkpoints/", "audit/", "run.json")
+
+RUN = "run"
+
+
+def rows_of(taker: int, step: int) -> list[int]:
+    """The rows that a step consumes, in an order of each taker's own: mixing two shows in the rows."""
+    epoch, place = divmod(step - 1, STEPS_PER_EPOCH)
+    order = random.Random(1000 * taker + epoch).sample(range(ROWS), ROWS)
+    return order[place * BATCH : (place + 1) * BATCH]
+
+
+def consumed(state: list[int]) -> list[Epoch]:
+    """What an audit has to say of a state, which lists who took each step."""
+    epochs = []
+    for first in range(0, len(state), STEPS_PER_EPOCH):
+        taken = state[first : first + STEPS_PER_EPOCH]
+        rows = Counter(row for n, taker in enumerate(taken) for row in rows_of(taker, first + n + 1))
+        missing = ROWS - len(rows) if len(taken) == STEPS_PER_EPOCH else 0
+        epochs.append(Epoch(first // STEPS_PER_EPOCH + 1, rows.total(), missing, rows.total() - len(rows)))
+    return epochs
+
+
+class Protocol(RuleBasedStateMachine):
+    """Jobs that start, train and die on two nodes, while their run is tidied, deleted and begun again."""
+
+    schedules: ClassVar[int] = 0
+    operations: ClassVar[int] = 0
+    most_deletions: ClassVar[int] = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).schedules += 1
+        memory = app.run.SHARED_MEMORY
+        self.folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+        for node in range(NODES):
+            (self.folder / str(node)).mkdir()
+        self.world = World(self.make_storage())
+        self.world.changed = self.changed
+        self.run = Run(self.world.storage, RUN)
+        self.owners: list[str] = []
+        self.deletions = 0
+        self.begun = 0
+        "Times that the run has been deleted, and so can begin anew."
+        self.marked = False
+        "Whether it is being deleted."
+        self.claims: dict[Process, int] = {}
+        "`begun` when a process claimed its attempt."
+        self.takers: list[tuple[int, Attempt]] = []
+        "`begun` and the attempt of each start, by its number in states."
+        self.committed: dict[str, list[int]] = {}
+        "The states of all checkpoints whose manifests were ever written, by name."
+        self.retired: set[str] = set()
+        "Keys of the manifests that retention or `gc` has deleted."
+        self.violations: list[str] = []
+
+    def make_storage(self) -> Storage:
+        return MemoryStorage()
+
+    def teardown(self) -> None:
+        self.world.end()
+        type(self).operations += len(self.world.trace)
+        try:
+            self.check_audit()
+        finally:
+            shutil.rmtree(self.folder)
+
+    # ------------------------------------------------------------------------------------------------------- rules
+
+    @initialize(operations=st.sampled_from([0, 60, 120]))
+    def begin(self, operations: int) -> None:
+        """The first job, which may have committed."""
+        self.start(node=0, operations=operations)
+
+    @precondition(lambda self: len(self.world.living) < 3)
+    @rule(node=st.integers(0, NODES - 1), operations=st.sampled_from([0, 20, 60]))
+    def start(self, node: int, operations: int) -> None:
+        """Another job takes the run over."""
+        self.owners.append(f"job-{len(self.owners) + 1}")
+        self.restart(-1, node, operations)
+
+    @precondition(lambda self: len(self.world.living) < 3)
+    @rule(owner=st.integers(0, 2), node=st.integers(0, NODES - 1), operations=st.sampled_from([0, 20, 60]))
+    def restart(self, owner: int, node: int, operations: int) -> None:
+        """A job starts another worker group, whether or not the last one is dead."""
+        name = self.owners[owner if owner < 0 else owner % len(self.owners)]
+        self.world.start(f"{name}.{len(self.world.processes)}", lambda process: self.train(process, name, node))
+        self.advance(-1, operations)
+
+    @precondition(lambda self: self.world.living)
+    @rule(process=st.integers(0, 2), operations=st.sampled_from([1, 2, 3, 5, 10, 20, 40]))
+    def advance(self, process: int, operations: int) -> None:
+        """Let a process go on for a while."""
+        chosen = self.living(process)
+        for _ in range(operations):
+            if chosen.next:
+                chosen.go()
+
+    @precondition(lambda self: self.world.living)
+    @rule(
+        process=st.integers(0, 2),
+        landmark=st.sampled_from(LANDMARKS),
+        other=st.integers(0, 2),
+        operations=st.sampled_from([0, 10, 40, 80]),
+    )
+    def pause(self, process: int, landmark: tuple[str, str], other: int, operations: int) -> None:
+        """Let a process go on to an operation of a kind, and another one overtake it there."""
+        self.go_to(self.living(process), landmark)
+        if self.world.living:
+            self.advance(other, operations)
+
+    @precondition(lambda self: self.world.living)
+    @rule(process=st.integers(0, 2), landmark=st.sampled_from([*LANDMARKS, ("", "")]), fate=st.sampled_from(FAULTS))
+    def fail(self, process: int, landmark: tuple[str, str], fate: Fate) -> None:
+        """Let an operation of a kind, or the next one, fail."""
+        chosen = self.living(process)
+        self.go_to(chosen, landmark)
+        if chosen.next:
+            chosen.go(fate)
+
+    @precondition(lambda self: self.world.late)
+    @rule(number=st.integers(0, 3))
+    def land(self, number: int) -> None:
+        """A late operation is carried out; not a commit of what retention has deleted, which takes minutes longer."""
+        self.world.land(number % len(self.world.late), but=self.retired)
+
+    @precondition(lambda self: self.committed and self.deletions < self.most_deletions)
+    @rule()
+    def delete(self) -> None:
+        self.deletions += 1
+        self.world.start(f"delete.{len(self.world.processes)}", self.remove)
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def tidy(self) -> None:
+        self.world.start(f"gc.{len(self.world.processes)}", self.collect)
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def audit(self) -> None:
+        self.world.start(f"audit.{len(self.world.processes)}", self.prove)
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        if self.violations:
+            for line in self.world.trace:
+                note(line)
+            raise AssertionError("\n".join(self.violations))
+
+    def living(self, number: int) -> Process:
+        living = self.world.living
+        return living[number % len(living)]
+
+    def go_to(self, process: Process, landmark: tuple[str, str]) -> None:
+        verb, part = landmark
+        for _ in range(FAR):
+            if process.next and not (process.next.verb.startswith(verb) and part in process.next.key):
+                process.go()
+
+    # --------------------------------------------------------------------------------------------------- processes
+
+    def train(self, process: Process, owner: str, node: int) -> None:
+        """One start of a worker group with one worker: as app/train/setup.py and app/train/loop.py have it."""
+        run = Run(process.storage, RUN)
+        app.checkpoint.memory.SHARED_MEMORY = self.folder / str(node)
+        memory = NodeMemory(run.location, str)
+        process.at_end.append(memory._lock.close)
+        found = find_snapshot(run.location)
+        machines = [Machine(f"host-{node}", f"node-{node}", found.held if found else None, [])]
+        limit_s = SETTINGS.storage_timeout_s
+        try:
+            refuse_if_deleted(run)
+            keep_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
+            start = retry_storage(lambda: begin_attempt(run, owner, SETTINGS, machines), limit_s, "beginning", str)
+        except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
+            return
+        if not start:
+            return
+        try:
+            state, windows = self.restore(run, start, found)
+        except (NotFoundError, DamageError) as error:
+            self.lost_base(start, error)
+            return
+        except StorageError:
+            return
+        self.restored(process, start, state)
+        taker = len(self.takers)
+        self.takers.append((self.claims[process], start.attempt))
+        try:
+            self.take_steps(run, start.attempt, taker, state, memory, windows)
+        except SupersededError:
+            process.superseded = True
+
+    def restore(self, run: Run, start: Start, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
+        """The state to go on from, and its rows that are not in storage."""
+        if start.snapshot:
+            assert found
+            return json.loads(bytes(found.data.numpy())), found.rest["ledger"]
+        if not (checkpoint := start.checkpoint):
+            return [], ()
+        limit_s = SETTINGS.storage_timeout_s
+        return json.loads(retry_storage(lambda: read_file(run, checkpoint, "model.pt"), limit_s, "reading", str)), ()
+
+    def take_steps(
+        self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
+    ) -> None:
+        ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
+        committer = CheckpointCommitter(
+            run, attempt, SETTINGS, write_state, lambda: ledger.write(run), events=None, warn=str
+        )
+        for step in itertools.count(attempt.step + 1):
+            ledger.add_step(step, torch.tensor(rows_of(taker, step)))
+            state.append(taker)
+            content = json.dumps(state).encode().ljust(STATE_BYTES)
+            manifest = Checkpoint(
+                checkpoint_name(step, attempt.number, attempt.nonce),
+                step,
+                (step - 1) // STEPS_PER_EPOCH + 1,
+                STEPS_PER_EPOCH,
+                10**6,
+                attempt.number,
+                {"loss": 1 / step},
+            )
+            windows = ledger.gather(step)
+            slot = memory.free_slot(STATE_BYTES, needed=True)
+            assert slot
+            slot.map[:STATE_BYTES] = content
+            memory.complete(slot, manifest, serialized({"ledger": windows}))
+            if step % SAVE_EVERY == 0:
+                copied: Future[None] = Future()
+                copied.set_result(None)
+                committer._commit_with_retries(Snapshot(manifest, {}, {"model": content}, slot, copied, []))
+
+    def remove(self, process: Process) -> None:
+        """`sunspot delete`, until it succeeds or gives up."""
+        run = Run(process.storage, RUN)
+        for _ in range(3):
+            try:
+                return _remove(None, SimpleNamespace(run=run, jobs=()))  # type: ignore[arg-type]
+            except StorageError:
+                continue
+            except ConflictError:
+                return None
+
+    def collect(self, process: Process) -> None:
+        """`sunspot checkpoints gc`."""
+        with contextlib.suppress(ConflictError, StorageError, NotFoundError):
+            for removal in list(plan(Run(process.storage, RUN), None, time.time())):
+                removal.remove()
+
+    def prove(self, process: Process) -> None:
+        """`sunspot audit`: it may find faults in what changes meanwhile, but nothing clean that is not."""
+        try:
+            proof = prove(Run(process.storage, RUN))
+        except (StorageError, NotFoundError, DamageError):
+            return
+        clean = proof.epochs and not proof.wrong_rows and not any(e.missing or e.repeated for e in proof.epochs)
+        if clean and not any(proof.epochs == consumed(state) for state in self.committed.values()):
+            self.violations.append(f"{process.name} found the rows up to step {proof.step} clean, which no run took")
+
+    # -------------------------------------------------------------------------------------------------- invariants
+
+    def changed(self, process: Process, operation: Operation, late: bool) -> None:
+        """Look at what has been changed."""
+        part = operation.key.removeprefix(f"{RUN}/")
+        if process.superseded and not late and part.startswith(TRUTH):
+            self.violations.append(f"{process.name} has noticed that it was superseded, and still: {operation}")
+        if operation.verb == "create" and part.startswith("attempts/") and "-start-" not in part and not late:
+            self.claims[process] = self.begun
+            owners = [owner for owner, _ in itertools.groupby(a.owner for a in read_attempts(self.run))]
+            if len(owners) > len(set(owners)):
+                self.violations.append(f"{process.name} claimed a run that its job had lost: {owners}")
+        if part == DELETION:
+            self.begun += self.marked and operation.verb == "delete"
+            self.marked = operation.verb == "write"
+        if part.startswith("checkpoints/"):
+            _, name, file = part.split("/")
+            if file == MANIFEST and operation.verb == "delete" and not process.name.startswith("delete"):
+                self.retired.add(operation.key)
+            if file == MANIFEST and operation.verb == "write":
+                with contextlib.suppress(NotFoundError):  # a late commit
+                    self.committed[name] = self.state_of(name)
+        if not deletion_begun(self.run) and part.startswith(("checkpoints/", "attempts/")):
+            self.commits_are_whole()
+            self.base_is_held()
+
+    def state_of(self, name: str) -> list[int]:
+        """The state in a checkpoint."""
+        state: list[int] = json.loads(self.run.storage.read(self.run.key("checkpoints", name, "model.pt")))
+        return state
+
+    def commits_are_whole(self) -> None:
+        """Every checkpoint that counts is whole."""
+        for name in self.counted():
+            checkpoint = read_manifest(self.run, name)
+            if checkpoint and (faults := find_faults(self.run, checkpoint)):
+                self.violations.append(f"{name} was committed and is damaged: {'; '.join(faults)}")
+
+    def counted(self) -> list[str]:
+        """The checkpoints that count, by step."""
+        counted, _, _ = classify(list_directories(self.run), lineage(read_attempts(self.run)))
+        return counted
+
+    def base_is_held(self) -> None:
+        """What the newest attempt starts from can be loaded until it has committed."""
+        newest = next((attempt for attempt in reversed(read_attempts(self.run)) if attempt.chosen), None)
+        if not newest or newest.metadata[TIER] != "storage":
+            return
+        if any(label_of(name) == newest.label for name in self.committed):
+            return
+        base = read_manifest(self.run, newest.starts_from)
+        if not base or find_faults(self.run, base):
+            self.violations.append(f"attempt {newest.number} starts from {newest.starts_from}, which is gone")
+
+    def lost_base(self, start: Start, error: Exception) -> None:
+        newest = read_attempts(self.run)[-1:]
+        if newest == [start.attempt] and not deletion_begun(self.run):
+            self.violations.append(f"attempt {start.attempt.number} lost its base: {error}")
+
+    def restored(self, process: Process, start: Start, state: list[int]) -> None:
+        """What was restored is what the attempt claims to start from, and every step of it counts."""
+        attempt = start.attempt
+        if len(state) != attempt.step:
+            self.violations.append(f"attempt {attempt.number} starts from step {attempt.step} with {len(state)} steps")
+        spans = lineage([*start.before, attempt])
+        for step, taker in enumerate(state, 1):
+            begun, by = self.takers[taker]
+            if begun != self.claims[process]:
+                self.violations.append(f"attempt {attempt.number} restored step {step} of a run that was deleted")
+            elif not any(span.nonce == by.nonce and span.holds(by.number, step) for span in spans):
+                self.violations.append(
+                    f"attempt {attempt.number} restored step {step} of attempt {by.number}, which does not count"
+                )
+
+    def check_audit(self) -> None:
+        """The audit says of the newest checkpoint what happened."""
+        self.nothing_is_wrong()
+        if not read_attempts(self.run) or deletion_begun(self.run):
+            return
+        try:
+            proof = prove(self.run)
+        except (NotFoundError, DamageError):
+            return
+        states = [self.state_of(name) for name in self.counted()]
+        state = states[-1]
+        if any(other != state[: len(other)] for other in states):
+            self.violations.append(f"two lineages: {states}")
+        if proof.epochs != consumed(state) or proof.wrong_rows:
+            self.violations.append(f"{proof.epochs} {proof.wrong_rows} instead of {consumed(state)}")
+        self.nothing_is_wrong()
+
+
+class NeverDeleted(Protocol):
+    """The same without deletions of the run."""
+
+    most_deletions = 0
+
+
+class OverDirectory(Protocol):
+    """The same in a directory."""
+
+    def make_storage(self) -> Storage:
+        return LocalStorage(str(self.folder / "storage"))
+
+
+class OverGrowingFiles(Protocol):
+    """The same where an upload writes into the object's own file."""
+
+    def make_storage(self) -> Storage:
+        return MemoryStorage(grows=True)
+
+
+def write_state(run: Run, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    name, content = snapshot.manifest.name, snapshot.state["model"]
+    return {"model.pt": upload(run, name, "model.pt", lambda writer: writer.write(content))}
+
+
+def serialized(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits, and nothing runs in a thread that the model does not drive."""
+    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0,))
+    monkeypatch.setattr(app.storage.base, "start_thread", run_inline)
+    monkeypatch.setattr(app.storage.deadline, "start_thread", run_inline)
+    monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
+    monkeypatch.setattr(app.checkpoint.memory, "SHARED_MEMORY", app.run.SHARED_MEMORY)  # changed by each start
+
+
+def explore(machine: type[Protocol], examples: int, **options: Any) -> None:
+    """Run schedules of a machine until one breaks an invariant, and print how many were tried."""
+    machine.schedules = machine.operations = 0
+    try:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=examples, stateful_step_count=30, suppress_health_check=list(HealthCheck), **options
+            ),
+        )
+    finally:
+        print(f"{machine.__name__}: {machine.schedules} interleavings, {machine.operations} operations")
+
+
+def examples(quick: int, thorough: int) -> int:
+    """By the profile of Hypothesis (tests/conftest.py)."""
+    return thorough if settings().max_examples > 100 else quick
+
+
+def test_no_interleaving_breaks_the_protocol() -> None:
+    explore(Protocol, examples(80, 4000))
+
+
+def test_no_interleaving_breaks_it_in_a_directory() -> None:
+    explore(OverDirectory, examples(15, 500))
+
+
+def expect_counterexample(machine: type[Protocol], text: str, start: int = 0) -> None:
+    """Without one of its cures the protocol is broken, and a few schedules show how; soon, from the seed `start`."""
+    with pytest.raises((AssertionError, DamageError), match=text):
+        explore(seed(start)(machine), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
+
+
+def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def claim_with_start(run: Run, attempt: Attempt) -> None:
+        if not claim(run, read_attempts(run), attempt):
+            raise SupersededError("another process was faster")
+
+    monkeypatch.setattr(app.elastic.claim, "claim", lambda *_: True)
+    monkeypatch.setattr(app.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
+    monkeypatch.setattr(app.elastic.claim, "record_start", claim_with_start)
+    expect_counterexample(
+        NeverDeleted, "starts from .* which is gone|lost its base|no whole checkpoint any more", start=15
+    )
+
+
+def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a copy in memory, a file of a checkpoint, or the audit, whichever comes first."""
+    monkeypatch.setattr(app.elastic.claim, "new_nonce", str)
+    expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=13)
+
+
+def test_a_second_upload_into_the_same_file_damages_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.checkpoint.commit, "read_manifest", lambda *_: None)
+    expect_counterexample(OverGrowingFiles, "was committed and is damaged", start=3)

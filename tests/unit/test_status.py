@@ -1,0 +1,358 @@
+"""A run's status: whose word counts, what comes back late, and silence by whichever clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.driver import report_result
+from app.elastic.claim import Machine, begin_attempt
+from app.errors import StorageError, SupersededError, TrackingError
+from app.predict.held_out import keep_predictions
+from app.run import Run, open_run
+from app.run.attempts import fatal_error, read_attempts, refuse_if_superseded
+from app.run.outcome import DriverStatus
+from app.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
+from app.run.predictions import Predictions, read_predictions
+from app.run.status import (
+    SILENT_S,
+    STATUS_EVERY_S,
+    WORKERS_SILENT_S,
+    RunState,
+    Status,
+    delete_older_statuses,
+    list_statuses,
+    newest_status,
+    own_status,
+    read_status,
+    refuse_if_ended,
+    restore_status,
+    withdraw_status,
+    write_status,
+)
+from app.settings import Settings
+from app.storage.base import Entry
+from app.storage.local import LocalStorage
+from app.storage.s3 import S3Storage
+from app.tracking.delivery import Delivery
+from tests.harness.runs import begin, start
+
+OLD, NEW = (
+    Status(RunState.RUNNING, "job", attempt=7, driver="aaaaaaaa"),
+    Status(RunState.RUNNING, "job", attempt=8, driver="bbbbbbbb", step=40),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return begin(open_run(str(tmp_path), "run"))
+
+
+class Clock:
+    """Time that passes only when a test lets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._passed = 0.0
+        clock, monotonic = time.time(), time.monotonic()
+        monkeypatch.setattr(time, "time", lambda: clock + self._passed)
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic + self._passed)
+
+    def pass_by(self, seconds: float) -> None:
+        self._passed += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------- whose word counts
+
+
+def freeze_in_write(monkeypatch: pytest.MonkeyPatch, run: Run, act: Any, meanwhile: Any) -> None:
+    """Do `act`, with all of `meanwhile` before its write reaches storage."""
+    usual, frozen = LocalStorage.write, []
+
+    def write(self: LocalStorage, key: str, data: bytes) -> None:
+        if not frozen:
+            frozen.append(key)
+            meanwhile()
+        usual(self, key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", write)
+        act()
+    assert frozen
+
+
+def test_a_write_that_arrives_after_a_take_over_hides_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check before a write helps a process that is frozen in the middle of it."""
+    write_status(run, OLD)
+    ended = replace(NEW, state=RunState.SUCCEEDED, reason="done")
+    freeze_in_write(monkeypatch, run, lambda: write_status(run, OLD), lambda: write_status(run, ended))
+    found = read_status(run)
+    assert found
+    assert (found.state, found.driver, found.reason) == (RunState.SUCCEEDED, "bbbbbbbb", "done")
+    assert read_state(run) == (RunState.SUCCEEDED, "done")
+
+
+def test_a_driver_that_comes_back_after_a_take_over_writes_nothing(run: Run, clock: Clock) -> None:
+    driver = DriverStatus(run, replace(OLD, state=RunState.STARTING))
+    driver.refresh()
+    write_status(run, NEW)
+    before = [(entry.key, entry.version) for entry in list_statuses(run)]
+    clock.pass_by(3600)
+    driver.refresh()
+    driver.end(RunState.FAILED, "its workers are gone")
+    assert [(entry.key, entry.version) for entry in list_statuses(run)] == before
+
+
+def test_a_restarted_driver_of_the_same_job_is_another_one(run: Run) -> None:
+    """The operator starts the job's driver again when it does not hear of the head, which may come back."""
+    frozen = DriverStatus(run, OLD)
+    write_status(run, replace(NEW, owner=OLD.owner))
+    frozen.end(RunState.FAILED, "no good")
+    found = read_status(run)
+    assert found
+    assert found.state is RunState.RUNNING
+
+
+def test_the_workers_of_a_frozen_driver_do_not_claim_the_run_back(run: Run) -> None:
+    """Both drivers are of one job, which is the owner of all three attempts."""
+    start(run, "job", driver="aaaaaaaa")
+    start(run, "job", driver="aaaaaaaa")
+    attempts = read_attempts(run)
+    refuse_if_superseded(attempts, "job", "aaaaaaaa")
+    begun = begin_attempt(run, "job", Settings(global_batch_size=5), [Machine("b", "node-b", None, [])], "bbbbbbbb")
+    assert begun
+    assert (begun.attempt.number, begun.attempt.driver) == (3, "bbbbbbbb")
+    assert (
+        begin_attempt(run, "job", Settings(global_batch_size=5), [Machine("a", "node-a", None, [])], "aaaaaaaa") is None
+    )
+    assert isinstance(fatal_error(run, "job", "aaaaaaaa"), SupersededError)
+    assert fatal_error(run, "job", "bbbbbbbb") is None
+    assert fatal_error(run, "job") is None, "the job goes on, in another start"
+    with pytest.raises(SupersededError, match="attempt 3 of job owns the run"):
+        start(run, "job", driver="aaaaaaaa")
+
+
+def test_what_comes_back_late_brings_no_deleted_run_back(run: Run, clock: Clock) -> None:
+    driver = DriverStatus(run, OLD)
+    for entry in run.storage.list("run"):
+        run.storage.delete(entry.key)
+    clock.pass_by(60)
+    driver.refresh()
+    driver.end(RunState.SUCCEEDED, "")
+    assert run.storage.list("run") == []
+
+
+def test_a_rank_that_comes_back_leaves_the_end_as_it_is(run: Run) -> None:
+    refuse_if_ended(run, OLD)
+    write_status(run, OLD)
+    refuse_if_ended(run, OLD)
+    write_status(run, replace(OLD, state=RunState.FAILED, reason="MAX_FAILURES"))
+    with pytest.raises(SupersededError, match="the driver of attempt 7 has ended it"):
+        refuse_if_ended(run, OLD)
+    refuse_if_ended(run, NEW)
+
+
+def test_a_second_start_is_shown_until_it_withdraws(run: Run) -> None:
+    write_status(run, OLD)
+    second = replace(OLD, state=RunState.STARTING, driver="cccccccc")
+    write_status(run, second)
+    assert read_status(run, "aaaaaaaa") != read_status(run) == read_status(run, "cccccccc")
+    assert own_status(run, "aaaaaaaa"), "it has claimed nothing: the first still owns the run"
+    withdraw_status(run, "cccccccc")
+    assert read_status(run) == read_status(run, "aaaaaaaa")
+
+
+def test_statuses_of_older_attempts_are_tidied_away(run: Run) -> None:
+    for status in (OLD, replace(OLD, attempt=8), NEW):
+        write_status(run, status)
+    delete_older_statuses(run, 8)
+    assert {entry.key.rpartition("/")[2] for entry in list_statuses(run)} == {
+        "attempt-0008-aaaaaaaa.json",
+        "attempt-0008-bbbbbbbb.json",
+    }
+
+
+def test_the_status_of_an_older_version_is_read_until_there_is_another(run: Run) -> None:
+    write_status(run, Status(RunState.STOPPED, "job", step=3))
+    assert [entry.key for entry in list_statuses(run)] == ["run/status.json"]
+    found = read_status(run)
+    assert found
+    assert (found.state, found.step) == (RunState.STOPPED, 3)
+    write_status(run, replace(OLD, attempt=0))
+    found = read_status(run)
+    assert found
+    assert found.state is RunState.RUNNING
+
+
+def test_the_newest_attempt_counts_and_then_the_last_write() -> None:
+    names = ["attempt-9999-aaaaaaaa", "attempt-10000-bbbbbbbb", "attempt-10000-cccccccc", ".DS_Store"]
+    listed = [Entry(f"run/status/{name}.json", 1, 100.0 - place, "") for place, name in enumerate(names)]
+    listed += [Entry("run/metrics/attempt-99999-aaaaaaaa.json", 1, 999.0, ""), Entry("run/status.json", 1, 999.0, "")]
+    newest = newest_status(listed)
+    assert newest
+    assert newest.key == "run/status/attempt-10000-bbbbbbbb.json"
+    assert newest_status(listed[:1]) == listed[0]
+    assert newest_status(listed[3:4]) is None
+
+
+def test_a_report_is_not_written_over_the_new_owners(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = replace(OLD, state=RunState.FAILED, reason="the old one")
+    write_status(run, ended)
+    page = run.key("report.html")
+    with report_result(run, OLD.driver):
+        pass
+    assert b"the old one" in run.storage.read(page)
+
+    def take_over() -> None:
+        write_status(run, replace(NEW, state=RunState.FAILED, reason="the new one"))
+        run.storage.write(page, b"the new one's")
+
+    def report_late() -> None:
+        with report_result(run, OLD.driver):
+            pass
+
+    freeze_in_write(monkeypatch, run, report_late, take_over)
+    assert b"the new one" in run.storage.read(page), "frozen in the middle of the write, it makes the page anew"
+    run.storage.write(page, b"untouched")
+    report_late()
+    assert run.storage.read(page) == b"untouched"
+
+
+def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take up to two minutes, in which the run may be taken over and go on."""
+    write_status(run, OLD)
+    made = Predictions("step-00000001-attempt-0001", 1, 1, 1.0, 1, [[1]])
+
+    def predict(*_: Any) -> Predictions:
+        if taken_over:
+            write_status(run, NEW)
+        return made
+
+    for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("predict_held_out", predict)):
+        monkeypatch.setattr(f"app.predict.held_out.{name}", act)
+    plan: Any = SimpleNamespace(settings=Settings(), test=object(), total_steps=1, source=SimpleNamespace(classes=1))
+    checkpoint: Any = SimpleNamespace(evaluated=True, step=1, name="step-00000001-attempt-0001")
+    for taken_over, kept in ((True, None), (False, made)):
+        keep_predictions(plan, run, checkpoint, OLD.driver if taken_over else NEW.driver)
+        assert read_predictions(run) == kept
+
+
+def test_the_new_owner_delivers_to_the_tracking_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (Delivery(run, "mlflow", "project", print, driver) for driver in (OLD.driver, NEW.driver))
+    opened: list[Delivery] = []
+
+    def refuse(delivery: Delivery, attempts: Any) -> None:
+        opened.append(delivery)
+        raise TrackingError("away")
+
+    monkeypatch.setattr(Delivery, "_open", refuse)
+    start(run, "job", driver=OLD.driver)
+    start(run, "job", driver=NEW.driver)
+    for act in (old.deliver, old.finish):
+        with pytest.raises(SupersededError, match="attempt 2 of job owns the run"):
+            act()
+    assert not opened
+    with pytest.raises(TrackingError):
+        new.deliver()
+    assert opened == [new]
+
+
+# -------------------------------------------------------------------------------------------------------------- silence
+
+
+def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Clock) -> None:
+    driver = DriverStatus(run, replace(OLD, state=RunState.STARTING, reason="no worker trains yet"))
+
+    def look(seconds: float) -> Status:
+        clock.pass_by(seconds)
+        driver.refresh()
+        found = read_status(run)
+        assert found
+        return found
+
+    began = look(1).time
+    assert look(STATUS_EVERY_S - 2).time == began
+    assert look(3).time > began
+    driver.refresh()
+    write_status(run, replace(OLD, attempt=8, step=5))  # its workers claim the next attempt, and train
+    assert (look(1).state, look(STATUS_EVERY_S + 1).state) == (RunState.RUNNING, RunState.RUNNING)
+    write_status(run, replace(OLD, attempt=8, step=6, world_size=2))
+    assert (look(1).step, look(STATUS_EVERY_S + 1).state) == (6, RunState.RUNNING)
+    silent = look(WORKERS_SILENT_S - STATUS_EVERY_S)
+    assert (silent.state, silent.attempt, silent.step, silent.world_size) == (RunState.STARTING, 8, 6, 0)
+    assert silent.reason.startswith("no sign of life from its workers since 2")
+    later = look(1), look(STATUS_EVERY_S + 1)
+    assert later[1].time > later[0].time
+    assert later[1].reason == silent.reason, "the time is still that of the last word"
+    driver.end(RunState.FAILED, "no good")
+    assert look(0).state is RunState.FAILED
+
+
+def test_by_the_writers_wrong_clock_nothing_is_judged(run: Run) -> None:
+    for wrong_by in (-86400, 86400):
+        restore_status(run, replace(OLD, time=time.time() + wrong_by))
+        assert read_state(run)[0] is RunState.RUNNING
+
+
+@pytest.mark.parametrize("ahead_s", [-7200, 7200])
+def test_the_readers_wrong_clock_does_not_freeze_a_live_run(
+    s3_bucket: str, ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(open_run(f"s3://{s3_bucket}/clocks", "run"))
+    assert isinstance(run.storage, S3Storage)
+    write_status(run, OLD)
+    wrong = SimpleNamespace(time=lambda: time.time() + ahead_s)
+    for module in ("app.storage.s3", "app.run.overview"):
+        monkeypatch.setattr(f"{module}.time", wrong)
+    status = read_status(run)
+    assert status
+    assert abs(wrong.time() - status.seen) < 5
+    assert abs(run.storage.ahead_s + ahead_s) < 5
+    assert read_state(run)[0] is RunState.RUNNING
+    wrong.time = lambda: time.time() + ahead_s + SILENT_S + 2  # of which it knows that it has passed
+    assert state_from_storage(status, RunSummary("run"), wrong.time())[0] is RunState.SILENT
+
+
+def test_what_an_nfs_client_has_cached_is_no_silence(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until this machine itself changes the directory, it shows the names and times that it saw first."""
+    write_status(run, OLD)
+    usual, seen, asked = LocalStorage.list, LocalStorage.list(run.storage, "run"), []
+
+    def cached(storage: LocalStorage, prefix: str) -> list[Entry]:
+        if asked:
+            return usual(storage, prefix)
+        return [entry for entry in seen if entry.key.startswith(f"{prefix}/") or prefix == ""]
+
+    monkeypatch.setattr(LocalStorage, "list", cached)
+    monkeypatch.setattr(LocalStorage, "refresh", lambda storage, prefix: asked.append(prefix))
+    clock.pass_by(SILENT_S + 1)
+    write_status(run, OLD)
+    os.utime(run.storage.locate("run/status/attempt-0007-aaaaaaaa.json"), (time.time(), time.time()))
+    assert read_state(run)[0] is RunState.RUNNING
+    assert asked == ["run/status"]
+    asked.clear()
+    [listed] = list_runs(run.storage)
+    [status] = read_statuses(run.storage, [listed])
+    assert state_from_storage(status, listed, time.time())[0] is RunState.RUNNING
+
+
+def test_a_directory_that_may_not_be_written_is_read_as_it_is(
+    run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(storage: LocalStorage, prefix: str) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(LocalStorage, "refresh", refuse)
+    write_status(run, OLD)
+    clock.pass_by(SILENT_S + 1)
+    assert read_state(run)[0] is RunState.SILENT

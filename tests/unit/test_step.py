@@ -1,0 +1,70 @@
+"""What surrounds an optimizer step: its random numbers, and the evaluation at the end of an epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.data.source import Batch
+from app.elastic.control import Command
+from app.settings import Settings
+from app.train.step import evaluate, seed_generators
+
+HELD_OUT = 50
+
+
+def evaluated(group: dist.ProcessGroup, world_size: int, **settings: Any) -> tuple[list[int], dict[str, float]]:
+    """The rows of each forward pass of an evaluation by one of `world_size` workers, and its result."""
+    passes: list[int] = []
+
+    def test(batch_size: int) -> Iterator[Batch]:
+        return ({"row": rows} for rows in torch.arange(HELD_OUT).split(batch_size))
+
+    def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        passes.append(len(batch["row"]))
+        return batch["row"].float(), {}
+
+    worker: Any = SimpleNamespace(
+        plan=SimpleNamespace(settings=Settings(**settings), test=object()),
+        world_size=world_size,
+        device=torch.device("cpu"),
+        model=torch.nn.Linear(1, 1),
+        loader=SimpleNamespace(test=test),
+        task=SimpleNamespace(loss=loss),
+        commands=SimpleNamespace(poll=Command),
+        control_group=group,
+        heartbeat=lambda: None,
+    )
+    results = evaluate(worker)
+    assert results is not None
+    return passes, results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch", "micro", "largest"), [(1, 40, 8, 8), (2, 40, 16, 10), (2, 41, 0, 21), (30, 40, 0, 2)]
+)
+def test_an_evaluation_takes_no_more_rows_at_once_than_training(
+    group: dist.ProcessGroup, world_size: int, batch: int, micro: int, largest: int
+) -> None:
+    passes, results = evaluated(group, world_size, global_batch_size=batch, micro_batch_size=micro)
+    assert max(passes) == largest
+    assert sum(passes) == HELD_OUT
+    assert results == {"test_loss": pytest.approx((HELD_OUT - 1) / 2)}
+
+
+def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -> None:
+    seed_generators(seed=3, step=7, rank=1)
+    drawn = torch.rand(4), np.random.rand(), random.random()
+    word = int(np.random.SeedSequence([3, 7, 1]).generate_state(1)[0])
+    torch.manual_seed(word)
+    np.random.seed(word)
+    random.seed(word)
+    assert torch.equal(drawn[0], torch.rand(4))
+    assert drawn[1:] == (np.random.rand(), random.random())
