@@ -2,6 +2,8 @@
 
 MNIST comes from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server at AWS_ENDPOINT_URL, by default
 one on this machine. To run one benchmark: python -m scripts.bench ingest
+
+python -m scripts.bench scale prints another table: what grows with workers, rows, time and bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import ray
 
 from app.ray_session import RAY_ENVIRONMENT
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
+from scripts.bench.scale import Subject, print_table
 
 
 @dataclass
@@ -75,8 +78,14 @@ BENCHMARKS = {
 }
 
 
+SCALE: list[Subject] = []
+
+
 def main(names: list[str]) -> None:
     """Measure the named benchmarks, or all, and print the table."""
+    if names == ["scale"]:
+        print_table(SCALE)
+        return
     os.environ.update(RAY_ENVIRONMENT)
     with checkpoint.s3_server():
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

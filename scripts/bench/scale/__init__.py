@@ -1,0 +1,41 @@
+"""What grows with workers, rows, time and bytes. Each module is a subject, whose `measure` yields rows of one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+
+class Figure(NamedTuple):
+    """A row of the table."""
+
+    what: str
+    size: str
+    "What it was measured at, such as '64 workers'."
+    value: float
+    unit: str
+    before: float | None = None
+    "The same with the way of before, where that can still be run."
+
+
+class Subject(Protocol):
+    """A module of this package."""
+
+    def measure(self) -> Iterator[Figure]:
+        """Measure its figures, one after the other."""
+
+
+def print_table(subjects: list[Subject]) -> None:
+    """Measure everything and print each row as it comes."""
+    print("| what | at | Sunspot | the way of before | ratio |\n|---|---|---|---|---|")
+    for subject in subjects:
+        for figure in subject.measure():
+            print(f"| {' | '.join(_cells(figure))} |", flush=True)
+
+
+def _cells(figure: Figure) -> list[str]:
+    before, ratio = "", ""
+    if figure.before is not None:
+        before = f"{figure.before:,.4g} {figure.unit}"
+        ratio = f"{figure.before / figure.value:.3g}x" if figure.value else ""
+    return [figure.what, figure.size, f"{figure.value:,.4g} {figure.unit}", before, ratio]
