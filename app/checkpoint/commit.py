@@ -1,6 +1,6 @@
 """Commits copies of the state to storage, in a thread beside the training.
 
-A checkpoint exists once its manifest is written, which comes after all of its files were uploaded and read back. One
+A checkpoint exists once its manifest is written, which comes after all of its files were uploaded and verified. One
 is committed at a time; when storage is slower than the interval, a newer copy replaces one that still waits. Under
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (sharded.py).
 """

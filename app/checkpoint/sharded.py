@@ -4,7 +4,7 @@ The files are those of torch.distributed.checkpoint, so any PyTorch program can 
 `FileSystemReader`:
 
     __0_0.distcp __0_1.distcp   rank 0's part of the model, and of the optimizer's state: tensors, one after the other
-    part-00000.json             where each tensor lies in them; written once they have been read back
+    part-00000.json             where each tensor lies in them; written once they are verified to be there
     .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
     extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
     model.pt                    the whole model, in the last checkpoint of a finished run

@@ -66,6 +66,10 @@ class Unfinished(NamedTuple):
 class Writer(ABC):
     """An object being written: counts and hashes the bytes on their way; after a failure it accepts no more."""
 
+    verified = False
+    """Whether storage has checked the bytes that it got against a checksum sent along, once the object is complete.
+    If not, whoever relies on them reads them back."""
+
     def __init__(self) -> None:
         self.size = 0
         self.failure: Exception | None = None
@@ -187,15 +191,20 @@ class Storage(ABC):
         with self.open(key) as stream:
             return stream.read()
 
-    def digest(self, key: str, copy: Callable[[bytes], Any] | None = None) -> tuple[int, str]:
-        """Size in bytes and SHA-256 (hex) of an object as storage returns it; `copy` gets the bytes, too."""
-        size, sha = 0, hashlib.sha256()
+    def chunks(self, key: str) -> Iterator[bytes | bytearray]:
+        """All bytes of a large object in their order, as fast as storage gives them; never of two versions of it."""
         with self.open(key) as stream:
             while chunk := stream.read(CHUNK):
-                size += len(chunk)
-                sha.update(chunk)
-                if copy:
-                    copy(chunk)
+                yield chunk
+
+    def digest(self, key: str, copy: Callable[[bytes | bytearray], Any] | None = None) -> tuple[int, str]:
+        """Size in bytes and SHA-256 (hex) of an object as storage returns it; `copy` gets the bytes, too."""
+        size, sha = 0, hashlib.sha256()
+        for chunk in self.chunks(key):
+            size += len(chunk)
+            sha.update(chunk)
+            if copy:
+                copy(chunk)
         return size, sha.hexdigest()
 
     def prove(self, prefix: str) -> None:

@@ -17,7 +17,7 @@ from app.errors import StorageError, run_and_exit
 from app.settings import CommandParser, load_settings
 from app.storage import open_storage
 from app.storage.base import Storage
-from app.storage.s3 import PART
+from app.storage.s3_parts import PART
 
 FOLDER = "sunspot-doctor"
 

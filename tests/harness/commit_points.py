@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,12 +39,14 @@ class DyingStorage(LocalStorage):
     def __init__(self, root: str, dies_at: int, diary: Path) -> None:
         super().__init__(root)
         self._left, self._diary = dies_at, diary
+        self._lock = threading.Lock()
 
     def _point(self, name: str) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._diary.write_text(name)
-            os.kill(os.getpid(), signal.SIGKILL)
+        with self._lock:  # files are uploaded at once
+            self._left -= 1
+            if self._left == 0:
+                self._diary.write_text(name)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def write(self, key: str, data: bytes) -> None:
         self._point(f"before write {key}")

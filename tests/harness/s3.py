@@ -20,6 +20,8 @@ import boto3
 import botocore.loaders
 import pytest
 
+from app.storage.s3_parts import NO_PART, crc32
+
 HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "server", "transfer-encoding"}
 
 
@@ -45,6 +47,8 @@ class Request:
         """S3's name for it, for those operations that we use."""
         if self.path.strip("/").count("/") == 0:
             return {"GET": "ListObjects", "HEAD": "HeadBucket", "PUT": "CreateBucket"}.get(self.method, self.method)
+        if self.query.get("partNumber") == str(NO_PART):
+            return "TryPart"
         if "uploadId" in self.query:
             names = {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}
             return names.get(self.method, "ListParts")
@@ -128,6 +132,29 @@ def without_header(name: str) -> Fault:
         handler.reply(*handler.ask_server(Request(request.method, request.target, headers, request.body)))
 
     return act
+
+
+def refuse_damage(handler: _Handler, request: Request) -> None:
+    """Refuse a body that is not that of its checksum, as S3 does and moto does not."""
+    if request.headers.get("x-amz-checksum-crc32", crc32(request.body)) != crc32(request.body):
+        answer(400, "BadDigest")(handler, request)
+    else:
+        handler.reply(*handler.ask_server(request))
+
+
+def damage(then: Fault) -> Fault:
+    """Change a byte of the body on its way."""
+
+    def act(handler: _Handler, request: Request) -> None:
+        body = request.body[:-1] + bytes([request.body[-1] ^ 1])
+        then(handler, Request(request.method, request.target, request.headers, body))
+
+    return act
+
+
+def pass_on(handler: _Handler, request: Request) -> None:
+    """Do what the server does."""
+    handler.reply(*handler.ask_server(request))
 
 
 @dataclass

@@ -442,8 +442,10 @@ def test_a_clock_that_is_set_back_changes_nothing(run: Run, monkeypatch: pytest.
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in S3 behind the proxy; the checkpoints take several parts."""
     from app.storage import s3 as storage
+    from app.storage import s3_parts
 
-    limits = {"PART": 5 << 20, "CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
+    monkeypatch.setattr(s3_parts, "PART", 5 << 20)
+    limits = {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)
     monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.1,))
@@ -515,6 +517,37 @@ def test_a_fault_that_stays_ends_the_run_with_the_objects_name(fault: str, s3_ru
         find_faults(s3_run, checkpoint)
         for checkpoint in in_lineage(list_checkpoints(s3_run), lineage(read_attempts(s3_run)))
     ] == [[]]
+
+
+def test_what_storage_has_verified_is_not_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
+    """Only that it is there: an acknowledged upload may be lost all the same."""
+
+    def lose(handler: Any, request: s3.Request) -> None:
+        answer = handler.ask_server(request)
+        _, bucket, key = request.path.split("/", 2)
+        s3.plain_client().delete_object(Bucket=bucket, Key=key)
+        handler.reply(*answer)
+
+    for operation in ("TryPart", "UploadPart"):
+        s3_proxy.on(operation, s3.refuse_damage)
+    s3_proxy.on("CompleteMultipartUpload", lose, times=1)
+    trainee = large_trainee(s3_run)
+    trainee.train()
+    trainee.save()
+    trainee.checkpoints.close(finished=True)
+    assert not [request for request in s3_proxy.seen("GetObject") if request.path.endswith("model.pt")]
+    assert find_faults(s3_run, newest(s3_run)) == []
+    assert "model.pt: gone after it was written" in trainee.warnings[0]
+
+
+def test_what_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: FaultProxy) -> None:
+    s3_proxy.on("UploadPart", s3.damage(then=s3.pass_on), times=1)
+    trainee = large_trainee(s3_run)
+    trainee.train()
+    trainee.save()
+    trainee.checkpoints.close(finished=True)
+    assert find_faults(s3_run, newest(s3_run)) == []
+    assert "model.pt: other bytes came back" in trainee.warnings[0]
 
 
 def test_loading_checks_the_bytes(run: Run) -> None:

@@ -24,7 +24,7 @@ import torch
 import app.storage.deadline
 import app.storage.local
 from app.errors import NotFoundError, SettingsError, StorageError
-from app.storage import open_storage
+from app.storage import open_storage, s3_parts
 from app.storage import s3 as module
 from app.storage.base import Storage, map_parallel
 from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
@@ -42,7 +42,7 @@ PART = 5 * MIB  # the least that S3 takes as a part
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small parts, and no thread of an upload left behind by any test."""
-    monkeypatch.setattr(module, "PART", PART)
+    monkeypatch.setattr(s3_parts, "PART", PART)
     yield
     assert_no_threads()
 
@@ -478,11 +478,11 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
 
 def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    sizes = [module.part_size(number) for number in range(1, 10_001)]
+    sizes = [s3_parts.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
     assert max(sizes) <= 5 << 30, "S3 takes no larger part"
-    assert sum(sizes[:1000]) == 1000 * module.PART, "an object of the usual size has even parts"
-    assert all(size * module.PARTS_IN_FLIGHT < max(100 * MIB, sum(sizes[:n]) / 100) for n, size in enumerate(sizes))
+    assert sum(sizes[:1000]) == 1000 * s3_parts.PART, "an object of the usual size has even parts"
+    assert all(size * s3_parts.PARTS_IN_FLIGHT < max(200 * MIB, sum(sizes[:n]) / 50) for n, size in enumerate(sizes))
 
 
 def test_parts_are_uploaded_in_the_sizes_they_grow_to(
@@ -490,12 +490,82 @@ def test_parts_are_uploaded_in_the_sizes_they_grow_to(
     s3_proxy: FaultProxy,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "EVEN_PARTS", 2)
-    monkeypatch.setattr(module, "GROWTH", MIB)
+    monkeypatch.setattr(s3_parts, "EVEN_PARTS", 2)
+    monkeypatch.setattr(s3_parts, "GROWTH", MIB)
     sha256 = write_parts(s3_storage, 5)
     assert s3_storage.digest("run/model.pt") == (5 * PART + 1, sha256)
     sizes = {int(each.query["partNumber"]): len(each.body) for each in s3_proxy.seen("UploadPart")}
     assert [sizes[number] for number in sorted(sizes)] == [PART, PART, PART + MIB, PART + 2 * MIB, 2 * MIB + 1]
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_a_server_that_verifies_parts_is_told_from_one_that_does_not(
+    verifies: bool,
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+) -> None:
+    """By a damaged part under a number of its own, of which nothing stays in the object."""
+    for name in ("TryPart", "UploadPart"):
+        s3_proxy.on(name, s3.refuse_damage if verifies else s3.pass_on)
+    content = pattern(3 * PART + 1)
+    with s3_storage.writer("run/model.pt") as writer:
+        writer.write(content)
+    assert writer.verified == verifies
+    assert s3_storage.digest("run/model.pt") == (writer.size, writer.sha256)
+    parts = s3_proxy.seen("UploadPart")
+    assert [part.headers["x-amz-checksum-crc32"] for part in parts] == [s3_parts.crc32(part.body) for part in parts]
+    assert {part.headers["x-amz-content-sha256"] for part in parts} == {"UNSIGNED-PAYLOAD"}, "hashed by us alone"
+
+
+@pytest.mark.parametrize("fault", [s3.answer(403, "AccessDenied"), s3.answer(400, "InvalidRequest"), s3.reset])
+def test_another_refusal_of_a_damaged_part_proves_nothing(
+    fault: s3.Fault,
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+) -> None:
+    s3_proxy.on("TryPart", fault)
+    with s3_storage.writer("run/model.pt") as writer:
+        writer.write(pattern(PART + 1))
+    assert not writer.verified
+
+
+def test_a_part_that_is_damaged_on_its_way_fails_the_upload(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+) -> None:
+    s3_proxy.on("UploadPart", s3.damage(then=s3.refuse_damage))
+    with pytest.raises(StorageError, match=r"run/model\.pt: cannot upload: .*BadDigest"):
+        write_parts(s3_storage)
+    assert_nothing_left(s3_storage)
+
+
+def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+    content = pattern(5 * PART + 1)
+    s3_storage.write("run/model.pt", content)
+    together = threading.Barrier(5, timeout=20)
+
+    def wait_for_the_others(handler: Any, request: s3.Request) -> None:
+        together.wait()
+        handler.reply(*handler.ask_server(request))
+
+    s3_proxy.on(lambda request: "if-match" in request.headers, wait_for_the_others)  # all but the first
+    assert b"".join(s3_storage.chunks("run/model.pt")) == content
+    assert len(s3_proxy.seen("GetObject")) == 6
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_an_error(
+    s3_storage: S3Storage,
+    s3_proxy: FaultProxy,  # noqa: F811
+) -> None:
+    s3_storage.write("run/model.pt", pattern(3 * PART))
+
+    def replace_first(handler: Any, request: s3.Request) -> None:
+        s3.plain_client().put_object(Bucket=s3_storage.bucket, Key="runs/run/model.pt", Body=bytes(3 * PART))
+        handler.reply(*handler.ask_server(request))
+
+    s3_proxy.on(lambda request: "if-match" in request.headers, replace_first)
+    with pytest.raises(StorageError, match=r"run/model\.pt: cannot read: .*; it was replaced while it was read"):
+        s3_storage.digest("run/model.pt")
 
 
 def assert_nothing_left(storage: S3Storage) -> None:
@@ -529,7 +599,7 @@ def test_uploads_give_up_in_the_end(
     with pytest.raises(StorageError, match=where):
         write_parts(s3_storage)
     assert_nothing_left(s3_storage)
-    parts = module.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
+    parts = s3_parts.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
     assert tries <= len(s3_proxy.seen(operation)) <= tries * parts
     assert len(s3_proxy.seen("AbortMultipartUpload")) == (operation != "CreateMultipartUpload")
 
