@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from app.cgroup import memory_left
+from app.checkpoint.pages import Pages, map_pages
 from app.errors import DamageError, shorten
 from app.run import SHARED_MEMORY, copies_of
 from app.run.attempts import checkpoint_name, nonce_of
@@ -275,6 +276,8 @@ class LoadedSnapshot(NamedTuple):
     "The tensors' bytes, uint8 [size]."
     rest: dict[str, Any]
     "Beside them: `structure`, `about` (the manifest) and `ledger`."
+    pages: Pages
+    "Where `data` lies."
 
 
 def find_snapshot(location: str) -> LoadedSnapshot | None:
@@ -293,14 +296,15 @@ def _read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
     with open(held.file, "rb") as file:
         if os.fstat(file.fileno()).st_size < held.size:
             raise DamageError("it is cut off")
-        data = torch.empty(held.size, dtype=torch.uint8)
+        pages = Pages(held.size)
+        data = map_pages(pages.path, held.size, shared=True)
         file.readinto(as_bytes(data))
     rest = Path(held.file).with_suffix(".rest").read_bytes()
     if _read_marker(_marker(Path(held.file))) != held:
         raise DamageError("it was replaced meanwhile")
     if zlib.crc32(as_bytes(data)) != held.crc32 or zlib.crc32(rest) != held.rest_crc32:
         raise DamageError("its bytes are not those that were marked")
-    return LoadedSnapshot(held, data, torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True))
+    return LoadedSnapshot(held, data, torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True), pages)
 
 
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:

@@ -1,17 +1,19 @@
 """The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
 
+import functools
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 import torch.distributed as dist
 
 from app.checkpoint import versions
 from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, find_heartbeats, find_snapshot
+from app.checkpoint.node_state import NodeState
 from app.errors import ConflictError, DamageError, SupersededError
-from app.parallel import from_rank_0, gather_objects
+from app.parallel import finish_together, from_rank_0, gather_objects
 from app.run import Run
 from app.run.attempts import (
     CLAIM_TRIES,
@@ -28,13 +30,23 @@ from app.run.attempts import (
     refuse_if_superseded,
     step_of,
 )
-from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, leads_to_newest, list_directories
+from app.run.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    find_faults,
+    find_faults_in_listing,
+    find_newest_good,
+    leads_to_newest,
+    list_directories,
+)
 from app.run.history import read_journal
 from app.run.identity import refuse_other_settings
 from app.run.incidents import TIER
 from app.run.status import Status, read_status, refuse_if_deleted
 from app.settings import PREFIX, Settings, accepts
-from app.storage.base import retry_storage
+from app.storage.base import Entry, retry_storage
+
+Result = TypeVar("Result")
 
 
 class Machine(NamedTuple):
@@ -71,31 +83,67 @@ class Start:
 
 def agree_on_start(
     run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, warn: Callable[[str], Any], driver: str = ""
-) -> tuple[Start | None, LoadedSnapshot | None]:
+) -> tuple[Start | None, LoadedSnapshot | None, NodeState]:
     """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
 
-    Also returns the snapshot of this rank's node. The start is None when this job may not train on. Rank 0 raises
-    `StorageError` when storage refuses for longer than `storage_timeout_s`, or like `begin_attempt`.
+    Also returns the snapshot that this rank found on its node, and the hold on what was read of a checkpoint. The start
+    is None when this job may not train on. Raises like `begin_attempt`.
     """
-    found = find_snapshot(run.location) if settings.snapshot_cost else None
     node = ray.get_runtime_context().get_node_id()
+    state = NodeState(run, group, gather_objects(node, group))
+    found = find_snapshot(run.location) if settings.snapshot_cost and state.reads else None
     mine = Machine(socket.gethostname(), node, found.held if found else None, find_heartbeats(run.location))
     machines = gather_objects(mine, group)
-    limit_s = settings.storage_timeout_s
-
-    def begin() -> Start | None:
-        return retry_storage(
-            lambda: begin_attempt(run, owner, settings, machines, driver), limit_s, "beginning an attempt", warn
-        )
-
-    return from_rank_0(group, begin), found
+    return begin_attempt(run, owner, settings, machines, driver, group, state.read, warn), found, state
 
 
-def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machine], driver: str = "") -> Start | None:
+def begin_attempt(
+    run: Run,
+    owner: str,
+    settings: Settings,
+    machines: list[Machine],
+    driver: str = "",
+    group: dist.ProcessGroup | None = None,
+    read: Callable[[Checkpoint], list[str]] | None = None,
+    warn: Callable[[str], Any] = print,
+) -> Start | None:
     """Claim the next attempt, given each rank's machine, and choose its start; None when this job may not train on.
 
-    Raises `ConflictError` when the run was begun anew with other settings meanwhile, and `DamageError` like
-    `refuse_to_begin_anew`.
+    A checkpoint is chosen by its manifest and the listing, and found to be whole or damaged by whoever loads it: `read`
+    does so for a rank, and returns the faults that it saw (default: compares every byte). One that any rank finds
+    damaged is passed over by all of them. All workers of `group` (None: one alone) call this together. Rank 0 raises
+    `StorageError` when storage refuses for longer than `storage_timeout_s`, `ConflictError` when the run was begun anew
+    with other settings meanwhile, and `DamageError` like `refuse_to_begin_anew`.
+    """
+    limit_s = settings.storage_timeout_s
+
+    def on_rank_0(act: Callable[[], Result]) -> Result:
+        return from_rank_0(group, lambda: retry_storage(act, limit_s, "beginning an attempt", warn))
+
+    def find_damage(checkpoint: Checkpoint) -> list[str]:
+        return retry_storage(
+            lambda: read(checkpoint) if read else find_faults(run, checkpoint), limit_s, "reading a checkpoint", warn
+        )
+
+    attempt = on_rank_0(lambda: claim_attempt(run, owner, settings, machines, driver))
+    damaged: dict[str, list[str]] = {}
+    while attempt:
+        start = on_rank_0(functools.partial(choose_start, run, attempt, machines, damaged))
+        if start and (checkpoint := start.checkpoint):
+            seen = finish_together(group, functools.partial(find_damage, checkpoint))
+            if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
+                damaged[checkpoint.name] = list(dict.fromkeys(faults))
+                continue
+        return on_rank_0(functools.partial(record_choice, run, start)) if start else None
+    return None
+
+
+def claim_attempt(
+    run: Run, owner: str, settings: Settings, machines: list[Machine], driver: str = ""
+) -> Attempt | None:
+    """Claim the next attempt, whose start is not chosen yet; None when this job may not train on.
+
+    Raises `ConflictError` when the run was begun anew with other settings meanwhile.
     """
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -124,35 +172,39 @@ def begin_attempt(run: Run, owner: str, settings: Settings, machines: list[Machi
         )
         if claim(run, attempts, attempt):
             refuse_other_settings(run, settings.environment(), ())
-            try:
-                return choose_start(run, attempt, machines)
-            except SupersededError:
-                return None
-            except DamageError as error:
-                record_error(run, attempt.number, error)  # a retry of this job finds nothing else
-                raise
+            return attempt
     raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
 
 
-def choose_start(run: Run, attempt: Attempt, machines: list[Machine]) -> Start:
-    """Choose where a claimed attempt starts, and record it.
+def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: Mapping[str, list[str]]) -> Start | None:
+    """Choose where a claimed attempt starts, given the faults of checkpoints that were read; None when superseded.
 
     Nobody else commits or deletes any more, but for what was in flight, and that is never the newest checkpoint listed
-    now. Raises `SupersededError`, and `DamageError` like `refuse_to_begin_anew`.
+    now. Raises `DamageError` like `refuse_to_begin_anew`.
     """
+
+    def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
+        return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
+
     before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
     rank, snapshot = choose_snapshot(before, [machine.snapshot for machine in machines])
     checkpoint: Checkpoint | None = None
     skipped: tuple[str, ...] = ()
     if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
-        checkpoint, skipped = find_newest_good(run, before)
+        checkpoint, skipped = find_newest_good(run, before, inspect=inspect)
         if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
             checkpoint = None  # what looked newer by its name is damaged
         else:
             snapshot = None
     if not snapshot and not checkpoint:
-        ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
-        refuse_to_begin_anew(run, before, skipped, attempt.metadata["settings"])
+        try:
+            ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
+            refuse_to_begin_anew(run, before, skipped, attempt.metadata["settings"])
+        except SupersededError:
+            return None
+        except DamageError as error:
+            record_error(run, attempt.number, error)  # a retry of this job finds nothing else
+            raise
     attempt = replace(
         attempt,
         starts_from=snapshot.checkpoint if snapshot else checkpoint.name if checkpoint else None,
@@ -161,7 +213,6 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine]) -> Start:
         metadata={**attempt.metadata, TIER: "memory" if snapshot else "storage" if checkpoint else "beginning"},
         chosen=True,
     )
-    record_start(run, attempt)
     return Start(
         attempt=attempt,
         before=[earlier for earlier in before if earlier.chosen],
@@ -173,6 +224,15 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine]) -> Start:
         events=read_journal(run, "events"),
         status=read_status(run, attempt.driver),
     )
+
+
+def record_choice(run: Run, start: Start) -> Start | None:
+    """Record the start that was chosen, once its state is known to be whole; None when superseded."""
+    try:
+        record_start(run, start.attempt)
+    except SupersededError:
+        return None
+    return start
 
 
 def refuse_to_begin_anew(

@@ -1,21 +1,20 @@
 """The state that a worker group goes on from: out of a node's shared memory, a checkpoint, or INIT_FROM."""
 
-import hashlib
-import zlib
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from app.checkpoint.files import load_state, unpack
+from app.checkpoint.files import unpack
 from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, as_bytes
+from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import is_sharded, load_model, load_whole
 from app.checkpoint.snapshot import in_buffer
 from app.elastic.claim import Start
 from app.errors import ConflictError, NotFoundError, SettingsError
-from app.parallel import finish_together, from_rank_0, gather_objects
+from app.parallel import finish_together, from_rank_0
 from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good
@@ -46,59 +45,50 @@ def load_start(
     settings: Settings,
     start: Start,
     found: LoadedSnapshot | None,
+    node: NodeState,
     group: dist.ProcessGroup,
     warn: Callable[[str], Any],
 ) -> State:
-    """The state to go on from, on every rank; `found` is this node's snapshot. All workers call this together."""
+    """The state to go on from, on every rank, out of what `agree_on_start` returned. All workers call this together."""
+    if not start.checkpoint:
+        node.close()  # of one that was damaged
     if start.snapshot:
-        return _load_snapshot(start.snapshot, start.snapshot_rank, found, group)
+        return _load_snapshot(start.snapshot, start.snapshot_rank, found, node)
     if not start.checkpoint:
         return State(model=read_init(settings, group, warn)) if settings.init_from else State()
-    checkpoint, limit_s = start.checkpoint, settings.storage_timeout_s
-
-    def load() -> State:
-        return retry_storage(lambda: _load_checkpoint(run, checkpoint, settings), limit_s, "reading a checkpoint", warn)
-
-    return finish_together(group, load)
-
-
-def _load_snapshot(chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None, group: dist.ProcessGroup) -> State:
-    """The chosen snapshot, on every rank: `rank` broadcasts it if another node lacks it."""
-    mine = found.held if found else None
-    same = mine is not None and (mine.attempt, mine.step, mine.crc32) == (chosen.attempt, chosen.step, chosen.crc32)
-    data = found.data if found and same else torch.empty(chosen.size, dtype=torch.uint8)
-    rest = [found.rest if found and same else {}]
-    if not all(gather_objects(same, group)):
-        dist.broadcast(data, rank, group=group)
-        dist.broadcast_object_list(rest, rank, group=group)
-    if zlib.crc32(as_bytes(data)) != chosen.crc32:
-        raise RuntimeError("the copy of the state that came from another node is not the one that was marked there")
-    state = in_buffer(rest[0]["structure"], as_bytes(data))
-    return State(
-        model=state["model"],
-        optimizer=state["optimizer"],
-        evaluated=chosen.evaluated,
-        metrics=rest[0]["about"]["metrics"],
-        taken=chosen.time,
-        tier="memory",
-        ledger=tuple(rest[0]["ledger"]),
-    )
-
-
-def _load_checkpoint(run: Run, checkpoint: Checkpoint, settings: Settings) -> State:
-    state: dict[str, Any]
+    checkpoint, state = start.checkpoint, {}
     if not is_sharded(checkpoint):
-        state = {kind: load_state(run, checkpoint, f"{kind}.pt") for kind in ("model", "optimizer")}
+        state = node.load(checkpoint)
     elif settings.parallel == "fsdp":
         state = {"parts": checkpoint}
     else:
-        state = load_whole(run, checkpoint)
+        limit_s = settings.storage_timeout_s
+
+        def load() -> dict[str, Any]:
+            return retry_storage(lambda: load_whole(run, checkpoint), limit_s, "reading a checkpoint", warn)
+
+        state = finish_together(group, load)
     return State(
         **state,
         evaluated=checkpoint.evaluated,
         metrics=checkpoint.metrics,
         taken=checkpoint.metrics.get("time", checkpoint.time),
         tier="storage",
+    )
+
+
+def _load_snapshot(chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None, node: NodeState) -> State:
+    """The chosen snapshot, on every rank."""
+    _, data, rest, _ = node.share(chosen, rank, found)
+    state = in_buffer(rest["structure"], as_bytes(data))
+    return State(
+        model=state["model"],
+        optimizer=state["optimizer"],
+        evaluated=chosen.evaluated,
+        metrics=rest["about"]["metrics"],
+        taken=chosen.time,
+        tier="memory",
+        ledger=tuple(rest["ledger"]),
     )
 
 
@@ -131,19 +121,19 @@ def choose_init(settings: Settings) -> Checkpoint | str:
 
 def load_init(settings: Settings, chosen: Checkpoint | str) -> Any:
     """The state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
-    wanted = settings.init_from
+    wanted, content = settings.init_from, bytearray()
     replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"
     try:
         if isinstance(chosen, Checkpoint):
             return load_model(_init_run(settings), chosen)
         storage, file = _init_file(settings)
-        content = storage.read(file)
+        sha256 = storage.digest(file, content.extend)[1]
     except NotFoundError as error:
         raise ConflictError(replaced) from error
-    if hashlib.sha256(content).hexdigest() != chosen:
+    if sha256 != chosen:
         raise ConflictError(replaced)
     try:
-        state = unpack(content)
+        state = unpack(io.BytesIO(content))
     except ValueError as error:
         raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save") from error
     if not isinstance(state, dict):

@@ -1,8 +1,8 @@
 """The checkpoints of a run, and whether they are whole.
 
 A checkpoint directory counts when it holds `manifest.json`, which is written last and deleted first. It is whole when
-every file has the size and the SHA-256 the manifest lists. A file listed under the version it had when the commit read
-it back has not been written since, which saves reading it.
+every file has the size and the SHA-256 the manifest lists. A file listed under the version it had when it was committed
+has not been written since, which saves reading it.
 """
 
 import time
@@ -41,8 +41,14 @@ from app.storage.local import local_path
 
 MANIFEST = "manifest.json"
 
+FILES_AT_ONCE = 2
+"""Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
+
 Directories = Mapping[str, Mapping[str, Entry]]
 """The files of each checkpoint directory, by its name (`list_directories`)."""
+
+Inspect = Callable[["Checkpoint", Mapping[str, Entry]], list[str]]
+"""Finds the faults of a checkpoint, given the listing of its directory."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Checkpoint:
     attempt: Count
     metrics: dict[str, Whole | float | None] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    "For each file: `size` in bytes, `sha256`, and the `version` (`Entry.version`) it was read back under."
+    "For each file: `size` in bytes, `sha256`, and the `version` (`Entry.version`) it was committed with."
     time: Moment = field(default_factory=time.time)
     evaluated: bool = True
     "False: it ends an epoch that has not been evaluated."
@@ -148,29 +154,44 @@ def _is_file(entry: dict[str, Any]) -> bool:
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
     """What is wrong with a checkpoint, a line per fault; empty when every byte matches the manifest.
 
-    With `listed`, its directory in `list_directories`, files listed under the version that the commit read back are
-    not read again; those of a copied run and those written since are.
+    With `listed`, its directory in `list_directories`, files listed under the version that the commit saw are not read
+    again; those of a copied run and those written since are.
     """
     if checkpoint.damage:
         return [checkpoint.damage]
-    faults = []
-    for file, expected in checkpoint.files.items():
-        entry = listed.get(file) if listed is not None else None
-        if entry and entry.version == expected.get("version") and entry.size == expected["size"]:
-            continue
-        if listed is not None and not entry:
-            faults.append(f"{file} is missing")
-        elif entry and entry.size != expected["size"]:
-            faults.append(f"{file} has {entry.size} bytes instead of {expected['size']}")
-        else:
-            faults += _compare_bytes(run, checkpoint, file)
-    return faults
+
+    def find(file: str) -> list[str]:
+        if listed is not None:
+            if fault := _fault_in_listing(checkpoint, file, listed):
+                return [fault]
+            if listed[file].version == checkpoint.files[file].get("version"):
+                return []
+        return compare_bytes(run, checkpoint, file)
+
+    return [fault for faults in map_parallel(find, checkpoint.files, FILES_AT_ONCE) for fault in faults]
 
 
-def _compare_bytes(run: Run, checkpoint: Checkpoint, file: str) -> list[str]:
+def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
+    """What is wrong with a checkpoint as far as its manifest and the listing of its directory tell."""
+    if checkpoint.damage:
+        return [checkpoint.damage]
+    return [fault for file in checkpoint.files if (fault := _fault_in_listing(checkpoint, file, listed))]
+
+
+def _fault_in_listing(checkpoint: Checkpoint, file: str, listed: Mapping[str, Entry]) -> str:
+    expected = checkpoint.files[file]["size"]
+    if file not in listed:
+        return f"{file} is missing"
+    return "" if listed[file].size == expected else f"{file} has {listed[file].size} bytes instead of {expected}"
+
+
+def compare_bytes(
+    run: Run, checkpoint: Checkpoint, file: str, copy: Callable[[bytes | bytearray], Any] | None = None
+) -> list[str]:
+    """Read a file, and compare it with the manifest: its fault, if it has one; `copy` gets the bytes, too."""
     expected = checkpoint.files[file]
     try:
-        size, sha256 = run.storage.digest(_key(run, checkpoint.name, file))
+        size, sha256 = run.storage.digest(_key(run, checkpoint.name, file), copy)
     except NotFoundError:
         return [f"{file} is missing"]
     if size != expected["size"]:
@@ -200,11 +221,12 @@ def verify(
 
 
 def find_newest_good(
-    run: Run, attempts: list[Attempt], trust_listing: bool = False
+    run: Run, attempts: list[Attempt], trust_listing: bool = False, inspect: Inspect | None = None
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
 
     `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
+    `inspect` finds a checkpoint's faults in place of both.
     """
     spans = lineage(attempts)
     directories = list_directories(run)
@@ -213,7 +235,11 @@ def find_newest_good(
         if MANIFEST not in directories[name]:
             passed.append(f"{name}: incomplete, it has no manifest")
         elif checkpoint := read_manifest(run, name):
-            faults = find_faults(run, checkpoint, directories[name] if trust_listing else None)
+            listed = directories[name]
+            if inspect:
+                faults = inspect(checkpoint, listed)
+            else:
+                faults = find_faults(run, checkpoint, listed if trust_listing else None)
             if not faults:
                 return checkpoint, tuple(passed)
             passed.append(f"{name}: damaged, {'; '.join(faults)}")

@@ -20,6 +20,7 @@ from app.background import Background, start_thread
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.files import load_weights
 from app.checkpoint.sharded import load_parts
+from app.checkpoint.snapshot import map_tensors
 from app.data.order import MIN_ROWS
 from app.data.ray_loader import RayLoader
 from app.data.source import Batch, Source
@@ -80,7 +81,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     memory = open_memory(run, settings, warn)
     dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
     try:
-        start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
+        start, found, node = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
     except SunspotError as error:
         tell_driver(error, control)
         raise
@@ -94,7 +95,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
         watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, note_hang)
         try:
-            state = load_start(run, settings, start, found, group, warn)
+            state = load_start(run, settings, start, found, node, group, warn)
             stack.enter_context(watchdog)
             worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
             place = f"{worker.device} of {socket.gethostname()}"
@@ -248,7 +249,9 @@ def build_optimizer(
     optimizer = task.build_optimizer(model, settings)
     peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
     if state.optimizer:
-        optimizer.load_state_dict(shard_optimizer_state(optimizer, state.optimizer))
+        # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
+        own = map_tensors(state.optimizer, torch.clone) if next(model.parameters()).is_cpu else state.optimizer
+        optimizer.load_state_dict(shard_optimizer_state(optimizer, own))
     elif state.parts:
         read_parts(optimizer)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):

@@ -96,7 +96,7 @@ def judge_end(
 
     def read_end() -> tuple[Exception | None, Checkpoint | None]:
         fatal = fatal_error(run, owner, driver)
-        return fatal, None if fatal else find_newest_good(run, read_attempts(run))[0]
+        return fatal, None if fatal else find_newest_good(run, read_attempts(run), trust_listing=True)[0]
 
     fatal, checkpoint = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end", print)
     if fatal:

@@ -6,8 +6,11 @@ says. Each rank is a forked process, and commits as in a run.
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,17 +19,19 @@ import torch
 import torch._dynamo  # torch imports it on first use: not in each child
 import torch.distributed as dist
 
-from app.checkpoint import CheckpointManager
-from app.checkpoint.files import load_state
+import app.checkpoint.memory
+from app.checkpoint import CheckpointManager, NodeMemory
+from app.checkpoint.memory import as_bytes, find_snapshot
+from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import is_sharded, load_parts, load_whole
 from app.data.order import MIN_ROWS, Steps
 from app.data.source import read_rows
 from app.observe.metrics import Stopwatch
-from app.parallel import prepare, shard_model, shard_optimizer_state
+from app.parallel import gather_objects, prepare, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
-from app.run.checkpoints import read_manifest
+from app.run.checkpoints import Checkpoint, read_manifest
 from app.run.history import Journal
 from app.settings import Settings
 from app.storage.base import retry_storage
@@ -94,8 +99,13 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
         run = open_run(root, group.origin[0])
         checkpoint = read_manifest(run, checkpoint_name(*group.origin[1:]))
         assert checkpoint
+        world = dist.group.WORLD
+        assert world
+        node = NodeState(run, world, ["node"] * group.ranks)
+        assert node.read(checkpoint) == []
+        assert (not is_sharded(checkpoint) and rank == 0) == bool(node._files), "one of the node's reads for all"
         if not is_sharded(checkpoint):
-            whole = {kind: load_state(run, checkpoint, f"{kind}.pt") for kind in ("model", "optimizer")}
+            whole = node.load(checkpoint)
         elif group.parallel == "ddp":
             whole = load_whole(run, checkpoint)
         else:
@@ -137,6 +147,35 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     dist.destroy_process_group()
 
 
+def share_copy(root: str, rank: int) -> None:
+    """A copy in the memory of one node reaches three ranks on two nodes; what each changes is its own."""
+    dist.init_process_group("gloo", init_method=f"file://{root}/share", rank=rank, world_size=3)
+    world, places = dist.group.WORLD, ["a", "a", "b"]
+    assert world
+    app.checkpoint.memory.SHARED_MEMORY = Path(root, places[rank])
+    app.checkpoint.memory.SHARED_MEMORY.mkdir(exist_ok=True)
+    content = bytes(range(256)) * 16
+    if rank == 0:
+        memory = NodeMemory("run")
+        slot = memory.free_slot(len(content), needed=True)
+        assert slot
+        slot.map[:] = content
+        rest = io.BytesIO()
+        torch.save({"ledger": [(1, 2)]}, rest)
+        memory.complete(slot, Checkpoint(checkpoint_name(7, 1), 7, 1, 10, 10, 1), rest.getvalue())
+    node = NodeState(open_run(root, "run"), world, places)
+    found = find_snapshot("run") if node.reads else None
+    held = gather_objects(found.held if found else None, world)
+    assert [each is not None for each in held] == [True, False, False]
+    loaded = node.share(held[0], 0, found)
+    assert loaded.rest == {"ledger": [(1, 2)]}
+    assert bytes(as_bytes(loaded.data)) == content
+    loaded.data.fill_(rank)
+    gather_objects(None, world)
+    assert loaded.data.tolist() == [rank] * len(content)
+    dist.destroy_process_group()
+
+
 def prepare_alone(model: torch.nn.Module, group: Group) -> torch.nn.Module:
     """What `prepare` does, which asks Ray for the device under ddp."""
     if group.parallel == "fsdp":
@@ -154,14 +193,20 @@ def main(root: str) -> None:
             step = group.first if start else 0  # another run's step is none of this run's
             attempt = Attempt(len(attempts) + 1, "me", start, step, metadata={"world_size": group.ranks})
             assert claim(run, attempts, attempt)
-            children = []
-            for rank in range(group.ranks):
-                if child := os.fork():
-                    children.append(child)
-                    continue
-                train(root, name, attempt, group, rank)
-                os._exit(0)
-            assert all([os.waitpid(child, 0)[1] == 0 for child in children]), f"{name}: {group}"
+            fork(group.ranks, functools.partial(train, root, name, attempt, group))
+    fork(3, functools.partial(share_copy, root))
+
+
+def fork(ranks: int, act: Callable[[int], None]) -> None:
+    """Let each rank act in a process of its own."""
+    children = []
+    for rank in range(ranks):
+        if child := os.fork():
+            children.append(child)
+            continue
+        act(rank)
+        os._exit(0)
+    assert all([os.waitpid(child, 0)[1] == 0 for child in children]), act
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.files import load_state
 from app.checkpoint.memory import find_snapshot
+from app.checkpoint.node_state import NodeState
 from app.data.order import Order, Steps
 from app.data.source import EmptySource
 from app.elastic.claim import Machine, begin_attempt
@@ -33,7 +34,6 @@ from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import find_faults, find_newest_good, in_lineage, list_checkpoints
 from app.run.identity import Rows, keep_identity
 from app.settings import IDENTITY, Settings
-from app.storage.base import retry_storage
 from submitter.commands.audit import prove
 from tests.harness.s3 import FaultProxy, Request, _Handler
 
@@ -78,10 +78,11 @@ def train(storage: str, owner: str, has_memory: bool) -> int:
     keep_identity(run, settings.environment(), IDENTITY, Rows("", ROWS, ROWS // BATCH, "", ""))
     found = find_snapshot(run.location) if has_memory else None
     machines = [Machine("host", owner, found.held if found else None, [])]
-    start = retry_storage(lambda: begin_attempt(run, owner, settings, machines), 60, "beginning", print)
+    node = NodeState(run, None, [owner])
+    start = begin_attempt(run, owner, settings, machines, read=node.read)
     if start is None:
         return SUPERSEDED
-    state = load_start(run, settings, start, found, None, print)  # type: ignore[arg-type]  # a worker alone
+    state = load_start(run, settings, start, found, node, None, print)  # type: ignore[arg-type]  # a worker alone
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     if state.model:

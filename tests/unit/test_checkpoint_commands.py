@@ -44,9 +44,9 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     asked: list[str] = []
     digest = LocalStorage.digest
 
-    def spy(self: LocalStorage, key: str) -> tuple[int, str]:
+    def spy(self: LocalStorage, key: str, *copy: Any) -> tuple[int, str]:
         asked.append(key)
-        return digest(self, key)
+        return digest(self, key, *copy)
 
     monkeypatch.setattr(LocalStorage, "digest", spy)
     return asked

@@ -87,6 +87,42 @@ def test_what_is_damaged_in_storage_does_not_beat_memory(run: Run) -> None:
     assert name in found.attempt.skipped[0]
 
 
+def test_what_any_rank_finds_damaged_is_passed_over_by_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 alone sees other bytes of the newest, and this rank, 0, of the one before."""
+    first = start(run, "me")
+    names = [commit(run, first, step).name for step in (5, 10, 15)]
+    reads: list[str] = []
+
+    def read(checkpoint: Checkpoint) -> list[str]:
+        assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
+        reads.append(checkpoint.name)
+        return ["model.pt is missing"] if checkpoint.step == 10 else []
+
+    def gather(mine: list[str], group: Any) -> list[list[str]]:
+        return [mine, ["optimizer.pt has 1 bytes instead of 2"] if reads[-1] == names[2] else []]
+
+    monkeypatch.setattr("app.elastic.claim.gather_objects", gather)
+    found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(None, None), read=read)
+    assert found
+    assert reads == names[::-1]
+    assert (found.attempt.step, found.checkpoint and found.checkpoint.name) == (5, names[0])
+    assert found.attempt.skipped == (
+        f"{names[2]}: damaged, optimizer.pt has 1 bytes instead of 2",
+        f"{names[1]}: damaged, model.pt is missing",
+    )
+    assert read_attempts(run)[-1] == found.attempt
+
+
+def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(run, start(run, "me"), 5)
+    opened: list[str] = []
+    monkeypatch.setattr(LocalStorage, "digest", lambda *arguments: opened.append(arguments[1]) or (0, ""))
+    found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(None), read=lambda _: [])
+    assert found
+    assert found.attempt.step == 5
+    assert opened == []
+
+
 def test_storage_wins_at_the_same_step_when_only_it_is_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
     assert begun(run, copy(1, 5, evaluated=False)).snapshot is None
@@ -120,11 +156,11 @@ def test_who_dies_before_it_has_chosen_costs_no_step(run: Run, monkeypatch: pyte
     commit(run, start(run, "other"), 5)
 
     def die(*_: Any) -> None:
-        raise StorageError("the network is gone")
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("app.elastic.claim.record_start", die)
-        with pytest.raises(StorageError):
+        with pytest.raises(KeyboardInterrupt):
             begun(run)
     claimed = read_attempts(run)[-1]
     assert (claimed.number, claimed.chosen) == (2, False)
@@ -281,7 +317,6 @@ def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
 
 def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     import app.storage.base
-    from app.errors import StorageError
 
     monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.01,))
     warned: list[str] = []
