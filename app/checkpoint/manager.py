@@ -2,7 +2,8 @@
 
 training thread   `save` lists the state's tensors and goes on; `wait_for_copy` comes before parameters change
 copy thread       copies the tensors to the node's shared memory (snapshot.py, memory.py)
-commit thread     uploads the copy, reads it back and writes the manifest (commit.py; files.py for a whole state,
+seal thread       marks the copy there as complete, with its checksum
+commit thread     uploads the copy, verifies it and writes the manifest (commit.py; files.py for a whole state,
                   sharded.py for one worker's part of it)
 """
 
@@ -39,7 +40,7 @@ NOTICE_MARGIN_S = 4.0
 """Between a notice and the save: the driver polls twice a second, rank 0 polls it as often, and a step has to end."""
 
 COPIES_MEASURED = 3
-"""Copies in memory after which their cost is reported: the first ones pay for allocating the memory."""
+"""Copies in memory after which their cost is reported."""
 
 
 class CheckpointManager:

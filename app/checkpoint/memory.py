@@ -16,12 +16,14 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from app.background import start_thread
 from app.cgroup import memory_left
 from app.checkpoint.pages import Pages, map_pages
 from app.errors import DamageError, shorten
@@ -136,6 +138,8 @@ class NodeMemory:
         self._newest: Slot | None = None
         self._inherited: Path | None = None
         "The newest copy of the process before, kept until there is a newer one."
+        self._making: Future[None] | None = None
+        "The slot that is being made."
         self._failing = self._unpinned = False
         "Whether the user has been told that copies cannot be kept, and that they are not pinned."
         self.directory = self._lock_directory(location) if location else None
@@ -150,24 +154,48 @@ class NodeMemory:
         if self._heartbeat is not None:
             HEARTBEAT.pack_into(self._heartbeat, 0, attempt, step, time.time())
 
-    def free_slot(self, size: int, needed: bool) -> Slot | None:
-        """A slot of `size` bytes that nobody needs; None when there is none, unless it is `needed`."""
+    def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
+        """A slot of `size` bytes that nobody needs; None when there is none, unless it is `needed`.
+
+        Then another one is made meanwhile, in a thread: reserving its memory, and pinning it for copies from `device`,
+        takes a second for each GB. One that is needed is made at once.
+        """
+        if self._making:
+            if not needed and not self._making.done():
+                return None
+            self._making.result()
+            self._making = None
         self._slots = [slot for slot in self._slots if slot.size == size or slot.uploading or slot.sealing]
         for slot in self._slots:
             if slot.size == size and slot is not self._newest and not (slot.uploading or slot.sealing):
                 slot.unmark()
                 return slot
+        if needed:
+            return self._add_shared(size) or self._add(size, None)
         if self.directory and len(self._slots) < MOST_SLOTS:
-            try:
-                if not self._slots:
-                    self._check_room(size)
-                taken = {slot.file for slot in self._slots} | {self._inherited}
-                file = next(f for n in range(MOST_SLOTS + 1) if (f := self.directory / f"slot-{n}.data") not in taken)
-                return self._add(size, file)
-            except OSError as error:
-                if len(self._slots) < 2:
-                    self._give_up(f"{error.strerror or error}")
-        return self._add(size, None) if needed else None
+            self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
+        return None
+
+    def _make_slot(self, size: int, device: torch.device | None) -> None:
+        slot = self._add_shared(size)
+        if slot and device:
+            with torch.cuda.device(device):
+                self.pin(slot)
+
+    def _add_shared(self, size: int) -> Slot | None:
+        """Another slot in shared memory; None when there is no room."""
+        if not self.directory or len(self._slots) >= MOST_SLOTS:
+            return None
+        try:
+            if not self._slots:
+                self._check_room(size)
+            taken = {slot.file for slot in self._slots} | {self._inherited}
+            file = next(f for n in range(MOST_SLOTS + 1) if (f := self.directory / f"slot-{n}.data") not in taken)
+            return self._add(size, file)
+        except OSError as error:
+            if len(self._slots) < 2:
+                self._give_up(f"{error.strerror or error}")
+        return None
 
     def pin(self, slot: Slot) -> None:
         """Lock a slot's pages, as far as CUDA lets us."""
@@ -202,6 +230,11 @@ class NodeMemory:
 
     def remove(self) -> None:
         """Remove this process's copies: nobody will resume from them."""
+        if self._making:
+            wait([self._making])
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
         if self.directory:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # another process of the run is still there
@@ -253,7 +286,7 @@ class NodeMemory:
 
     def _give_up(self, why: str) -> None:
         self._warn(f"no copies in shared memory from here on: {why}; after a loss, the run resumes from storage")
-        self.remove()
+        self._remove_directory()
         self.directory, self._newest = None, None
 
     def _open_heartbeat(self) -> mmap.mmap | None:

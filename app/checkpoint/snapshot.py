@@ -75,7 +75,8 @@ class Snapshots:
 
     def __init__(self, memory: NodeMemory) -> None:
         self.memory = memory
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
+        self._seals = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
         self._copying: Future[None] | None = None
         self._sealing: Future[None] | None = None
         self._spent = self._charged = 0.0
@@ -104,12 +105,15 @@ class Snapshots:
         """Begin to copy the state, with the `windows` of consumed rows; call `wait_for_copy` before parameters change.
 
         `stepped` are the ids of the parameters that only optimizer steps change. With `for_storage` the slot is kept
-        until the snapshot is released. Returns None when no slot is free and the copy is not `needed`.
+        until the snapshot is released. Returns None when the copy is not `needed` and no slot is free, or the copy
+        before is not sealed yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()
         if needed:
             self.wait_until_complete()  # then a slot is free
+        elif self._sealing and not self._sealing.done():
+            return None
         if self._spent:
             self.costs.append(self._spent)
             self._charged += self._spent
@@ -117,7 +121,8 @@ class Snapshots:
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
         self.size = size_of(structure)
-        slot = self.memory.free_slot(self.size, needed)
+        device = next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
+        slot = self.memory.free_slot(self.size, needed, device)
         if slot is None:
             return None
         state = in_buffer(structure, slot.map)
@@ -128,18 +133,16 @@ class Snapshots:
                 pairs = at_once if name == "model" and id(tensor) not in stepped else behind
                 pairs.append((target, part_of(tensor.detach())))
         mark = _gpu_mark([*at_once, *behind])
-        if mark:
-            self.memory.pin(slot)
         for target, tensor in at_once:
             target.copy_(tensor)
         slot.uploading, slot.sealing = for_storage, self.memory.shared
-        self._copying = self._thread.submit(self._copy, behind, mark)
+        copied = self._copying = self._copies.submit(self._copy, slot, behind, mark)
         if slot.sealing:
             about = {name: value for name, value in asdict(manifest).items() if name != "files"}
             rest = {"structure": structure, "about": about, "ledger": windows}
-            self._sealing = self._thread.submit(self._seal, slot, manifest, rest, mark is None)
+            self._sealing = self._seals.submit(self._seal, copied, slot, manifest, rest, mark is None)
         self._spent += time.perf_counter() - began
-        return Snapshot(manifest, extra_state, state, slot, self._copying, find_places(tensors_in(source)))
+        return Snapshot(manifest, extra_state, state, slot, copied, find_places(tensors_in(source)))
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
@@ -158,12 +161,18 @@ class Snapshots:
         if self._sealing:
             self._sealing.result()
 
-    def _copy(self, tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None) -> None:
+    def _copy(
+        self, slot: Slot, tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None
+    ) -> None:
         before = time.thread_time()
+        if mark:
+            with torch.cuda.device(mark.device):
+                self.memory.pin(slot)
         _copy(tensors, mark)
         self._charge_thread(before, mark is None)
 
-    def _seal(self, slot: Slot, manifest: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
+    def _seal(self, copied: Future[None], slot: Slot, manifest: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
+        copied.result()
         before = time.thread_time()
         file = io.BytesIO()
         torch.save(rest, file)

@@ -59,6 +59,14 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def take(self, step: int, for_storage: bool = False, evaluated: bool = True) -> Snapshot | None:
+        """As often as it takes to have a slot."""
+        snapshot = self.try_to_take(step, for_storage, evaluated)
+        if not snapshot and (making := self.memory._making):
+            making.result()
+            snapshot = self.try_to_take(step, for_storage, evaluated)
+        return snapshot
+
+    def try_to_take(self, step: int, for_storage: bool = False, evaluated: bool = True) -> Snapshot | None:
         name = checkpoint_name(step, self.number)
         return self.snapshots.take(
             Checkpoint(name, step, 1, 100, 100, self.number, {"loss": 0.5}, evaluated=evaluated),
@@ -96,7 +104,7 @@ def test_what_is_found_is_the_state_at_its_step() -> None:
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
     assert found
-    held, data, beside = found
+    held, data, beside, _ = found
     assert (held.attempt, held.step, held.evaluated) == (1, 3, False)
     assert beside["ledger"] == [(1, 1, 3, [])]
     assert beside["about"]["metrics"] == {"loss": 0.5}
@@ -186,6 +194,35 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_snapshot(RUN)
     assert found
     assert found[0].step == 2
+
+
+def test_training_does_not_wait_for_the_checksum_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee, mark, go = Trainee(), Slot.mark, threading.Event()
+    monkeypatch.setattr(Slot, "mark", lambda *arguments: (go.wait(20), mark(*arguments)))
+    trainee.train()
+    assert trainee.take(1)
+    trainee.train()
+    assert trainee.take(2) is None, "nor takes the memory of a third copy"
+    trainee.train()
+    go.set()
+    trainee.snapshots.wait_until_complete()
+    assert trainee.take(3)
+    trainee.snapshots.wait_until_complete()
+    found = find_snapshot(RUN)
+    assert found
+    assert found[0].step == 3
+
+
+def test_memory_is_reserved_behind_the_training_and_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee, reserve, go = Trainee(), os.posix_fallocate, threading.Event()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: (go.wait(20), reserve(*arguments)))
+    trainee.train()
+    for step in (1, 2):
+        assert trainee.try_to_take(step) is None
+        trainee.train()
+    assert trainee.snapshots.spent_s == 0
+    go.set()
+    assert trainee.take(3)
 
 
 def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
