@@ -12,12 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from app.background import start_thread
 from app.settings import Settings
@@ -36,6 +39,10 @@ LEAST_BLOCK = 10_000
 """Parameters of a block that is gathered by itself; smaller ones (40 kB) are not worth a message of their own."""
 
 
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Under PRECISION=bf16, too, these compute with weights of fp32."""
+
+
 class Place(NamedTuple):
     """Where a worker's part lies in the whole tensor."""
 
@@ -45,12 +52,51 @@ class Place(NamedTuple):
     "Of the part's first element."
 
 
+def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """What `build` returns, but with parameters on the meta device: they take no memory, and no time to initialize.
+
+    For a model that gets its state_dict next. None where that would not make it what `build` returns: then it has
+    tensors outside of its state_dict that depend on the parameters' values, or may be random.
+    """
+    metas = WeakTensorKeyDictionary()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None
+        if parameter not in metas:  # or else two modules share it
+            metas[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return metas[parameter]
+
+    before = torch.default_generator.get_state()
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        model = build()
+    except Exception:  # it needs the values, or fails with them, too
+        return None
+    finally:
+        hook.remove()
+    others = list(_outside_of_state(model))
+    drawn = not torch.equal(torch.default_generator.get_state(), before)
+    return None if others and (drawn or any(tensor.is_meta for tensor in others)) else model
+
+
+def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that modules hold, but no state_dict has."""
+    for module in model.modules():
+        held: list[Any] = [module._buffers[name] for name in module._non_persistent_buffers_set]
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                several = isinstance(value, (dict, list, tuple))
+                held += (value.values() if isinstance(value, dict) else value) if several else [value]
+        yield from (item for item in held if isinstance(item, torch.Tensor))
+
+
 def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
     """Move a model, identical on the CPUs of all workers, to their devices: all of it, or each worker's part.
 
     Call before making the optimizer, which keeps its state where the parameters are. Under fsdp the model changes in
     place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, and keep their names. A
-    block is gathered just before it computes, and freed after.
+    block is gathered just before it computes, and freed after. Parameters on the meta device get memory, no values.
     """
     if settings.parallel == "fsdp":
         from torch.distributed.device_mesh import DeviceMesh
@@ -59,10 +105,17 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         if device.type == "cuda":
             torch.cuda.set_device(device)
         mesh = DeviceMesh.from_group(_world(), device.type)
-        # Parameters are gathered in fp32, as ddp has them; PRECISION=bf16 is autocast's, with the same arithmetic.
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for module in [*find_blocks(model), model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+        whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        # Half of the bytes, and the arithmetic of ddp, where autocast rounds the same weights after the gathering.
+        rounded = replace(whole, param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        for block in find_blocks(model):
+            policy = rounded if settings.precision == "bf16" and not isinstance(block, NORMS) else whole
+            for norm in [module for module in block.modules() if policy is rounded and isinstance(module, NORMS)]:
+                fully_shard(norm, mesh=mesh, mp_policy=whole)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=whole)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     return model.to(device)
 
 

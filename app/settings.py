@@ -133,7 +133,7 @@ class Settings(BaseSettings):
     task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it as they are."
 
-    init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict saved by torch.save")
+    init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict: of torch.save, or safetensors")
     "Warm start: the weights to begin from while the run has no checkpoint of its own."
 
     storage_path: str = _setting(
@@ -233,6 +233,9 @@ class Settings(BaseSettings):
 
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
     "MLflow's experiment, or the project of Weights & Biases, that the run belongs to."
+
+    weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
+    "safetensors: a finished run's last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
 
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."

@@ -28,6 +28,7 @@ from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, parameter_names
 from app.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
+from app.checkpoint.weights import refuse_other_than_tensors, write_whole_and_weights
 from app.parallel import StepActions, finish_together, sync_buffers
 from app.plan import Plan
 from app.run import Run
@@ -83,9 +84,11 @@ class CheckpointManager:
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
         write: Callable[[Run, Snapshot], Files | None] = write_whole
+        if self._settings.weights == "safetensors":
+            refuse_other_than_tensors(model)
+            write = write_whole_and_weights
         if self._sharded:
-            names = parameter_names(model, optimizer)
-            write = PartWriter(rank, world_size, names, self._settings.storage_timeout_s, warn)
+            write = PartWriter(rank, world_size, parameter_names(model, optimizer), self._settings, warn)
         if rank == 0 or self._sharded:
             before_commit = self._write_history if rank == 0 else lambda: None
             events = self._journals.get("events")

@@ -7,7 +7,8 @@ The files are those of torch.distributed.checkpoint, so any PyTorch program can 
     part-00000.json             where each tensor lies in them; written once they are verified to be there
     .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
     extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
-    model.pt                    the whole model, in the last checkpoint of a finished run
+    model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, in
+                                its place, the files of weights.py, which all ranks write, and weights-00000.json
 
 Tensors are called `model.NAME` and `optimizer.state.NAME OF THE PARAMETER.NAME`. Rank 0 writes those that are not cut
 (buffers, the optimizer's step counts).
@@ -22,33 +23,31 @@ What only they need of torch is imported where it is used, as it takes seconds a
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import pickle
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
-from app.checkpoint.files import Files, load_state, load_weights, read_file, upload, upload_state
+from app.checkpoint.files import Files, load_state, load_weights, upload, upload_state
+from app.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
 from app.checkpoint.snapshot import Snapshot, map_tensors, tensors_in
+from app.checkpoint.weights import plan_shards, upload_index, upload_shard
 from app.errors import DamageError
 from app.parallel import Place, parameters_of
 from app.run import Run, to_json
 from app.run.checkpoints import Checkpoint
-from app.storage.base import Writer
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import ReadItem
+from app.settings import Settings
+from app.storage.base import Writer, map_parallel
 
 KINDS = ("model", "optimizer")
 """The files of a part, in the order of their numbers: prediction does not read the optimizer's."""
 
-INDEX = "part-{:05d}.json"
+WEIGHTS = "weights-{:05d}.json"
+"""Lists the safetensors files that one rank has written, once they have arrived."""
 
 METADATA = ".metadata"
 
@@ -61,54 +60,49 @@ POLL_EVERY_S = 0.5
 WARN_AFTER_S = 30.0
 
 
-class Piece(NamedTuple):
-    """A piece of one tensor in a file, as the part's index lists it."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    "Of the whole tensor."
-    offset: list[int]
-    "Of the piece in the tensor."
-    lengths: list[int]
-    "Of the piece, in each dimension."
-    file: str
-    begin: int
-    "Of its bytes in the file, as `torch.save` wrote them."
-    size: int
-
-
 class PartWriter:
     """Writes one rank's part of each snapshot, in the commit thread; rank 0 also writes the files common to all."""
 
     def __init__(
-        self, rank: int, world_size: int, names: list[str], timeout_s: float, warn: Callable[[str], Any]
+        self, rank: int, world_size: int, names: list[str], settings: Settings, warn: Callable[[str], Any]
     ) -> None:
         """`names`: the parameters', in the optimizer's order (`parameter_names`)."""
         self._rank, self._world_size, self._names = rank, world_size, names
-        self._timeout_s, self._warn = timeout_s + LATE_S, warn
+        self._timeout_s, self._warn = settings.storage_timeout_s + LATE_S, warn
+        self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
         "Seconds that its own part took: the others', on slower connections, may take as long again."
-        self._written = ""
-        "The checkpoint whose part is in storage: a retry does not write it again."
+        self._written: list[str] = []
+        "What is in storage of the newest checkpoint: a retry does not write it again."
 
     def __call__(self, run: Run, snapshot: Snapshot) -> Files | None:
         """Write this rank's part; on rank 0, wait for the others' and return the files of all."""
-        name = snapshot.manifest.name
-        if self._written != name:
-            began = time.monotonic()
-            write_part(run, snapshot, self._names, self._rank)
-            self._written, self._took_s = name, time.monotonic() - began
-        if self._rank:
+        rank, world_size, name = self._rank, self._world_size, snapshot.manifest.name
+        safetensors = self._safetensors and snapshot.manifest.finished
+        self._write_once(run, name, INDEX, lambda: write_part(run, snapshot, self._names, rank))
+        if safetensors:
+            self._wait_for(run, name, INDEX)
+            self._write_once(run, name, WEIGHTS, lambda: write_weights(run, snapshot, rank, world_size))
+        if rank:
             return None
-        self._wait_for_parts(run, name)
-        return write_common(run, snapshot, self._names, self._world_size)
+        self._wait_for(run, name, WEIGHTS if safetensors else INDEX)
+        return write_common(run, snapshot, self._names, world_size, safetensors)
 
-    def _wait_for_parts(self, run: Run, name: str) -> None:
+    def _write_once(self, run: Run, name: str, index: str, write: Callable[[], None]) -> None:
+        """Write what `index` lists, unless an earlier try has."""
+        own = run.key("checkpoints", name, index.format(self._rank))
+        if own not in self._written:
+            began = time.monotonic()
+            write()
+            self._took_s = time.monotonic() - began
+            self._written = [own, *self._written[:1]]
+
+    def _wait_for(self, run: Run, name: str, index: str) -> None:
+        """Return once all ranks have written their index."""
         began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
         while True:
             there = {entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("checkpoints", name))}
-            missing = [rank for rank in range(self._world_size) if INDEX.format(rank) not in there]
+            missing = [rank for rank in range(self._world_size) if index.format(rank) not in there]
             if not missing:
                 return
             waited = time.monotonic() - began
@@ -125,10 +119,12 @@ def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> Non
     """Write one rank's part: the tensors, then their index, which tells that they are in storage."""
     name, files, pieces = snapshot.manifest.name, {}, []
     tensors = zip(keys_of(snapshot.state, names), tensors_in(snapshot.state), snapshot.places, strict=True)
+    # What is not cut comes first: every rank reads that of rank 0, in one piece.
+    in_order = sorted(tensors, key=lambda item: item[2] is not None)
     # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
     mine = [
         (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
-        for key, tensor, place in tensors
+        for key, tensor, place in in_order
         if rank == 0 or (place and tensor.numel())
     ]
     for number, kind in enumerate(KINDS):
@@ -137,71 +133,83 @@ def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> Non
         def write(writer: Writer, file: str = file, kind: str = kind) -> None:
             for key, tensor, place in mine:
                 if key.startswith(f"{kind}."):
-                    begin = writer.size
-                    torch.save(tensor, writer)  # type: ignore[arg-type]  # it needs only write()
+                    begin, checked = writer.size, ChecksummedWriter(writer)
+                    torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     extent = (list(place.shape), list(place.offset), list(tensor.shape))
-                    pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin))
+                    pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin, checked.crc32))
 
         files[file] = upload(run, name, file, write)
     index = {"files": files, "tensors": [piece._asdict() for piece in pieces]}
     run.storage.write(run.key("checkpoints", name, INDEX.format(rank)), to_json(index))
 
 
-def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int) -> Files:
-    """Write the files common to all ranks, once all parts are there; returns the files of the whole checkpoint."""
+def write_weights(run: Run, snapshot: Snapshot, rank: int, world_size: int) -> None:
+    """Write one rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
     name = snapshot.manifest.name
-    listed = {entry.key.rpartition("/")[2]: entry for entry in run.storage.list(run.key("checkpoints", name))}
-    files: Files = {}
-    pieces: list[Piece] = []
-    for rank in range(world_size):
-        file = INDEX.format(rank)
-        content = run.storage.read(run.key("checkpoints", name, file))
-        index = json.loads(content)
-        files |= index["files"]
-        files[file] = {
-            "size": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "version": listed[file].version,
-        }
-        pieces += [Piece(**piece) for piece in index["tensors"]]
-    for file, written in files.items():
-        if file not in listed or (listed[file].size, listed[file].version) != (written["size"], written["version"]):
-            raise DamageError(f"{run.storage.locate(run.key('checkpoints', name, file))}: changed after it was written")
+    files, pieces = read_indexes(run, name, world_size)
+    whole, mine = whole_model(pieces), Files()
+    for number, (file, tensors) in enumerate(plan_shards(whole).items()):
+        if number % world_size == rank:
+            into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
+            wanted = [piece for piece in pieces if piece.name in into]
+            read_into(run, replace(snapshot.manifest, files=files), wanted, into)
+            state = {tensor: into[f"model.{tensor}"] for tensor in tensors}
+            mine[file] = upload_shard(run, name, file, state)
+    run.storage.write(run.key("checkpoints", name, WEIGHTS.format(rank)), to_json({"files": mine}))
+
+
+def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """The model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
+    return {
+        piece.name.removeprefix("model."): torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device="meta")
+        for piece in pieces
+        if piece.name.startswith("model.")
+    }
+
+
+def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int, safetensors: bool) -> Files:
+    """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
+
+    With `safetensors`, they have written the whole model, too; a finished run's last checkpoint has it as one file
+    otherwise.
+    """
+    name = snapshot.manifest.name
+    files, pieces = read_indexes(run, name, world_size)
+    if safetensors:
+        files |= read_indexes(run, name, world_size, WEIGHTS)[0] | upload_index(run, name, whole_model(pieces))
     metadata = make_metadata(pieces)
     files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
     outline = make_outline(snapshot.state, names)
     extra_state = {**snapshot.extra_state, "state": outline}
     files["extra_state.pt"] = upload_state(run, name, "extra_state.pt", extra_state)
-    if snapshot.manifest.finished:
+    if snapshot.manifest.finished and not safetensors:
         written_so_far = replace(snapshot.manifest, files=files)
         model = _read_whole(run, written_so_far, pieces, outline["model"])
         files["model.pt"] = upload_state(run, name, "model.pt", model)
     return files
 
 
-def make_metadata(pieces: Sequence[Piece]) -> Metadata:
-    """The metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's own reader finds in .metadata
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tuple[Files, list[Piece]]:
+    """The files of an uncommitted checkpoint that the ranks' indexes list, with these, and the pieces in them.
 
-    tensors: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for piece in pieces:
-        properties = TensorProperties(dtype=getattr(torch, piece.dtype))
-        tensor = tensors.setdefault(piece.name, TensorStorageMetadata(properties, torch.Size(piece.shape), []))
-        tensor.chunks.append(ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.lengths)))
-        storage[MetadataIndex(piece.name, piece.offset)] = _StorageInfo(piece.file, piece.begin, piece.size)
-    for name, tensor in tensors.items():
-        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise DamageError(f"{name}: its pieces do not make up the whole tensor of shape {list(tensor.size)}")
-    return Metadata(tensors, storage_data=storage)
+    Raises `DamageError` for one that has changed since.
+    """
+    folder = run.key("checkpoints", name)
+    listed = {entry.key.removeprefix(f"{folder}/"): entry for entry in run.storage.list(folder)}
+    indexes = [index.format(rank) for rank in range(world_size)]
+    contents = map_parallel(lambda file: run.storage.read(f"{folder}/{file}"), indexes)
+    files: Files = {}
+    pieces: list[Piece] = []
+    for file, content in zip(indexes, contents, strict=True):
+        found = json.loads(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        files |= found["files"] | {file: {"size": len(content), "sha256": sha256, "version": listed[file].version}}
+        pieces += [Piece(**piece) for piece in found.get("tensors", [])]
+    for file, written in files.items():
+        if file not in listed or (listed[file].size, listed[file].version) != (written["size"], written["version"]):
+            raise DamageError(f"{run.storage.locate(f'{folder}/{file}')}: changed after it was written")
+    return files, pieces
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -221,7 +229,7 @@ def load_model(run: Run, checkpoint: Checkpoint) -> Any:
 
 def load_whole(run: Run, checkpoint: Checkpoint, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
     """The whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
-    pieces, outline = _read_pieces(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
+    pieces, outline = read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
     return {kind: _read_whole(run, checkpoint, pieces, outline[kind]) for kind in kinds}
 
 
@@ -230,7 +238,7 @@ def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimiz
 
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
-    pieces, outline = _read_pieces(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
+    pieces, outline = read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parameters = parameters_of(optimizer)
     owners = {
@@ -248,7 +256,7 @@ def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimiz
         return like if piece.name in own else torch.empty_like(like.detach(), dtype=getattr(torch, piece.dtype))
 
     tensors = {piece.name: place(piece) for piece in pieces}
-    _read(run, checkpoint, pieces, tensors)
+    read_into(run, checkpoint, pieces, tensors)
     load_weights(model, _fill(outline["model"], tensors), checkpoint.name)
     optimizer.load_state_dict(_fill(outline["optimizer"], tensors))
 
@@ -262,42 +270,13 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _read_pieces(run: Run, checkpoint: Checkpoint) -> list[Piece]:
-    indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
-    return [Piece(**piece) for file in indexes for piece in json.loads(read_file(run, checkpoint, file))["tensors"]]
-
-
 def _read_whole(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], outline: Any) -> Any:
     """The state that `outline` describes, with whole tensors."""
     named = set(_leaves(outline))
     wanted = [piece for piece in pieces if piece.name in named]
     tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
-    _read(run, checkpoint, wanted, tensors)
+    read_into(run, checkpoint, wanted, tensors)
     return _fill(outline, tensors)
-
-
-def _read(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
-    """Fill tensors (whole ones and DTensors) by name; torch's planner finds the pieces that cover them.
-
-    Files are read whole, one at a time: only bytes that were checked are loaded.
-    """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(into, make_metadata(pieces))
-    by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
-    by_file: dict[str, list[tuple[ReadItem, Piece]]] = {}
-    for item in planner.create_local_plan().items:
-        piece = by_offset[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-        by_file.setdefault(piece.file, []).append((item, piece))
-    for file, items in by_file.items():
-        content = memoryview(read_file(run, checkpoint, file))
-        for item, piece in items:
-            bytes_of_piece = io.BytesIO(content[piece.begin : piece.begin + piece.size])
-            tensor = torch.load(bytes_of_piece, map_location="cpu", weights_only=True)
-            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                tensor = tensor.narrow(dimension, offset, length)
-            planner.resolve_tensor(item).detach().copy_(tensor)
 
 
 # ----------------------------------------------------------------------------------------- tensors and their names

@@ -1,17 +1,16 @@
 """The state that a worker group goes on from: out of a node's shared memory, a checkpoint, or INIT_FROM."""
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from app.checkpoint.files import unpack
 from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, as_bytes
 from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import is_sharded, load_model, load_whole
 from app.checkpoint.snapshot import in_buffer
+from app.checkpoint.weights import read_weights
 from app.elastic.claim import Start
 from app.errors import ConflictError, NotFoundError, SettingsError
 from app.parallel import finish_together, from_rank_0
@@ -133,9 +132,11 @@ def load_init(settings: Settings, chosen: Checkpoint | str) -> Any:
     if sha256 != chosen:
         raise ConflictError(replaced)
     try:
-        state = unpack(io.BytesIO(content))
+        state = read_weights(storage, file, content)
     except ValueError as error:
-        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save") from error
+        raise SettingsError(
+            f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save, or as safetensors"
+        ) from error
     if not isinstance(state, dict):
         raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: a {type(state).__name__}; give a state_dict of torch.save")
     return state

@@ -33,7 +33,8 @@ def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]
         rows[0][1] += "" if best is None else f", and best: {by}"
     yield from columns(rows)
     # In parts (PARALLEL=fsdp), unless the run is finished.
-    file = "model.pt" if "model.pt" in newest.files else "__*_0.distcp"
+    forms = ("model.pt", "model.safetensors", "model.safetensors.index.json", "__*_0.distcp")
+    file = next(form for form in forms if form in newest.files or "*" in form)
     yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, file))}"
 
 

@@ -201,6 +201,8 @@ class Delivery:
             best = choose(self.run, "best", self._log)
             if MODEL not in best.files:  # sharded; only the last one has a whole model as well
                 best = choose(self.run, "newest", self._log)
+            if MODEL not in best.files:
+                raise NotFoundError(f"{best.name} has no {MODEL}")
             if best.name != self.delivered.model:
                 service.attach(self._fetch(best), "model")
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)

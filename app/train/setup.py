@@ -33,7 +33,7 @@ from app.elastic.watchdog import Watchdog
 from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
 from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
-from app.parallel import finish_together, shard_model, shard_optimizer_state
+from app.parallel import build_without_values, finish_together, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
@@ -232,10 +232,15 @@ def make_worker(
 
 
 def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: torch.device) -> torch.nn.Module:
-    """The task's model on its device, with the state's weights, or those that the seed gives it."""
+    """The task's model on its device, with the state's weights, or those that the seed gives it.
+
+    Of a state in parts, its weights come later (`build_optimizer`).
+    """
     settings = plan.settings
-    torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
-    model = task.build_model(settings, plan.source)
+    model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.parts else None
+    if model is None:
+        torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
+        model = task.build_model(settings, plan.source)
     if state.model is not None:
         load_weights(model, state.model, attempt.starts_from or settings.init_from)
     refuse_small_micro_batches(model, settings)

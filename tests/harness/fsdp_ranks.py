@@ -20,6 +20,7 @@ import torch._dynamo  # torch imports it on first use: not in each child
 import torch.distributed as dist
 
 import app.checkpoint.memory
+import app.checkpoint.weights
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.memory import as_bytes, find_snapshot
 from app.checkpoint.node_state import NodeState
@@ -27,7 +28,7 @@ from app.checkpoint.sharded import is_sharded, load_parts, load_whole
 from app.data.order import MIN_ROWS, Steps
 from app.data.source import read_rows
 from app.observe.metrics import Stopwatch
-from app.parallel import gather_objects, prepare, shard_model, shard_optimizer_state
+from app.parallel import build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
@@ -46,6 +47,10 @@ ARGUMENTS = {"layers": 2, "width": 50, "heads": 2, "context": 16}
 """50 is no multiple of three, and a block has more parameters than `LEAST_BLOCK`."""
 
 
+SHARD_BYTES = 100_000
+"""Largest file of safetensors: the model takes several."""
+
+
 class Group(NamedTuple):
     """One worker group: where it goes on from, and the step at which it saves."""
 
@@ -54,6 +59,7 @@ class Group(NamedTuple):
     upto: int
     origin: tuple[str, int, int] | None = None
     "Run, step, attempt."
+    weights: str = "pt"
 
     @property
     def first(self) -> int:
@@ -68,12 +74,12 @@ RUNS = {
         Group("fsdp", 1, 4, ("fsdp", 2, 1)),
         Group("fsdp", 3, STEPS, ("fsdp", 4, 2)),
     ],
-    "to-ddp": [Group("ddp", 2, STEPS, ("fsdp", 2, 1))],
-    "to-fsdp": [Group("fsdp", 2, STEPS, ("ddp", 2, 1))],
+    "to-ddp": [Group("ddp", 2, STEPS, ("fsdp", 2, 1), weights="safetensors")],
+    "to-fsdp": [Group("fsdp", 2, STEPS, ("ddp", 2, 1), weights="safetensors")],
 }
 
 
-def settings_of(parallel: str) -> Settings:
+def settings_of(parallel: str, **more: Any) -> Settings:
     return Settings(
         task="app.tasks.gpt",
         task_args=ARGUMENTS,
@@ -82,6 +88,7 @@ def settings_of(parallel: str) -> Settings:
         micro_batch_size=5,
         learning_rate=0.01,
         checkpoints_to_keep=9,
+        **more,
     )
 
 
@@ -89,10 +96,8 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     """What one rank does in a group."""
     meeting = Path(root, f"{name}-{attempt.number}")
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=group.ranks)
-    settings, device = settings_of(group.parallel), torch.device("cpu")
+    settings, device = settings_of(group.parallel, weights=group.weights), torch.device("cpu")
     source, _ = gpt.find_sources(settings)
-    torch.manual_seed(0)
-    model = gpt.build_model(settings, source)
     origin: tuple[Run, Any] | None = None
     whole: dict[str, Any] = {}
     if group.origin:
@@ -110,6 +115,12 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
             whole = load_whole(run, checkpoint)
         else:
             origin = (run, checkpoint)
+
+    model = build_without_values(lambda: gpt.build_model(settings, source)) if origin else None
+    assert (model is not None) == bool(origin)
+    if model is None:
+        torch.manual_seed(0)
+        model = gpt.build_model(settings, source)
     if whole:
         model.load_state_dict(whole["model"])
     model = shard_model(model, settings, device)
@@ -185,6 +196,7 @@ def prepare_alone(model: torch.nn.Module, group: Group) -> torch.nn.Module:
 
 def main(root: str) -> None:
     torch.set_num_threads(1)
+    app.checkpoint.weights.SHARD_BYTES = SHARD_BYTES
     for name, groups in RUNS.items():
         for group in groups:
             run = open_run(root, name)

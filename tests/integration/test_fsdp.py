@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import app.checkpoint.pieces
 import app.checkpoint.sharded
 import app.checkpoint.snapshot
 from app.checkpoint import CheckpointManager
 from app.checkpoint.files import load_state
+from app.checkpoint.pieces import Piece, group_neighbours, read_index, read_into
 from app.checkpoint.sharded import load_model, load_parts, load_whole
+from app.checkpoint.weights import refuse_other_than_tensors
 from app.data.order import Steps
 from app.data.source import EmptySource, read_rows, rows_in
 from app.data.text import REFERENCE, open_text, read_text
 from app.elastic.restore import read_init
 from app.errors import ConflictError, DamageError, DataError, SettingsError
-from app.parallel import Place, find_blocks
+from app.parallel import Place, find_blocks, gradient_sync, part_of, shard_model
 from app.plan import Plan, make_plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, claim, lineage, read_attempts
@@ -39,7 +47,7 @@ from app.tasks import gpt
 from submitter.commands.checkpoints.gc import ABANDONED_S
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
-from tests.harness.fsdp_ranks import STEPS, settings_of
+from tests.harness.fsdp_ranks import SHARD_BYTES, STEPS, settings_of
 from tests.harness.program import Program
 from tests.harness.runs import age, begin
 from tests.harness.training import (
@@ -114,6 +122,49 @@ def test_the_last_checkpoint_has_the_whole_model_too(groups: Path) -> None:
     gpt.build_model(settings_of("ddp"), gpt.find_sources(settings_of("ddp"))[0]).load_state_dict(whole)
 
 
+@pytest.mark.parametrize("name", ["to-fsdp", "to-ddp"])
+def test_the_last_checkpoint_may_have_safetensors(name: str, groups: Path) -> None:
+    run, final = of(groups, name)
+    files = sorted(file for file in final.files if file.endswith(".safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    assert ("model.pt" in final.files) == (name == "to-ddp")
+    assert not find_faults(run, final)
+    folder, expected = run.storage.locate(run.key("checkpoints", final.name)), load_model(run, final)
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        found = safetensors.torch.load_file(f"{folder}/{file}")
+        assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= SHARD_BYTES
+        state |= found
+    index = json.loads(Path(folder, "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert_close({key: state[key] for key in expected}, expected, rtol=0, atol=0)
+
+    begun = read_init(Settings(init_from=f"{folder}/model.safetensors.index.json"), None, print)
+    assert_close({key: begun[key] for key in expected}, expected, rtol=0, atol=0)
+    one = read_init(Settings(init_from=f"{folder}/{files[0]}"), None, print)
+    assert one.keys() == safetensors.torch.load_file(f"{folder}/{files[0]}").keys()
+
+
+def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+    for name, content in [("a.safetensors", b"?"), ("b.safetensors.index.json", b"[]")]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SettingsError, match="give a state_dict"):
+            read_init(Settings(init_from=str(tmp_path / name)), None, print)
+    (tmp_path / "c.safetensors.index.json").write_text('{"weight_map": {"weight": "../a.safetensors"}}')
+    with pytest.raises(SettingsError, match=r"names \.\./a\.safetensors"):
+        read_init(Settings(init_from=str(tmp_path / "c.safetensors.index.json")), None, print)
+
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": 3}
+
+    with pytest.raises(SettingsError, match="_extra_state, which are no tensors"):
+        refuse_other_than_tensors(Counting(2, 2))
+    refuse_other_than_tensors(nn.Linear(2, 2))
+
+
 def test_torch_itself_reads_the_parts(groups: Path) -> None:
     run, checkpoint = of(groups, "fsdp", 2)
     expected = load_model(run, checkpoint)
@@ -158,6 +209,95 @@ def test_a_damaged_part_is_found_and_passed_over(file: str, copied: Run, sunspot
     if file != ".metadata":  # which is for others to read
         with pytest.raises(DamageError, match=file):
             load_model(copied, final) if file == "model.pt" else load_whole(copied, final)
+
+
+def test_only_the_bytes_that_are_needed_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = list_checkpoints(copied)[0]
+    pieces, expected = read_index(copied, early), load_model(copied, early)
+    wanted = [piece for piece in pieces if piece.name == "model.blocks.1.feed_in.weight"]
+    assert len(wanted) == 2
+    into = {wanted[0].name: torch.zeros(wanted[0].shape)}
+    read: list[int] = []
+    original = io.BufferedReader.read
+    opened, storage = copied.storage.open, copied.storage
+
+    @contextmanager
+    def counted(key: str, offset: int = 0) -> Iterator[Any]:
+        with opened(key, offset) as stream:
+            yield SimpleNamespace(read=lambda size: read.append(size) or original(stream, size))  # type: ignore[arg-type, func-returns-value]
+
+    monkeypatch.setattr(storage, "open", counted)
+    read_into(copied, early, wanted, into)
+    assert torch.equal(into[wanted[0].name], expected["blocks.1.feed_in.weight"])
+    assert sum(read) == sum(piece.size for piece in wanted)
+    monkeypatch.undo()
+
+    path = Path(storage.locate(copied.key("checkpoints", early.name, wanted[1].file)))
+    content = bytearray(path.read_bytes())
+    content[wanted[1].begin + wanted[1].size // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamageError, match=r"blocks\.1\.feed_in\.weight in it does not match the index"):
+        read_into(copied, early, wanted, into)
+    others = [piece for piece in pieces if piece.name == "model.blocks.1.feed_in.bias"]
+    read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})
+
+
+def test_parts_without_checksums_of_pieces_are_checked_as_files(copied: Run) -> None:
+    early = list_checkpoints(copied)[0]
+    old = [piece._replace(crc32=None) for piece in read_index(copied, early)]
+    assert [len({piece.file for piece in group}) for group in group_neighbours(old)] == [1] * 4
+    into = {piece.name: torch.zeros(piece.shape) for piece in old if piece.name.startswith("model.")}
+    wanted = [piece for piece in old if piece.name in into]
+    read_into(copied, early, wanted, into)
+    assert_close({name.removeprefix("model."): tensor for name, tensor in into.items()}, load_model(copied, early))
+    path = Path(copied.storage.locate(copied.key("checkpoints", early.name, "__1_0.distcp")))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamageError, match=r"__1_0\.distcp: does not match its manifest"):
+        read_into(copied, early, wanted, into)
+
+
+def test_pieces_are_read_together_when_they_are_near_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.checkpoint.pieces, "REQUEST_BYTES", 100)
+    monkeypatch.setattr(app.checkpoint.pieces, "CHUNK", 10)
+
+    def at(file: str, begin: int, size: int) -> Piece:
+        return Piece("tensor", "float32", [1], [0], [1], file, begin, size, 0)
+
+    pieces = [at("a", 0, 40), at("a", 50, 50), at("a", 100, 10), at("a", 121, 9), at("a", 130, 200), at("b", 330, 1)]
+    groups = group_neighbours(pieces)
+    assert [[piece.begin for piece in group] for group in groups] == [[0, 50], [100], [121], [130], [330]]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm])
+def test_a_gather_in_bf16_changes_no_number(norm: type[nn.Module], group: object) -> None:
+    def train(parallel: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(norm(120), nn.Linear(120, 120), nn.ReLU()) for _ in range(2)]
+        model = shard_model(
+            nn.Sequential(*blocks, nn.LayerNorm(120)),
+            Settings(parallel=parallel, precision="bf16"),
+            torch.device("cpu"),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for passes in (1, 2):
+            for number in range(passes):
+                with gradient_sync(model, number == passes - 1), torch.autocast("cpu", torch.bfloat16):
+                    total = model(torch.randn(8, 120)).square().sum()
+                total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if parallel == "fsdp":
+            assert model[0][1].weight.to_local().dtype == torch.float32  # type: ignore[index]
+            model[0].unshard()  # type: ignore[index, operator]
+            dtypes = {name: parameter.dtype for name, parameter in model[0].named_parameters()}  # type: ignore[index]
+            assert dtypes["1.weight"] == torch.bfloat16
+            model[0].reshard()  # type: ignore[index, operator]
+        return [part_of(parameter.detach()).clone() for parameter in model.parameters()]
+
+    for ours, theirs in zip(train("fsdp"), train("ddp"), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_verbs_take_checkpoints_in_parts(copied: Run, sunspot: Command, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from app.background import start_thread
 from app.checkpoint import CheckpointManager
 from app.data.order import Steps
 from app.data.source import EmptySource
-from app.parallel import any_rank, finish_together
+from app.parallel import any_rank, build_without_values, finish_together
 from app.plan import Plan
 from app.run import open_run
 from app.run.checkpoints import list_checkpoints
@@ -96,3 +96,42 @@ def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_worker_alone_waits_for_nobody() -> None:
     assert finish_together(None, lambda: 3) == 3
+
+
+class Odd(torch.nn.Module):
+    """Two modules that share a weight, and what no state_dict has."""
+
+    def __init__(self, *, table: str = "") -> None:
+        super().__init__()
+        weight = torch.nn.Parameter(torch.empty(4, 4))
+        self.one, self.other, self.off = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False), torch.nn.ReLU()
+        self.one.weight = self.other.weight = weight
+        self.register_buffer("seen", torch.arange(3))
+        self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        if table == "fixed":
+            self.register_buffer("table", torch.arange(4), persistent=False)
+        if table == "drawn":
+            self.first = torch.nn.Parameter(torch.randn(4))
+            self.tables = [torch.randn(4)]
+        if table == "derived":
+            self.table = self.one.weight.detach() * 2
+        if table == "looked at":
+            assert float(self.one.weight.detach().sum()) < 1e9
+
+
+def test_a_model_without_values_has_all_else() -> None:
+    model = build_without_values(lambda: Odd(table="fixed"))
+    assert model
+    assert {name for name, parameter in model.named_parameters() if parameter.is_meta} == {
+        *("one.weight", "one.bias", "frozen")
+    }
+    assert model.one.weight is model.other.weight
+    assert not model.frozen.requires_grad
+    assert torch.equal(model.seen, torch.arange(3))
+    assert torch.equal(model.table, torch.arange(4))
+    assert not any(parameter.is_meta for parameter in Odd().parameters()), "it ended with the building"
+
+
+@pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
+def test_a_model_that_may_be_another_without_values_gets_them(table: str) -> None:
+    assert build_without_values(lambda: Odd(table=table)) is None
