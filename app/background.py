@@ -95,3 +95,20 @@ class Timer:
             return False
         self._last = time.monotonic()
         return True
+
+
+class TokenBucket:
+    """Allows something so many times at once, and on average once every `every_s` seconds."""
+
+    def __init__(self, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._burst, self._every_s, self._clock = burst, every_s, clock
+        self._tokens, self._filled = float(burst), clock()
+
+    def take(self) -> bool:
+        """Whether it is allowed now; True counts."""
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled) / self._every_s)
+        self._filled = now
+        allowed = self._tokens >= 1
+        self._tokens -= allowed
+        return allowed

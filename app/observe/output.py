@@ -38,6 +38,8 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
             except Exception as error:
                 log.append(format_trace(error).encode(errors="replace"))
                 raise
+            finally:
+                log.end()
     finally:
         sys.stdout, sys.stderr = out, err
 
@@ -61,6 +63,7 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            log.end()
 
 
 class _Copied:

@@ -126,8 +126,8 @@ class _Printer:
         """Print what is new; returns whether there was anything."""
         before = self._read
         for piece in read_pieces(self._run, self.stream, self._read):
-            self._read += len(piece)
-            self._print(self._decoder.decode(piece))
+            self._read = piece.end
+            self._print(self._decoder.decode(piece.data))
         sys.stdout.flush()
         return self._read > before
 

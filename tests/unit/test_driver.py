@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from app.background import TokenBucket
 from app.errors import ConflictError, SunspotError, SupersededError
+from app.formatting import as_bytes
 from app.run import Run, open_run
 from app.run.attempts import read_attempts, refuse_if_superseded
 from app.run.failures import read_failures
-from app.run.logs import LEFT_OUT, MOST_WAITING, SEGMENT_BYTES, LogWriter, driver_stream, list_streams, read_stream
+from app.run.logs import (
+    BURST,
+    MOST_WAITING,
+    RANK_EVERY_S,
+    SEGMENT_BYTES,
+    LogWriter,
+    driver_stream,
+    list_streams,
+    rank_stream,
+    read_stream,
+)
 from app.run.outcome import recorded_outcome
 from app.run.status import (
     RunState,
@@ -155,9 +169,8 @@ def test_a_log_of_several_segments_reads_as_it_was_written(run: Run) -> None:
         assert read_stream(run, stream) == text[: begin_at + 70_000]
     assert list_streams(run) == {stream: len(text)}
     sizes = [entry.size for entry in run.storage.list(run.key("logs"))]
-    assert all(size == SEGMENT_BYTES for size in sizes[:-1])
-    assert len(sizes) == -(-len(text) // SEGMENT_BYTES)
-    for offset in (1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, len(text)):
+    assert all(SEGMENT_BYTES <= size < SEGMENT_BYTES + 70_000 for size in sizes[:-1])
+    for offset in (1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 140_000, 140_001, len(text)):
         assert read_stream(run, stream, offset) == text[offset:]
     assert read_stream(run, "attempt-0001-rank-0000") == b""
 
@@ -167,15 +180,62 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     log = LogWriter(run, stream)
     log.append(b"first line\n")
     log.flush()
-    for number in range(3 * MOST_WAITING // 10_000):
-        log.append(f"{number:09}\n".encode() * 1000)
+    chunks = [f"{number:09}\n".encode() * 10_000 for number in range(3 * MOST_WAITING // 100_000)]
+    for chunk in chunks:
+        log.append(chunk)
     log.append(b"last line\n")
     log.flush()
     text = read_stream(run, stream)
     assert text.startswith(b"first line\n")
     assert text.endswith(b"last line\n")
-    assert LEFT_OUT in text
-    assert len(text) <= MOST_WAITING + 10_000
+    [gap] = re.finditer(rb"\n\.\.\. (.*) of output left out: more was printed than storage took in time \.\.\.\n", text)
+    assert len(text) <= MOST_WAITING + SEGMENT_BYTES
+    lost = len(b"first line\nlast line\n") + sum(map(len, chunks)) - (len(text) - len(gap[0]))
+    assert gap[1].decode() == as_bytes(lost)
+
+
+def test_of_output_without_end_the_first_part_and_the_newest_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank prints 5 kB a second for an hour, and is asked to ship it every 5 s."""
+    now, writes = 0.0, 0
+    write = run.storage.write
+
+    def count(key: str, data: bytes) -> None:
+        nonlocal writes
+        writes += 1
+        write(key, data)
+
+    monkeypatch.setattr(run.storage, "write", count)
+    for name, size in {"SEGMENT": 8000, "FIRST": 20_000, "NEWEST": 100_000}.items():
+        monkeypatch.setattr(f"app.run.logs.{name}_BYTES", size)
+    monkeypatch.setattr("app.run.logs.MOST_WAITING", 200_000)
+    monkeypatch.setattr("app.run.logs.TokenBucket", partial(TokenBucket, clock=lambda: now))
+    stream = rank_stream(1, 0)
+    log = LogWriter(run, stream)
+    for second in range(0, 3600, 5):
+        now = float(second)
+        log.append(f"{second:09}\n".encode() * 2500)
+        log.flush()
+    log.append(b"the end\n")
+    log.end()
+    log.flush()
+    assert writes <= BURST + 3600 / RANK_EVERY_S + 1
+    sizes = list_streams(run)
+    assert sizes[stream] <= 20_000 + 25_000 + 100_000 + 2 * 208_000
+    text = read_stream(run, stream)
+    assert text.startswith(b"000000000\n")
+    assert text.endswith(b"000003595\nthe end\n")
+    assert re.search(
+        rb"\n\.\.\. [0-9.]+ MB of output left out: of long output, the first and the newest part are kept", text
+    )
+
+
+def test_logs_of_an_earlier_version_can_be_read(run: Run) -> None:
+    text = os.urandom(SEGMENT_BYTES + 1000)
+    for number in (0, 1):
+        part = text[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
+        run.storage.write(run.key("logs", "attempt-0001-rank-0000", f"{number:06d}.log"), part)
+    for offset in (0, 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, len(text)):
+        assert read_stream(run, "attempt-0001-rank-0000", offset) == text[offset:]
 
 
 def test_storage_that_hangs_ends_the_command_at_its_limit(s3_proxy: FaultProxy, s3_bucket: str) -> None:
