@@ -221,7 +221,7 @@ def upload_dumps(run: Run, attempt: int, on_hang: Callable[[str], Any]) -> None:
 
 
 def _record(run: Run, event: dict[str, Any], path: Path) -> None:
-    journal = Journal(run, "events", event["attempt"], event["rank"])
+    journal = Journal(run, "events", event["attempt"])
     journal.append(event)
     journal.flush()
     path.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
 """The workers' numbers over a window of steps, reduced to one record of the metric history."""
 
+import math
 import resource
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from app.cgroup import memory_left, read_throttling, resident_memory
 from app.data.source import Batch
+from app.observe.ranks import to_column
 from app.parallel import gather_objects
+from app.run.ranks import Columns
 
 
 class Sums:
@@ -35,9 +38,63 @@ class Sums:
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
+class Totals(NamedTuple):
+    """The workers' numbers together."""
+
+    means: dict[str, float]
+    "By name, over the rows of all workers."
+    maxima: list[float]
+    "Of each number."
+    sums: list[float]
+    "Of each number."
+    everyone: np.ndarray | None
+    "On rank 0, the numbers of each worker: float64 [workers, numbers]."
+
+
+class Reducer:
+    """Reduces the workers' numbers by small messages of a fixed form: one from each to rank 0, one back to all.
+
+    All get the same results, to the last bit. The names of the means are agreed on by further messages when a worker
+    has a new one; one without rows has none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._names: list[str] = []
+
+    def reduce(self, sums: Sums, numbers: Sequence[float]) -> Totals:
+        """Of all workers, which call this together, each with as many `numbers`. Waits for the device."""
+        own, end = sums.totals(), 1 + len(numbers)
+        while True:
+            unknown = any(name not in self._names for name in own)
+            of_names = [number for name in self._names for number in own.get(name, (0.0, 0))]
+            maxima, added, everyone = self._exchange([float(unknown), *numbers, *of_names])
+            if not maxima[0]:
+                break
+            named = gather_objects([*own], self._group)
+            self._names = sorted({*self._names, *(name for names in named for name in names)})
+        totals = zip(self._names, added[end::2], added[end + 1 :: 2], strict=True)
+        means = {name: total / rows for name, total, rows in totals if rows}
+        return Totals(means, maxima[1:end], added[1:end], None if everyone is None else everyone[:, 1:end])
+
+    def _exchange(self, mine: list[float]) -> tuple[list[float], list[float], np.ndarray | None]:
+        """The highest of each number and their sums in the order of the ranks; on rank 0, also all of them."""
+        message, everyone = torch.tensor(mine, dtype=torch.float64), None
+        answer = torch.empty(2 * len(mine), dtype=torch.float64)
+        if dist.get_rank(self._group) == 0:
+            parts = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+            dist.gather(message, parts, dst=0, group=self._group)
+            everyone = torch.stack(parts).numpy()
+            answer = torch.tensor([*everyone.max(0), *map(sum, everyone.T.tolist())], dtype=torch.float64)
+        else:
+            dist.gather(message, dst=0, group=self._group)
+        dist.broadcast(answer, src=0, group=self._group)
+        return answer[: len(mine)].tolist(), answer[len(mine) :].tolist(), everyone
+
+
 def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
     """The mean of each name over the rows of all workers, on every worker."""
-    return _means(gather_objects(sums.totals(), group))
+    return Reducer(group).reduce(sums, []).means
 
 
 class Stopwatch:
@@ -97,11 +154,26 @@ class RecentMeans:
             self.newest[name] = sum(rows * mean for rows, mean in having) / sum(rows for rows, _ in having)
 
 
+NUMBERS = ("seconds", "time", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib")
+"""Of these numbers of each worker, the record has the highest."""
+
+
 class MetricWindow:
     """This worker's numbers since the window opened; `close` reduces those of all workers to one record."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
         self._group, self._device, self.recent = group, device, recent
+        self._reducer = Reducer(group)
+        self.own: dict[str, float] = {}
+        """This worker's numbers of the window that was closed last, NaN where unknown: NUMBERS and
+
+        `steps_s`, `forward_s`: seconds of its steps, and those in forward passes (`data_wait_s`: waiting for data);
+        `resident_mib`: its own memory now (`memory_mib`: at its peak);
+        `memory_left_mib`: until the limit of its container or machine;
+        `throttled_s`, `throttled_share`: seconds, summed over processors, and share of periods in which the container's
+        CPU quota throttled it."""
+        self.ranks: Columns | None = None
+        "Those of all workers but the time, on rank 0."
         self._open()
 
     def _open(self) -> None:
@@ -138,15 +210,11 @@ class MetricWindow:
     def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
         """Reduce the windows of all workers to a record, and open new ones; all workers call this together.
 
-        The record has the maximum over workers of each number in seconds or MiB; its `ranks` has each worker's, and
-        `steps_s`, `forward_s`: seconds of its steps, and those in forward passes (`data_wait_s`: waiting for data);
-        `resident_mib`: its own memory now (`memory_mib`: at its peak);
-        `memory_left_mib`: until the limit of its container or machine;
-        `throttled_s`, `throttled_share`: seconds, summed over processors, and share of periods in which the container's
-        CPU quota throttled it. None where unknown.
+        The record, the same on all of them, has the maximum over workers of each of NUMBERS. Sets `own` and `ranks`.
         """
         throttling = read_throttling().since(self._throttling)
-        numbers = {
+        self.own = {
+            "rows": self._sums.rows,
             "seconds": time.perf_counter() - self._opened,
             "time": time.time(),
             "step_time_median_s": float(np.median(self._step_times)),
@@ -154,48 +222,37 @@ class MetricWindow:
             "data_wait_s": float(np.sum(self._data_waits)),
             "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "gpu_memory_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,
-        }
-        own = {
             "steps_s": float(np.sum(self._step_times)),
             "forward_s": self.forward.seconds(),
             "resident_mib": _mib(resident_memory()),
             "memory_left_mib": _mib(memory_left()),
-            "throttled_s": throttling.seconds,
-            "throttled_share": throttling.share,
+            "throttled_s": _known(throttling.seconds),
+            "throttled_share": _known(throttling.share),
         }
-        everyone = gather_objects((self._sums.totals(), {"rows": self._sums.rows}, numbers, own), self._group)
-        totals = [sums for sums, *_ in everyone]
-        ranks = [{**done, **numbers, **own} for _, done, numbers, own in everyone]
-        slowest = {name: max(rank[name] for rank in ranks) for name in numbers}
-        rows = sum(rank["rows"] for rank in ranks)
-        means = _means(totals)
-        self.recent.add(rows, means)
+        totals = self._reducer.reduce(self._sums, [*self.own.values()])
+        rows, slowest = round(totals.sums[0]), dict(zip(self.own, totals.maxima, strict=True))
+        if totals.everyone is not None:
+            columns = zip(self.own, totals.everyone.T, strict=True)
+            self.ranks = {name: to_column(name, values) for name, values in columns if name != "time"}
+        self.recent.add(rows, totals.means)
         record = {
             "step": step,
             "epoch": epoch,
             "steps": self.steps,
             "rows": rows,
-            **means,
+            **totals.means,
             "learning_rate": learning_rate,
-            **slowest,
+            **{name: slowest[name] for name in NUMBERS},
             "rows_per_s": rows / slowest["seconds"],
-            "world_size": len(ranks),
-            "ranks": ranks,
+            "world_size": dist.get_world_size(self._group),
         }
         self._open()
         return record
 
 
-def scalars(record: dict[str, Any]) -> dict[str, Any]:
-    """The values of a record, without lists and dictionaries."""
-    return {name: value for name, value in record.items() if not isinstance(value, (list, dict))}
+def _mib(size: int | None) -> float:
+    return math.nan if size is None else round(size / 2**20, 3)
 
 
-def _mib(size: int | None) -> float | None:
-    return None if size is None else round(size / 2**20, 3)
-
-
-def _means(totals: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    names = sorted({name for sums in totals for name in sums})
-    of_all = {name: [sums[name] for sums in totals if name in sums] for name in names}
-    return {name: sum(total for total, _ in parts) / sum(rows for _, rows in parts) for name, parts in of_all.items()}
+def _known(number: float | None) -> float:
+    return math.nan if number is None else number

@@ -114,9 +114,8 @@ class Telemetry:
         """Count a batch of held-out rows."""
         self._sums["evaluated_batches_total"] += 1
 
-    def report(self, record: Mapping[str, Any]) -> None:
-        """Add this rank's part of a window (`Window.close`)."""
-        mine = record["ranks"][self._rank]
+    def report(self, mine: Mapping[str, float]) -> None:
+        """Add this rank's numbers of a window (`MetricWindow.own`)."""
         self._sums["rows_total"] += mine["rows"]
         self._sums["step_seconds_total"] += mine["steps_s"]
         self._sums["data_wait_seconds_total"] += mine["data_wait_s"]

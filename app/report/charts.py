@@ -11,6 +11,7 @@ from html import escape
 from typing import NamedTuple, TypeVar
 
 from app.formatting import plural
+from app.report.history import Series, can_draw
 from app.report.html import Html, element, join
 from app.report.model import Report
 
@@ -32,8 +33,8 @@ MOST_DOTS = 60
 ALIKE = 1e-6
 """Relative difference below which values are drawn as one: an axis between them would have no numbers."""
 
-LEAST, MOST = 1e-100, 1e100
-"""Range of what can be drawn: beyond, differences and logarithms overflow floats."""
+LEAST = 1e-100
+"""The lowest number with a place on a logarithmic axis: logarithms of lower ones overflow floats."""
 
 Item = TypeVar("Item", "Point", "Range")
 
@@ -97,21 +98,23 @@ class Across(NamedTuple):
 def over_steps(report: Report) -> Across:
     """By optimizer step."""
     marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
-    return Across("steps", [float(step) for step in report.history.step], marks, [0] * len(report.history))
+    series = report.history.series
+    return Across("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
 
 
-def over_time(report: Report) -> Across:
+def over_time(report: Report, series: Series) -> Across:
     """By time since the first start of the workers, pauses included."""
-    known = [time for time in report.history.time if time is not None]
+    times = series.column("time")
+    known = [time for time in times if time is not None]
     begun = min([*known[:1], *([report.begun] if report.begun is not None else [])], default=0.0)
     reached = max([*known, *(attempt.time for attempt in report.attempts)], default=begun) - begun
     unit, seconds = next(
         (unit for unit in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)) if reached >= 2 * unit[1]),
         ("seconds", 1.0),
     )
-    places = [(time - begun) / seconds if time is not None else None for time in report.history.time]
+    places = [(time - begun) / seconds if time is not None else None for time in times]
     marks = [((attempt.time - begun) / seconds, str(attempt.number)) for attempt in report.attempts[1:]]
-    return Across(f"wall clock, {unit} since the first start", places, marks, report.history.attempt)
+    return Across(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
 
 
 def points_of(across: Across, values: Sequence[float | None], gaps: bool = True) -> list[Point]:
@@ -188,11 +191,6 @@ def line_chart(
         ]
     label = escape(description, quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def can_draw(value: float | None) -> bool:
-    """Whether a value has a position on an axis: NaN, infinities and huge values have none."""
-    return value is not None and abs(value) < MOST
 
 
 def key(style: str) -> str:

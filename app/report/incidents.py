@@ -39,7 +39,7 @@ def show(report: Report) -> Html:
     of = f", the newest {len(shown)} of {len(report.attempts):,}" if len(shown) < len(report.attempts) else ""
     columns = ["attempt", "began (UTC)", "why", "steps again", "first step after", "state safe after"]
     columns += ["from step", "out of", "workers", "worker-seconds lost"]
-    stepped = {*report.history.attempt, *(receipt.since for receipt in report.receipts)}
+    stepped = {*report.history.attempts, *(receipt.since for receipt in report.receipts)}
     rows = [_start(attempt, receipts.get(attempt.number), attempt.number in stepped) for attempt in shown]
     parts.append(table(f"Each start of the workers, with its receipt{of}", columns, rows))
     return join([*parts, _failures(report), _events(report)])

@@ -7,7 +7,6 @@ from app.report.charts import (
     BUCKETS,
     LEAST,
     Line,
-    can_draw,
     chart,
     linear_axis,
     log_axis,
@@ -15,6 +14,7 @@ from app.report.charts import (
     over_time,
     points_of,
 )
+from app.report.history import can_draw
 from app.report.html import Html, Number, duration, element, join, paragraph, result, table
 from app.report.model import Report
 from app.run.history import HELD_OUT
@@ -65,7 +65,7 @@ def _curves(report: Report, base: str) -> Html:
     factor = 100.0 if base.endswith("accuracy") else 1.0
     rows = [("training rows", base, "a"), ("held-out rows", HELD_OUT + base, "b")]
     values = {
-        name: [value * factor if value is not None else None for value in history.results[name]]
+        name: [value * factor if value is not None else None for value in history.series.column(name)]
         for _, name, _ in rows
         if name in history.results
     }
@@ -78,7 +78,7 @@ def _curves(report: Report, base: str) -> Html:
     y = log_axis(finite) if log else linear_axis(finite)
     unit = " in %" if factor == 100.0 else " on a logarithmic axis" if log else ""
     charts = []
-    for across in (over_steps(report), over_time(report)):
+    for across in (over_steps(report), over_time(report, history.series)):
         lines = [
             Line(name, points_of(across, values[metric], style == "a"), style)
             for name, metric, style in rows
@@ -89,15 +89,11 @@ def _curves(report: Report, base: str) -> Html:
 
 
 def _not_finite(report: Report, name: str) -> Iterator[Html]:
-    steps = [
-        step
-        for value, step in zip(report.history.results[name], report.history.step, strict=True)
-        if value is not None and not can_draw(value)
-    ]
-    if steps:
+    if name in report.history.undrawable:
+        times, first = report.history.undrawable[name]
         yield paragraph(
-            f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(len(steps), 'record')}, "
-            f"first at step {steps[0]}.",
+            f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(times, 'record')}, "
+            f"first at step {first}.",
             kind="trouble",
         )
 
@@ -107,25 +103,26 @@ def _numbers(report: Report) -> Html:
     history = report.history
     names = sorted(history.results, key=results_first)
     held_out = [name for name in names if name.startswith(HELD_OUT)]
-    places = [
-        place
-        for place in range(len(history))
-        if not held_out or any(history.results[name][place] is not None for name in held_out)
+    columns = [history.series.column(name) for name in ("step", "epoch", "time", *names)]
+    lines = [
+        (step, epoch, time, values)
+        for step, epoch, time, *values in zip(*columns, strict=True)
+        if not held_out or any(v is not None for v, name in zip(values, names, strict=True) if name in held_out)
     ]
-    shown = places
-    if len(places) > MOST_NUMBERS:
-        shown = sorted({places[round(n * (len(places) - 1) / (MOST_NUMBERS - 1))] for n in range(MOST_NUMBERS)})
+    total, shown = history.evaluations if held_out else len(history), lines
+    if len(lines) > MOST_NUMBERS:
+        shown = [lines[round(n * (len(lines) - 1) / (MOST_NUMBERS - 1))] for n in range(MOST_NUMBERS)]
     begun = report.begun
     rows = [
         [
-            Number(str(history.step[place]), history.step[place]),
-            history.epoch[place],
-            duration(time - begun) if (time := history.time[place]) is not None and begun is not None else None,
-            *(result(name, history.results[name][place]) for name in names),
+            Number(str(step), step),
+            epoch,
+            duration(time - begun) if time is not None and begun is not None else None,
+            *map(result, names, values),
         ]
-        for place in shown
+        for step, epoch, time, values in shown
     ]
-    of = f", {len(shown)} of {len(places):,}" if len(shown) < len(places) else ""
+    of = f", {len(shown)} of {total:,}" if len(shown) < total else ""
     what = "Results where held-out rows were evaluated" if held_out else "Results"
     numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)
     return element("details", join([element("summary", "The numbers as a table"), numbers]))

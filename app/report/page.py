@@ -113,9 +113,9 @@ def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
     else:
         paused = f"stood still for {duration(report.paused_s).text} of it" if report.paused_s else None
         found.append(("Time", "time", duration(report.seconds), paused))
-    rates = [known for known in report.history.rows_per_s if known is not None]
-    newest_rate = rate(rates[-1], " rows/s") if rates else "not known"
-    found.append(("Throughput", "throughput", newest_rate, "in the newest record" if rates else None))
+    newest = report.history.latest("rows_per_s")
+    newest_rate = rate(newest[0], " rows/s") if newest else "not known"
+    found.append(("Throughput", "throughput", newest_rate, "in the newest record" if newest else None))
     goodput = percent(report.goodput, 0) if report.goodput is not None else "not known"
     found.append(("Goodput", "goodput", goodput, None if report.goodput is not None else "no receipt yet"))
     found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart")))

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.errors import NotFoundError
-from app.report.charts import LEAST, Axis, Line, Point, can_draw, figure, line_chart, linear_axis, log_axis
+from app.report.charts import LEAST, Axis, Line, Point, figure, line_chart, linear_axis, log_axis
+from app.report.history import can_draw
 from app.report.html import Html, Number, element, join, paragraph, result, table, whole
 from app.report.page import STATES, footer, whole_page
 from app.run import Run
 from app.run.attempts import Span, lineage, read_attempts
-from app.run.history import read_journal
+from app.run.history import each_record
 from app.run.objects import news, warn_once
 from app.run.search import Results, Trial, read_results
 from app.run.status import RunState
@@ -51,8 +52,7 @@ def render_search(run: Run, results: Results, curves: Curves) -> bytes:
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
     spans = news(lambda: lineage(read_attempts(run)), list[Span](), warn_once)
-    records = read_journal(run, "metrics", spans)
-    values = [(record["step"], record.get(metric)) for record in records]
+    values = [(record["step"], record.get(metric)) for record in each_record(run, "metrics", spans)]
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
 
 

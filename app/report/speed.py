@@ -1,12 +1,12 @@
 """Throughput and step time: over the wall clock, and of each rank."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from app.report.charts import Across, Line, Point, Range, chart, linear_axis, over_time, points_of
+from app.report.charts import Line, Point, Range, chart, linear_axis, over_time, points_of
+from app.report.history import RankTotal
 from app.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
-from app.report.model import RankTotal, Report, Spread
+from app.report.model import Report
 
 MOST_RANKS = 64
 """Rows of the table; with more ranks, it shows the slowest."""
@@ -15,10 +15,10 @@ MOST_RANKS = 64
 def show(report: Report) -> Html:
     """Throughput and step time: over the wall clock, and of each rank."""
     history = report.history
-    if not history.ranks:
+    if not history.ranks.totals:
         return paragraph("No numbers of single ranks are recorded.")
-    across = over_time(report)
-    throughput = points_of(across, history.rows_per_s)
+    across = over_time(report, history.series)
+    throughput = points_of(across, history.series.column("rows_per_s"))
     charts = [
         chart(
             "Rows per second, all ranks,",
@@ -26,8 +26,8 @@ def show(report: Report) -> Html:
             linear_axis((point.y for point in throughput), from_zero=True),
             [Line("all ranks", throughput)],
         ),
-        _spread("Rows per second of one rank", across, history.rank_rows_per_s),
-        _spread("Seconds of a step on one rank", across, history.rank_step_time),
+        _spread("Rows per second of one rank", report, "rows_per_s"),
+        _spread("Seconds of a step on one rank", report, "step_time"),
     ]
     return join(
         [
@@ -42,20 +42,23 @@ def show(report: Report) -> Html:
     )
 
 
-def _spread(title: str, across: Across, spreads: Sequence[Spread | None]) -> Html:
+def _spread(title: str, report: Report, name: str) -> Html:
+    series = report.history.ranks.series
+    across = over_time(report, series)
+    columns = [series.column(each) for each in (f"{name}_low", name, f"{name}_high")]
     known = [
-        (x, spread, group)
-        for x, spread, group in zip(across.places, spreads, across.groups, strict=True)
-        if x is not None and spread is not None
+        (x, *values, group)
+        for x, *values, group in zip(across.places, *columns, across.groups, strict=True)
+        if x is not None and None not in values
     ]
-    band = [Range(x, spread.low, spread.high, group) for x, spread, group in known]
-    mean = [Point(x, spread.mean, group) for x, spread, group in known]
+    band = [Range(x, low, high, group) for x, low, _, high, group in known]
+    mean = [Point(x, value, group) for x, _, value, _, group in known]
     y = linear_axis((edge for item in band for edge in (item.low, item.high)), from_zero=True)
     return chart(title, across, y, [Line("mean of the ranks", mean)], band, "lowest to highest rank")
 
 
 def _ranks(report: Report) -> Html:
-    every = report.history.ranks
+    every = report.history.ranks.totals
     nodes = report.attempts[-1].metadata.get("nodes", {}) if report.attempts else {}
     slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MOST_RANKS]
     limits = [edge for rank in slowest for edge in (every[rank].fastest, every[rank].slowest) if math.isfinite(edge)]

@@ -16,13 +16,16 @@
             model.pt optimizer.pt extra_state.pt
                                           under PARALLEL=fsdp parts instead of the first two (app/checkpoint/sharded.py)
             manifest.json                 written last: without it there is no checkpoint
-        metrics/attempt-0001-00000.jsonl  the metric history, a line per report
-        events/attempt-0001-00000.jsonl   what happened to the run besides training
+        metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
+                                          the metric history, a line per report: of a stream that only one process
+                                          writes, the lines 0 to 311 (app/run/segments.py)
+        ranks/attempt-0001-...            the numbers of each rank, thinned with age
+        events/attempt-0001-...           what happened to the run besides training
         failures/attempt-0001-rank-0000.json
                                           the error that ended a process, with its traceback
-        logs/driver-20261121T141013679Z/000000.log
-        logs/attempt-0001-rank-0000/000000.log
-                                          what each process printed, in segments
+        logs/driver-20261121T141013679Z/000000000000000.log
+        logs/attempt-0001-rank-0000/000000000000000.log
+                                          what each process printed, in segments, named by where they begin
         audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
                                           the ids of the rows these optimizer steps consumed
         predictions.json                  the last checkpoint's predictions of held-out rows, for the report

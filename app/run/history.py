@@ -1,22 +1,21 @@
-"""The metric history of a run, its events, and the rows its steps consumed.
-
-Storage cannot append: a journal is a series of files of at most FILE_RECORDS lines, and only the last is rewritten.
-"""
+"""The metric history of a run, its events, and the rows its steps consumed."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import io
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from app.errors import DamageError, NotFoundError, shorten
+from app.errors import DamageError, NotFoundError, StorageError, shorten
 from app.run import Run, dump_json
 from app.run.attempts import Span
 from app.run.objects import Measure, Whole, adapter, is_count, is_moment, warn_once
-from app.storage.base import READS_IN_FLIGHT, Entry, map_parallel
+from app.run.segments import Segment, SegmentWriter, list_segments, new_stream, tidy
+from app.storage.base import READS_IN_FLIGHT, map_parallel
 
 if TYPE_CHECKING:
     import pyarrow
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
 HELD_OUT = "test_"
 """Metrics of held-out rows have this prefix."""
 
-FILE_RECORDS = 1000
-"""Lines of a journal file: a rewrite stays below about half a megabyte."""
+Kind = Literal["metrics", "ranks", "events"]
 
-Kind = Literal["metrics", "events"]
-
-JOURNAL = re.compile(r"attempt-[0-9]{4,9}(-[a-z0-9-]+)?-[0-9]{5,9}\.jsonl")
+READ_TRIES = 5
+"""Listings of a journal whose segments are merged while it is read."""
 
 AUDIT_DIGITS = 16
 
@@ -45,79 +42,119 @@ AUDIT_COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 class Journal:
     """The lines that one process adds to an attempt's metric history or events.
 
-    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`. Rank 0
-    writes the group's journal; any other writer needs a journal of its own, by `rank` or a unique `writer`, because a
-    journal rewrites its files from its own lines.
+    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`.
     """
 
-    def __init__(self, run: Run, kind: Kind, attempt: int, rank: int | None = None, writer: str = "") -> None:
-        self._run, self._kind, self._attempt = run, kind, attempt
-        self._stream = f"attempt-{attempt:04d}" + ("" if rank is None else f"-rank-{rank:04d}")
-        self._stream += f"-{writer}" if writer else ""
-        self._records: list[str] = []
-        self._written = 0
-        self._lock = threading.Lock()
-        self._flushing = threading.Lock()
+    def __init__(self, run: Run, kind: Kind, attempt: int) -> None:
+        self._attempt = attempt
+        self._stream = SegmentWriter(run.storage, run.key(kind, new_stream(attempt)))
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record; it is durable after the next `flush`."""
-        line = dump_json({"attempt": self._attempt, **record})
-        with self._lock:
-            self._records.append(line)
+        self._stream.append(dump_json({"attempt": self._attempt, **record}).encode())
 
     def flush(self) -> None:
         """Write the new records; raises `StorageError`, and can then be called again."""
-        with self._flushing:
-            with self._lock:
-                records = list(self._records)
-            while self._written < len(records):
-                file = self._written // FILE_RECORDS
-                end = min(len(records), (file + 1) * FILE_RECORDS)
-                text = "\n".join(records[file * FILE_RECORDS : end]) + "\n"
-                self._run.storage.write(self._run.key(self._kind, f"{self._stream}-{file:05d}.jsonl"), text.encode())
-                self._written = end
+        self._stream.flush()
+
+
+def tidy_journals(run: Run, before: int) -> None:
+    """Merge the small objects that attempts older than `before` left; raises `StorageError`."""
+    for kind in FORMS:
+        tidy(run.storage, run.key(kind), before)
 
 
 def read_journal(
-    run: Run, kind: Kind, spans: list[Span] | None = None, warn: Callable[[str], Any] = warn_once
+    run: Run, kind: Kind, spans: Sequence[Span] | None = None, warn: Callable[[str], Any] = warn_once
 ) -> list[dict[str, Any]]:
     """The records of all attempts, each journal's in order; with `spans`, only those whose steps count.
 
-    Damaged records are left out; `warn` hears of them, once for a file.
+    Damaged records are left out; `warn` hears of them, once for a segment.
     """
     return list(each_record(run, kind, spans, warn=warn))
 
 
-def list_journal(run: Run, kind: Kind) -> list[Entry]:
-    """The journal files, by attempt."""
-    folder = run.key(kind) + "/"
-    return [entry for entry in run.storage.list(run.key(kind)) if JOURNAL.fullmatch(entry.key.removeprefix(folder))]
+def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
+    """The segments of the journals, by attempt; with `spans`, only of their attempts."""
+    attempts = None if spans is None else {span.attempt for span in spans}
+    segments = list_segments(run.storage, run.key(kind))
+    return [segment for segment in segments if attempts is None or segment.attempt in attempts]
 
 
 def each_record(
     run: Run,
     kind: Kind,
-    spans: list[Span] | None = None,
-    listed: Sequence[Entry] | None = None,
+    spans: Sequence[Span] | None = None,
+    listed: Sequence[Segment] | None = None,
     warn: Callable[[str], Any] = warn_once,
 ) -> Iterator[dict[str, Any]]:
-    """Like `read_journal`, a few files at a time: a long history need not fit into memory.
+    """Like `read_journal`, a few segments at a time: a long history need not fit into memory.
 
-    With `listed`, reads only those files of `list_journal`.
+    With `listed`, reads only those of `list_journal`; raises `StorageError` when one has been merged since.
     """
-    files = [entry.key for entry in (list_journal(run, kind) if listed is None else listed)]
-    for first in range(0, len(files), READS_IN_FLIGHT):
-        part = files[first : first + READS_IN_FLIGHT]
-        for key, text in zip(part, map_parallel(run.storage.read, part), strict=True):
-            for record in _parse_lines(kind, text, run.storage.locate(key), warn):
+    todo = list_journal(run, kind, spans) if listed is None else list(listed)
+    tries, given = READ_TRIES if listed is None else 1, dict[str, int]()
+    while todo:
+        part = todo[:READS_IN_FLIGHT]
+        texts = map_parallel(functools.partial(_read_segment, run), part)
+        for segment, text in zip(part, texts, strict=True):
+            if text is None:
+                break
+            lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
+            whole = len(lines) == segment.last - segment.first + 1  # not thinned
+            missed = max(0, given.get(segment.stream, 0) - segment.first) if whole else 0
+            for record in _parse_lines(kind, lines[missed:], place, warn):
                 if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
                     yield record
+            given[segment.stream] = segment.last + 1
+            todo.remove(segment)
+        if None in texts:
+            tries -= 1
+            if not tries:
+                raise StorageError(f"{run.storage.locate(run.key(kind))}: it changes while it is read; try again")
+            todo = [each for each in _list_again(run, kind, spans) if each.last >= given.get(each.stream, 0)]
 
 
-def _parse_lines(kind: Kind, text: bytes, place: str, warn: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
-    """The records of a journal file that are as they must be."""
-    validate, is_usable = adapter(FORMS[kind]).validate_json, _is_metric if kind == "metrics" else _is_event
-    lines, damaged = text.splitlines(), 0
+def _list_again(run: Run, kind: Kind, spans: Sequence[Span] | None) -> list[Segment]:
+    """List a journal after a segment was missed, which a listing that NFS keeps may still show."""
+    with contextlib.suppress(StorageError):  # it may not be written here
+        run.storage.refresh(run.key(kind))
+    return list_journal(run, kind, spans)
+
+
+def _read_segment(run: Run, segment: Segment) -> bytes | None:
+    """The lines of a segment; None when it was merged, or deleted with its run, since it was listed."""
+    with contextlib.suppress(NotFoundError):
+        return run.storage.read(segment.entry.key)
+    return None
+
+
+def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
+    """The newest record of the metric history that counts; None when there is none.
+
+    It reads the end of the history only, however long that is. With `listed`, looks first at those of `list_journal`.
+    """
+    segments = list_journal(run, "metrics", spans) if listed is None else listed
+    for _ in range(READ_TRIES):
+        with contextlib.suppress(NotFoundError):  # merged since it was listed
+            for span in spans:
+                for segment in reversed([each for each in segments if each.attempt == span.attempt]):
+                    lines = run.storage.read(segment.entry.key).splitlines()
+                    place = run.storage.locate(segment.entry.key)
+                    for record in _parse_lines("metrics", lines[::-1], place, warn_once):
+                        if span.holds(record["attempt"], record["step"]):
+                            return record
+            return None
+        segments = _list_again(run, "metrics", spans)
+    raise StorageError(f"{run.storage.locate(run.key('metrics'))}: it changes while it is read; try again")
+
+
+def _parse_lines(
+    kind: Kind, lines: Sequence[bytes], place: str, warn: Callable[[str], Any]
+) -> Iterator[dict[str, Any]]:
+    """The records of a segment that are as they must be."""
+    validate, is_usable = adapter(FORMS[kind]).validate_json, USABLE[kind]
+    damaged = 0
     for line in lines:
         try:
             record: dict[str, Any] = validate(line, strict=True)  # takes no longer than json.loads
@@ -150,9 +187,7 @@ def read_audit(run: Run, spans: list[Span]) -> list[pyarrow.Table]:
     Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
     may repeat the start of the file before, when storage reported a write as failed that it had taken.
     """
-    import pyarrow.compute
-
-    found = []
+    wanted = []
     bounds = {span.label: (span.after, span.upto) for span in spans}
     for entry in run.storage.list(run.key("audit")):
         name = AUDIT.fullmatch(entry.key.removeprefix(run.key("audit") + "/"))
@@ -161,17 +196,22 @@ def read_audit(run: Run, spans: list[Span]) -> list[pyarrow.Table]:
         attempt, first, last = name["attempt"], int(name["first"]), int(name["last"])
         after, upto = bounds[attempt]
         end = last if upto is None else min(last, upto)
-        if end <= after or end < first:
-            continue
-        table = _read_audit_file(run, entry.key, name)
-        steps = table["step"]
-        if first <= after or last > end:
-            table = table.filter(
-                pyarrow.compute.and_(pyarrow.compute.greater(steps, after), pyarrow.compute.less_equal(steps, end))
-            )
-        found.append(table)
-        bounds[attempt] = (end, upto)
-    return found
+        if end > after and end >= first:
+            wanted.append((entry.key, name, max(first, after + 1), end))
+            bounds[attempt] = (end, upto)
+    return map_parallel(lambda file: _read_audit_steps(run, *file), wanted)
+
+
+def _read_audit_steps(run: Run, key: str, name: re.Match[str], first: int, last: int) -> pyarrow.Table:
+    """The rows of the steps `first`..`last` in one file."""
+    import pyarrow.compute
+
+    table = _read_audit_file(run, key, name)
+    if (first, last) == (int(name["first"]), int(name["last"])):
+        return table
+    steps = table["step"]
+    wanted = pyarrow.compute.and_(pyarrow.compute.greater_equal(steps, first), pyarrow.compute.less_equal(steps, last))
+    return table.filter(wanted)
 
 
 def _read_audit_file(run: Run, key: str, name: re.Match[str]) -> pyarrow.Table:
@@ -205,6 +245,7 @@ def _audit_digest(place: str, content: bytes) -> str:
 
 FORMS: dict[Kind, Any] = {
     "metrics": dict[str, float | Whole | str | list[dict[str, Measure | Whole | None]] | None],
+    "ranks": dict[str, float | Whole | dict[str, list[Measure | Whole | None]]],
     "events": dict[str, float | Whole | bool | str | None],
 }
 """Of a line. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first: most are.)"""
@@ -212,13 +253,28 @@ FORMS: dict[Kind, Any] = {
 
 def _is_metric(record: dict[str, Any]) -> bool:
     """Whether the fields that are reckoned with are what they must be."""
-    steps, time = record.get("steps", 0), record.get("time", 0)
-    if any((type(value) is list) != (name == "ranks") for name, value in record.items()):
+    return all((type(value) is list) == (name == "ranks") for name, value in record.items()) and _is_placed(record)
+
+
+def _is_of_ranks(record: dict[str, Any]) -> bool:
+    if any((type(value) is dict) != (name == "ranks") for name, value in record.items()):
         return False
-    return is_count(record.get("attempt")) and is_count(record.get("step")) and is_count(steps) and is_moment(time)
+    return _is_placed(record) and len({len(values) for values in record.get("ranks", {}).values()}) == 1
 
 
 def _is_event(record: dict[str, Any]) -> bool:
     rank, said = record.get("rank"), (record.get("event"), record.get("detail", ""), record.get("stacks", ""))
     whole = all(isinstance(text, str) for text in said) and (rank is None or is_count(rank))
-    return whole and _is_metric(record) and "time" in record
+    return whole and _is_placed(record) and "time" in record
+
+
+def _is_placed(record: dict[str, Any]) -> bool:
+    steps, time = record.get("steps", 0), record.get("time", 0)
+    return is_count(record.get("attempt")) and is_count(record.get("step")) and is_count(steps) and is_moment(time)
+
+
+USABLE: dict[Kind, Callable[[dict[str, Any]], bool]] = {
+    "metrics": _is_metric,
+    "ranks": _is_of_ranks,
+    "events": _is_event,
+}

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.errors import NotFoundError, StorageError
@@ -15,7 +15,7 @@ from app.formatting import as_time, in_words
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
 from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, retention
-from app.run.history import read_journal
+from app.run.history import newest_record, read_journal
 from app.run.identity import Identity, read_identity
 from app.run.incidents import Cause, Receipt, goodput, read_receipts
 from app.run.objects import CHECKPOINT, RUN
@@ -238,15 +238,10 @@ class RunView:
     "The newest verified one."
     passed_over: tuple[str, ...] = ()
     "Newer checkpoints that are not whole, each with the reason."
-    records: tuple[dict[str, Any], ...] = ()
-    "The metric history that counts, oldest first; a report, which shows long ones, reads it into columns instead."
+    last: dict[str, Any] = field(default_factory=dict)
+    "The newest record of the metric history; empty before there is one."
     last_active: float = 0.0
     "When its own processes last wrote anything, in seconds since the epoch; 0: unknown."
-
-    @property
-    def last(self) -> dict[str, Any]:
-        """The newest record of the metric history; empty before there is one."""
-        return self.records[-1] if self.records else {}
 
     @property
     def step(self) -> int:
@@ -335,24 +330,23 @@ class RunView:
 def read_view(run: Run) -> RunView:
     """Everything storage knows of a run, its parts read in parallel. Raises `NotFoundError`, `StorageError`."""
 
-    def attempts() -> tuple[list[Attempt], tuple[Checkpoint | None, tuple[str, ...]]]:
+    def attempts() -> tuple[list[Attempt], tuple[Checkpoint | None, tuple[str, ...]], dict[str, Any] | None]:
         found = read_attempts(run)
-        return found, find_newest_good(run, found, trust_listing=True)  # nothing is read that the listing vouches for
+        good = find_newest_good(run, found, trust_listing=True)  # nothing is read that the listing vouches for
+        return found, good, newest_record(run, lineage(found))
 
     parts: list[Callable[[], Any]] = [
-        lambda: summarize(run.name, run.storage.list(run.name)),
+        lambda: _summarize(run),
         lambda: read_fresh_status(run),
         attempts,
         lambda: _identity(run),
-        lambda: read_journal(run, "metrics"),
         lambda: read_journal(run, "events"),
     ]
-    summary, status, (found, (checkpoint, passed_over)), identity, records, events = map_parallel(
+    summary, status, (found, (checkpoint, passed_over), last), identity, events = map_parallel(
         lambda part: part(), parts
     )
     if not summary:
         raise NotFoundError(f"{run.location}: no run is there")
-    spans = lineage(found)
     now = time.time()
     state, reason = state_from_storage(status, summary, now)
     return RunView(
@@ -367,9 +361,16 @@ def read_view(run: Run) -> RunView:
         receipts=read_receipts(events),
         checkpoint=checkpoint,
         passed_over=passed_over,
-        records=tuple(r for r in records if any(span.holds(r["attempt"], r["step"]) for span in spans)),
+        last=last or {},
         last_active=summary.last_active,
     )
+
+
+def _summarize(run: Run) -> RunSummary | None:
+    """What a view needs of the summary, without listing all that a long run has written, if there is a status."""
+    parts = ("run.json", FOLDER, "submissions", STOP, DELETION)
+    entries = [entry for part in map_parallel(lambda name: run.storage.list(run.key(name)), parts) for entry in part]
+    return summarize(run.name, entries if newest_status(entries) else run.storage.list(run.name))
 
 
 def _identity(run: Run) -> Identity | None:

@@ -6,7 +6,6 @@ import argparse
 import select
 import sys
 import time
-import uuid
 
 from app.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
 from app.run import Run, open_run
@@ -134,8 +133,7 @@ class Outage:
         try:
             if self._journal is None or number != self._number:
                 self._number = number
-                writer = f"tracking-{uuid.uuid4().hex[:8]}"
-                self._journal = Journal(self._delivery.run, "events", number, writer=writer)
+                self._journal = Journal(self._delivery.run, "events", number)
             self._journal.append({"step": step, "time": time.time(), "event": what, "detail": detail})
             self._journal.flush()
         except StorageError:

@@ -22,6 +22,7 @@ from app.run.checkpoints import Checkpoint, choose, classify, list_directories
 from app.run.history import HELD_OUT, each_record, list_journal, read_journal
 from app.run.incidents import goodput, read_receipts
 from app.run.objects import Count, Form, news, read, warn_once
+from app.run.segments import Segment
 from app.run.status import Status, read_status
 from app.settings import PREFIX
 from app.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
@@ -53,8 +54,8 @@ class Delivery:
         self.attempt = 0
         "The run's newest attempt."
         self._service: Service | None = None
-        self._files: dict[str, str] = {}
-        "The version of each journal file that has been delivered completely."
+        self._segments: set[Segment] = set()
+        "Those of the metric history that have been delivered completely."
         self._described = 0
         "The attempt whose parameters the service has."
         self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
@@ -73,15 +74,17 @@ class Delivery:
         self._describe(service, attempts)
         spans = lineage(attempts)
         final = self._final_step(spans)
-        for entry in list_journal(self.run, "metrics"):
-            if self._files.get(entry.key) == entry.version:
+        segments = list_journal(self.run, "metrics", spans)
+        self._segments &= set(segments)
+        for segment in segments:
+            if segment in self._segments:
                 continue
-            records = list(each_record(self.run, "metrics", spans, [entry]))
+            records = list(each_record(self.run, "metrics", spans, [segment]))
             new = iter([record for record in records if self._is_new(record, final)])
             while batch := list(islice(new, RECORDS_AT_ONCE)):
                 self._send(service, batch)
             if all(record["step"] <= final for record in records):
-                self._files[entry.key] = entry.version
+                self._segments.add(segment)
 
     def finish(self) -> None:
         """Send the rest and, if the run has ended, its report, best model and state. Raises like `deliver`."""

@@ -16,14 +16,16 @@ from app.elastic.control import CONTROL_TIMEOUT_S
 from app.elastic.receipts import make_receipt
 from app.elastic.restore import State
 from app.errors import StorageError
-from app.observe.metrics import MetricWindow, scalars
+from app.observe.metrics import MetricWindow
 from app.observe.progress import PROGRESS_EVERY_S
 from app.observe.prometheus import RunGauges
+from app.observe.ranks import RankHistory
 from app.plan import Plan
 from app.run import Run
 from app.run.attempts import ensure_owner, step_of
-from app.run.history import Journal
+from app.run.history import Journal, tidy_journals
 from app.run.incidents import Cause, describe, goodput, read_receipts
+from app.run.ranks import Columns
 from app.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
 from app.storage.deadline import within
 
@@ -50,12 +52,13 @@ class Reporter:
         self._run, self._settings, self._start = run, plan.settings, start
         self._state = replace(state, model=None, optimizer=None)  # only its tensors are large
         self._control, self._journals, self._checkpoints = control, journals, checkpoints
+        self._ranks = RankHistory(run, start.attempt.number)
         self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
         "For the caller to enter."
         self._timer = Timer()
         self._shown = 0.0
         self._heartbeat: float | None = None
-        self._recovered = self._summarized = self._warned = False
+        self._recovered = self._summarized = self._warned = self._tidied = False
         self._status = replace(
             first_status(start, plan), state=RunState.RUNNING, reason="", world_size=len(start.nodes)
         )
@@ -87,10 +90,11 @@ class Reporter:
             state = {"step": step, "loss": window.mean_loss, "committed": step_of(newest) if newest else 0}
             self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
 
-    def report(self, record: dict[str, Any]) -> None:
-        """Add a record to the metric history."""
+    def report(self, record: dict[str, Any], ranks: Columns) -> None:
+        """Add a record to the metric history, with the numbers of each rank."""
         self._journals["metrics"].append(record)
-        self._control.record.remote(scalars(record))
+        self._ranks.append(record, ranks)
+        self._control.record.remote(record)
         self._summarize_copies()
         self._status = replace(
             self._status,
@@ -111,7 +115,7 @@ class Reporter:
     def add_evaluation(self, record: dict[str, Any]) -> None:
         """Add the evaluation of an epoch whose steps another worker group took."""
         self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
-        self._control.record.remote(scalars(record))
+        self._control.record.remote(record)
         self._close_incident()
 
     def drain(self, time_left_s: float | None) -> None:
@@ -129,10 +133,18 @@ class Reporter:
         refuse_if_ended(self._run, self._status)
         for journal in self._journals.values():
             journal.flush()
+        self._ranks.flush()
         committed = self._checkpoints.newest
         if committed:
             self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
         write_status(self._run, replace(self._status, heartbeat=self._heartbeat))
+        if not self._tidied:
+            self._tidied = True
+            tidy_journals(self._run, self._start.attempt.number)
+
+    def end(self) -> None:
+        """From now on, let nothing wait that can be written."""
+        self._ranks.end()
 
     def gauges(self) -> RunGauges:
         """The whole run's figures to export; called by another thread."""

@@ -106,6 +106,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             del state, found  # as large as the model and its optimizer
             if worker.reporter:
                 stack.enter_context(worker.reporter.publisher)
+                stack.callback(worker.reporter.end)
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except Exception as error:

@@ -9,7 +9,7 @@ import torch
 
 from app.data.order import largest_pass
 from app.data.source import Batch
-from app.observe.metrics import MetricWindow, Sums, mean_over_workers, scalars
+from app.observe.metrics import MetricWindow, Sums, mean_over_workers
 from app.parallel import StepConsensus, any_rank, sync_buffers
 from app.train.worker import Worker
 
@@ -65,9 +65,9 @@ def after_step(
         restart, evaluated = results is None, results is not None
         record |= results or {}
     if record:
-        worker.report(record)
+        worker.report(record, window)
     if save or agreed.copy:
-        metrics = {**scalars(record), **window.recent.newest}  # a copy without a record hands on the means
+        metrics = {**record, **window.recent.newest}  # a copy without a record hands on the means
         worker.checkpoints.save(step, metrics, evaluated=evaluated, to_storage=save)
     if restart:
         worker.restart_group()

@@ -18,7 +18,7 @@ from app.data.torch_loader import TorchLoader
 from app.elastic.control import CommandPoller
 from app.elastic.receipts import RESTARTING
 from app.elastic.watchdog import Watchdog
-from app.observe.metrics import MetricWindow, RecentMeans, scalars
+from app.observe.metrics import MetricWindow, RecentMeans
 from app.observe.prometheus import Telemetry
 from app.parallel import StepActions, finish_together
 from app.plan import Plan
@@ -98,14 +98,14 @@ class Worker:
         if self.reporter:
             self.reporter.heartbeat()
 
-    def report(self, record: dict[str, Any]) -> None:
-        """Add a record to the metric history and report it to Ray; all workers call this with the same record."""
-        self.telemetry.report(record)
+    def report(self, record: dict[str, Any], window: MetricWindow) -> None:
+        """Add the record of a closed window to the metric history and report it to Ray; all workers do so together."""
+        self.telemetry.report(window.own)
         if self.reporter:
-            self.reporter.report(record)
+            self.reporter.report(record, window.ranks or {})
         if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # a clock may be set back
             self._reported = record["time"]
-            ray.train.report(scalars(record))
+            ray.train.report(record)
 
     def add_evaluation(self, results: dict[str, float] | None) -> None:
         """Record the evaluation that the group before did not make; restart when this one did not either (None)."""
@@ -114,7 +114,7 @@ class Worker:
         metrics = {**self.metrics, **results, "time": time.time()}
         if self.reporter:
             self.reporter.add_evaluation(metrics)
-        self.checkpoints.save(self.start, scalars(metrics))
+        self.checkpoints.save(self.start, metrics)
 
     def restart_group(self) -> NoReturn:
         """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then."""

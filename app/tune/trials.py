@@ -24,6 +24,7 @@ from app.run import Run, open_run
 from app.run.attempts import lineage, read_attempts
 from app.run.history import HELD_OUT, each_record, list_journal
 from app.run.identity import refuse_other_settings
+from app.run.segments import Segment
 from app.run.status import RunState, clear_stop, read_status, request_stop, stop_requested
 from app.settings import PREFIX, Settings
 
@@ -156,19 +157,19 @@ class HistoryReplay:
         "The parts up to which results were given, and records read."
         self._values: list[tuple[int, float]] = []
         "Rows and metric of the records since the last result."
-        self._versions: dict[str, str] = {}
-        "The version of each history file that has been read, as a long run has many."
+        self._segments: set[Segment] = set()
+        "Those of the history that have been read: a long run has many."
 
     def new(self) -> list[dict[str, float]]:
         """The results since the last call; a small listing and a read if there are none."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []
-        files = list_journal(self._run, "metrics")
-        fresh = [file for file in files if self._versions.get(file.key) != file.version]
+        segments = list_journal(self._run, "metrics")
+        fresh = [segment for segment in segments if segment not in self._segments]
         records = list(each_record(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
         # Nothing below raises: no result is lost.
-        self._status_time, self._versions = status.time, {file.key: file.version for file in files}
+        self._status_time, self._segments = status.time, set(segments)
         found = []
         for record in records:
             part = WHOLE * record["step"] / status.total_steps

@@ -17,9 +17,11 @@ from app.formatting import plural
 from app.run import Run
 from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
 from app.run.checkpoints import MANIFEST, classify, list_directories, verify
-from app.run.history import read_audit, read_journal
+from app.run.history import list_journal, newest_record, read_audit, read_journal
 from app.run.identity import read_identity
 from app.run.incidents import find_gaps, read_receipts, without_receipts
+from app.run.objects import MOST
+from app.storage.base import map_parallel
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table, warn
 from submitter.runs import find_run
@@ -174,10 +176,10 @@ def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set
 
     What an attempt writes about the step it starts from is only an evaluation.
     """
-    traces = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics")]
-    traces += [(attempt_of(name), step_of(name)) for name in committed]
-    starts = {attempt.number: attempt.step for attempt in attempts}
-    return {attempt for attempt, step in traces if attempt in starts and step > starts[attempt]}
+    segments, starts = list_journal(run, "metrics"), {attempt.number: attempt.step for attempt in attempts}
+    newest = map_parallel(lambda number: newest_record(run, [Span(number, starts[number], None)], segments), starts)
+    saved = {attempt_of(name) for name in committed if step_of(name) > starts.get(attempt_of(name), MOST)}
+    return saved | {record["attempt"] for record in newest if record}
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

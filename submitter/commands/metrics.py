@@ -8,8 +8,9 @@ from typing import Any
 from app.errors import SettingsError
 from app.formatting import plural
 from app.run import Run
-from app.run.attempts import lineage, read_attempts
+from app.run.attempts import Span, lineage, read_attempts
 from app.run.history import read_journal
+from app.run.ranks import each_rank_record, to_rows
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table, print_text, warn, write_file
 from submitter.runs import find_run
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError("--json and --csv: choose one")
     with doing("reading the metric history"):
         run = find_run(args.run, args.storage)
-        records = read_journal(run, "metrics", lineage(read_attempts(run)))
+        spans = lineage(read_attempts(run))
+        records = with_ranks(run, spans) if args.json or args.parquet else read_journal(run, "metrics", spans)
     if args.parquet is not None:
         write_parquet(run, records, args.parquet, args.json)
     elif args.json:
@@ -49,6 +51,20 @@ def run(args: argparse.Namespace) -> None:
     else:
         shown = [name for name in _columns(records) if name not in LEFT_OUT_OF_TABLE]
         print_table(shown, [[record.get(name) for name in shown] for record in records])
+
+
+def with_ranks(run: Run, spans: list[Span]) -> list[dict[str, Any]]:
+    """The records, those with `ranks` whose numbers of each rank are kept apart from those of other records."""
+    ranks = {
+        (record["attempt"], record["step"]): to_rows(record["ranks"])
+        for record in each_rank_record(run, spans)
+        if "records" not in record
+    }
+    records = read_journal(run, "metrics", spans)
+    for record in records:
+        if found := ranks.pop((record["attempt"], record["step"]), None):
+            record["ranks"] = found
+    return records
 
 
 def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from app.errors import StorageError
 from app.run import Run
+from app.run.attempts import lineage
 from app.run.failures import read_failures
+from app.run.ranks import newest_rank_records
 from app.run.status import RunState
 from submitter.cluster.api import Cluster
 from submitter.cluster.watch import RunSnapshot
@@ -42,7 +44,8 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
             failures = read_failures(run)
         except StorageError as error:
             unseen.append(f"the errors of its processes: {error}")
-        case = Case(view, state, reason, failures, snapshot.pods, snapshot.time)
+        windows = newest_rank_records(run, lineage(view.attempts))
+        case = Case(view, state, reason, windows, failures, snapshot.pods, snapshot.time)
         findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
             evidence, details = figures(case)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from app.cgroup import GROUPS, Throttling
-from app.run.history import read_journal
+from app.run.attempts import lineage, read_attempts
+from app.run.ranks import each_rank_record, to_rows
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis, Finding
 from tests.harness import REPOSITORY
@@ -63,8 +64,9 @@ def test_slow_rows_a_slow_rank_and_a_leak_are_told_apart(program: Program, make_
 def test_a_run_without_faults_is_healthy(program: Program, make_data: MakeData) -> None:
     found = train(program, make_data(20 * STEPS))
     assert set(found) == {Diagnosis.HEALTHY}
-    [record, *_] = read_journal(the_run(program), "metrics")
-    for rank in record["ranks"]:
+    run = the_run(program)
+    [record, *_] = each_rank_record(run, lineage(read_attempts(run)))
+    for rank in to_rows(record["ranks"]):
         assert 0 < rank["forward_s"] <= rank["steps_s"] <= rank["seconds"] * 1.1
         assert 50 < rank["resident_mib"] < rank["memory_mib"]
         assert rank["memory_left_mib"] > 0

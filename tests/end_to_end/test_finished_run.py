@@ -15,6 +15,7 @@ from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import in_lineage, list_checkpoints, write_manifest
 from app.run.history import read_audit, read_journal, write_audit
 from app.run.logs import rank_stream, read_stream
+from app.run.ranks import each_rank_record
 from app.run.status import RunState, read_status
 from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun, driver_output
 from tests.harness.program import Program
@@ -39,8 +40,8 @@ def test_it_says_what_came_of_it(finished_run: FinishedRun) -> None:
 
 def test_every_rank_is_in_its_history(finished_run: FinishedRun) -> None:
     records = read_journal(finished_run.run, "metrics")
-    ranks = [[record["ranks"][rank]["rows"] for record in records] for rank in range(2)]
-    assert [sum(rows) for rows in ranks] == [ROWS, ROWS]
+    ranks = each_rank_record(finished_run.run, lineage(read_attempts(finished_run.run)))
+    assert [sum(rows) for rows in zip(*(record["ranks"]["rows"] for record in ranks), strict=True)] == [ROWS, ROWS]
     assert sum(record["steps"] for record in records) == STEPS
     rates = ("learning_rate", "rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s")
     for name in ("loss", "accuracy", *rates):

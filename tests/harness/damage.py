@@ -53,6 +53,7 @@ KINDS = {
     "attempts": "run/attempts/",
     "manifests": "run/checkpoints/",
     "metrics": "run/metrics/",
+    "ranks": "run/ranks/",
     "events": "run/events/",
     "failures": "run/failures/",
     "logs": "run/logs/",
@@ -105,7 +106,7 @@ def build(storage_path: str) -> Run:
         checkpoint = commit(run, attempt, upto, loss=1 / upto, accuracy=0.5)
         write_receipt(run, attempt, number - 1, Cause.BEGIN if number == 1 else Cause.NODE_LOST)
         origin, done = checkpoint.name, upto
-    events = Journal(run, "events", 2, 1)
+    events = Journal(run, "events", 2)
     hung = {"event": "hung", "rank": 1, "waiting": False, "detail": "rank 1: at loop.py:3", "stacks": "File loop.py"}
     events.append({"step": 5, "time": now + 2, **hung})
     events.append({"step": 5, "time": now + 2, "event": "commit failed", "detail": "storage is away"})

@@ -1,10 +1,12 @@
-"""A process group of this process alone: collectives work, and nobody waits."""
+"""Process groups: of this process alone, where collectives work and nobody waits, or of some forked ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,3 +20,27 @@ def group(tmp_path: Path) -> Iterator[object]:
     assert dist.group.WORLD
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[Any]:
+    """What `act(group)` returns in each of `count` forked processes, the ranks of a group."""
+    import torch
+    import torch.distributed as dist
+
+    def work(rank: int, sender: Any) -> None:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "ranks"), count)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
+        sender.send(act(dist.group.WORLD))
+
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+    ranks = [context.Process(target=work, args=(rank, sender)) for rank, (_, sender) in enumerate(pipes)]
+    for rank in ranks:
+        rank.start()
+    for _, sender in pipes:
+        sender.close()
+    found = [receiver.recv() for receiver, _ in pipes]
+    for rank in ranks:
+        rank.join()
+    return found

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from typing import Any
 
 import pyarrow as pa
 
+from app.observe.ranks import RankHistory
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
 from app.run.checkpoints import Checkpoint, write_manifest
-from app.run.history import Journal, write_audit
+from app.run.history import Journal, Kind, list_journal, write_audit
 from app.run.incidents import Cause, Receipt
 from app.run.objects import seal
+from app.run.ranks import to_columns
 from app.run.status import RunState, Status, write_status
 from app.storage.local import LocalStorage
 
@@ -57,11 +60,27 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
 
 
 def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
-    """Write an attempt's metric history."""
-    journal = Journal(run, "metrics", attempt.number)
+    """Write an attempt's metric history; the numbers of each rank are given as `ranks`, a dictionary for each."""
+    journal, ranks = Journal(run, "metrics", attempt.number), RankHistory(run, attempt.number)
     for record in records:
-        journal.append(record)
+        journal.append({name: value for name, value in record.items() if name != "ranks"})
+        if "ranks" in record:
+            ranks.append(record, to_columns(record["ranks"]))
     journal.flush()
+    ranks.flush()
+
+
+def report_as_before(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
+    """Write an attempt's metric history as earlier versions did: a thousand lines a file, with the ranks in them."""
+    lines = [json.dumps({"attempt": attempt.number, **record}) + "\n" for record in records]
+    for number in range(-(-len(lines) // 1000)):
+        text = "".join(lines[1000 * number : 1000 * (number + 1)])
+        run.storage.write(run.key("metrics", f"attempt-{attempt.number:04d}-{number:05d}.jsonl"), text.encode())
+
+
+def journal_keys(run: Run, kind: Kind, attempt: int) -> list[str]:
+    """The keys of an attempt's part of a journal, the newest last."""
+    return [segment.entry.key for segment in list_journal(run, kind) if segment.attempt == attempt]
 
 
 def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.NODE_LOST, **fields: Any) -> Receipt:

@@ -313,7 +313,7 @@ def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server)
     following.deliver()
     shown = Shown(run, "deleted")
     shown.client.delete_run(shown.id)
-    report(run, attempt, record(5, BEGUN + 5), record(10, BEGUN + 10))
+    report(run, attempt, record(10, BEGUN + 10))
     commit(run, attempt, 10)
     with pytest.raises(TrackingError, match=f"deleted in MLflow; `mlflow runs restore --run-id {shown.id}`"):
         following.deliver()

@@ -19,6 +19,7 @@ from app.run.attempts import Attempt
 from app.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
+from app.run.ranks import with_columns
 from app.run.status import RunState, Status, restore_status
 from submitter.doctor.pending import parse_refusals
 from submitter.doctor.training.memory import LEAST_WINDOWS, climb, slope
@@ -322,11 +323,11 @@ def test_what_makes_a_run_slow(run: Run, sunspot: Command, ranks: dict[str, list
 
 
 def test_only_the_newest_windows_count_and_never_the_first() -> None:
-    slow = {"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])}
-    later = [{"attempt": 1, **window(step)} for step in (20, 30)]
+    slow = with_columns({"attempt": 1, **window(10, data_wait_s=[9.0, 9.0])})
+    later = [with_columns({"attempt": 1, **window(step)}) for step in (20, 30)]
     assert measure_throughput([slow]).windows == []
     assert measure_throughput([slow, *later]).data_share == pytest.approx(0.1 / 9.5)
-    much_later = {"attempt": 1, **window(1000)}
+    much_later = with_columns({"attempt": 1, **window(1000)})
     assert len(measure_throughput([slow, *later, much_later]).windows) == 1
     assert len(measure_throughput([slow, *later, {**much_later, "attempt": 2}]).windows) == 0
 
@@ -407,7 +408,7 @@ def test_a_live_run_without_news(cluster: FakeCluster, job: Any, run: Run, sunsp
 def test_ranks_that_hung(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     for rank, waits in ((0, True), (1, False)):
-        journal = Journal(run, "events", attempt.number, rank)
+        journal = Journal(run, "events", attempt.number)
         where = "waits for other ranks in train at loop.py:7" if waits else "stands in read at my_task.py:12"
         detail = f"rank {rank}: no step for 300 s; {where}"
         event = {"event": "hung", "step": 7, "time": time.time(), "rank": rank, "detail": detail, "waiting": waits}

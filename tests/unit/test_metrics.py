@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from app.observe.metrics import RECENT_ROWS, MetricWindow, RecentMeans, scalars
+from app.observe.metrics import NUMBERS, RECENT_ROWS, MetricWindow, RecentMeans, Reducer, Sums
 from app.run.checkpoints import Checkpoint, best_first
+from tests.harness.process_group import in_processes
 
 EPOCH = 100_000
 
@@ -23,10 +28,54 @@ def test_the_best_by_loss_is_no_lucky_step(group: dist.ProcessGroup) -> None:
             window.add_step([{"loss": torch.full((128,), mean)}], step_time=0.1, data_wait=0.0)
         record = window.close(step, 1, 0.1)
         plain.append((record["loss"], step))
-        checkpoints.append(Checkpoint(f"{step}", step, 1, EPOCH, EPOCH, 1, {**scalars(record), **window.recent.newest}))
+        checkpoints.append(Checkpoint(f"{step}", step, 1, EPOCH, EPOCH, 1, {**record, **window.recent.newest}))
     assert step == 1000
     assert min(plain)[1] == 301
     assert best_first(checkpoints, "loss", "min")[0].step == step
+
+
+def reduced(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+    """Two reductions by one of three workers, of which the last has no rows."""
+    rank, reducer, found = group.rank(), Reducer(group), []
+    for window in range(2):
+        sums = Sums()
+        for number in range(3 * (rank < 2)):
+            sums.add({"loss": torch.tensor([0.1 + rank / 3, window + number / 7])})
+        if rank == window:
+            sums.add({"later": torch.tensor([float(rank), 0.1])})
+        totals = reducer.reduce(sums, [float(rank), math.nan, -1.0 / (rank + 1)])
+        everyone = None if totals.everyone is None else totals.everyone.tolist()
+        found.append((totals.means, totals.maxima[::2], totals.sums[::2], everyone, sums.totals()))
+    return found
+
+
+def test_all_workers_get_the_same_means_and_rank_0_all_numbers(tmp_path: Path) -> None:
+    ranks = in_processes(tmp_path, 3, reduced)
+    for window in range(2):
+        parts = [rank[window][-1] for rank in ranks]
+        sums = {name: [part.get(name, (0.0, 0)) for part in parts] for name in ("later", "loss")}
+        means = {name: sum(t for t, _ in each) / sum(n for _, n in each) for name, each in sums.items()}
+        for rank in ranks:
+            assert rank[window][:3] == (means, [2.0, -1 / 3], [3.0, -1.0 - 1 / 2 - 1 / 3]), "to the last bit"
+        everyone = [rank[window][3] for rank in ranks]
+        assert everyone[1:] == [None, None]
+        assert [(row[0], math.isnan(row[1]), row[2]) for row in everyone[0]] == [
+            *((0.0, True, -1.0), (1.0, True, -1 / 2), (2.0, True, -1 / 3))
+        ]
+
+
+def test_a_record_is_of_all_workers_and_its_ranks_are_apart(group: dist.ProcessGroup) -> None:
+    window = MetricWindow(group, torch.device("cpu"), RecentMeans(EPOCH, {}))
+    for step_time in (0.1, 0.3):
+        window.add_step([{"loss": torch.tensor([1.0, 2.0])}], step_time, data_wait=0.25)
+    record = window.close(2, 1, 0.1)
+    assert (record["rows"], record["loss"], record["world_size"]) == (4, 1.5, 1)
+    assert all(isinstance(record[name], float) for name in NUMBERS)
+    assert window.ranks is not None
+    assert window.ranks["rows"] == [4]
+    assert window.ranks["data_wait_s"] == [0.5]
+    assert window.ranks["steps_s"] == [0.4]
+    assert set(window.own) == {*window.ranks, "time"}
 
 
 def added(recent: RecentMeans, rows: int, **means: float) -> dict[str, float]:

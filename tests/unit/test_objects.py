@@ -24,7 +24,7 @@ from app.run.status import RunState, Status, read_status, write_status
 from app.run.submissions import newest_submission, record_submission
 from submitter.commands.resume import parse as parse_submission
 from tests.harness.commands import Command
-from tests.harness.runs import begin, commit, consumed, record_audit, report, set_status, start
+from tests.harness.runs import begin, commit, consumed, journal_keys, record_audit, report, set_status, start
 
 UNUSABLE = {
     "empty": b"",
@@ -101,7 +101,7 @@ def test_a_changed_identity_is_refused(run: Run) -> None:
 def test_lines_that_cannot_be_used_are_left_out_and_counted(run: Run) -> None:
     attempt = start(begin(run), "job")
     report(run, attempt, *({"step": step, "time": 1.0, "loss": math.nan} for step in (1, 2, 3)))
-    key = run.key("metrics", "attempt-0001-00000.jsonl")
+    [key] = journal_keys(run, "metrics", 1)
     first, _, third = run.storage.read(key).splitlines()
     bad = [b"", b"null", b'{"attempt": 1}', first.replace(b'"step": 1', b'"step": 1.5'), first[:-3]]
     bad += [first.replace(b'"loss": NaN', odd) for odd in (b'"loss": [{}]', b'"ranks": 1.0')]

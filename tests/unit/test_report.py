@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from app.report import gather, render
 from app.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
+from app.report.history import MOST_RECORDS, Series
 from app.run import Run
 from app.run.checkpoints import MANIFEST
 from app.run.failures import Failure, record_failure
@@ -28,7 +29,7 @@ from app.run.status import RunState, read_status, restore_status
 from app.storage.local import LocalStorage
 from tests.harness.browser import Browser
 from tests.harness.commands import Command
-from tests.harness.runs import begin, commit, report, start, write_receipt
+from tests.harness.runs import begin, commit, journal_keys, report, start, write_receipt
 from tests.harness.trained import BEGUN, attempt_metadata, png, predictions_of, record, trained
 
 LIMIT = 2_000_000
@@ -178,7 +179,7 @@ def test_incidents_have_their_receipts(run: Run) -> None:
     third = start(run, "job", "step-00000188-attempt-0002", at=BEGUN + 300, **attempt_metadata(2, "memory"))
     failed = {"rank": 1, "step": 190, "type": "RuntimeError", "traceback": "", "file": "task.py", "line": 7}
     record_failure(run, Failure(attempt=3, message="no good", function="loss", **failed))
-    journal = Journal(run, "events", third.number, rank=1)
+    journal = Journal(run, "events", third.number)
     journal.append({"event": "hung", "rank": 1, "step": 190, "time": BEGUN + 320, "detail": "in all_reduce"})
     journal.flush()
     text = made(run, RunState.FAILED, "training failed").text
@@ -195,7 +196,8 @@ def test_incidents_have_their_receipts(run: Run) -> None:
 
 def test_a_receipt_that_is_missing_is_said(run: Run) -> None:
     trained(run)
-    run.storage.delete(run.key("events", "attempt-0002-00000.jsonl"))
+    for key in journal_keys(run, "events", 2):
+        run.storage.delete(key)
     text = made(run).text
     assert "No receipt of attempt 2, which took steps." in text
     assert "no receipt, though it took steps" in text
@@ -284,8 +286,9 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) 
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("metrics/attempt-0002-00000.jsonl", "A part of the metric history cannot be read"),
-        ("events/attempt-0001-00000.jsonl", "An event cannot be read"),
+        ("metrics", "A part of the metric history cannot be read"),
+        ("ranks", "A part of the numbers of each rank cannot be read"),
+        ("events", "An event cannot be read"),
         ("predictions.json", "The predictions cannot be read"),
         ("attempts/0002.json", "The list of its attempts cannot be read"),
         ("run.json", "Run.json cannot be read"),
@@ -294,7 +297,9 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) 
 )
 def test_a_part_that_cannot_be_read_is_told_and_hides_no_other(run: Run, key: str, told: str) -> None:
     trained(run)
-    run.storage.write(run.key(key), b"{broken")
+    journals = ("metrics", "ranks", "events")
+    broken = journal_keys(run, key, 2)[-1] if key in journals else run.key(key)  # type: ignore[arg-type]
+    run.storage.write(broken, b"{broken")
     text = made(run).text
     assert told in text
     assert "✓ verified" in text or key.startswith("attempts"), "no attempt: no checkpoint leads anywhere"
@@ -363,6 +368,20 @@ def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> Non
     assert "Results, 40 of 100,000" in page.text
 
 
+def test_of_a_hundred_thousand_records_few_stay_and_none_that_counts() -> None:
+    series = Series()
+    for number in range(100_000):
+        loss = {50_123: 9.0, 70_007: 0.001, 99_998: math.nan}.get(number, 1.0 + number % 7 / 10)
+        series.add({"step": number, "loss": loss, "other": -number % 1000})
+    assert series.count == 100_000
+    assert 2 * BUCKETS < len(series) <= MOST_RECORDS
+    steps, losses = series.column("step"), series.column("loss")
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert (losses[steps.index(50_123)], losses[steps.index(70_007)]) == (9.0, 0.001)
+    assert max(later - step for step, later in itertools.pairwise(steps)) < 100_000 / BUCKETS, "everywhere"
+
+
 def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
     begin(run)
     origin = None
@@ -371,7 +390,7 @@ def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
         write_receipt(run, attempt, number - 1, detail="x" * 5000)
         origin = commit(run, attempt, 5 * number, loss=1 / number).name
     report(run, attempt, *(record(n, BEGUN + 20_000 + n, ranks=500) for n in range(751, 760)))
-    journal = Journal(run, "events", attempt.number, rank=0)
+    journal = Journal(run, "events", attempt.number)
     for number in range(500):
         journal.append({"event": "hung", "step": 751, "time": float(number), "detail": "y" * 5000})
     journal.flush()

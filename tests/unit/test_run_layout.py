@@ -38,7 +38,7 @@ from app.run.checkpoints import (
     list_checkpoints,
     list_directories,
 )
-from app.run.history import FILE_RECORDS, Journal, read_audit, read_journal
+from app.run.history import read_audit
 from app.run.objects import seal
 from tests.harness.runs import commit, consumed, record_audit, start
 
@@ -337,46 +337,7 @@ def test_a_deletion_killed_halfway_leaves_it_incomplete(run: Run, monkeypatch: p
     assert run.storage.list(run.key("checkpoints", old.name)) == []
 
 
-# ---------------------------------------------------------------------------------------------------------- history
-
-
-def test_a_journal_keeps_the_order_over_files_and_flushes(run: Run) -> None:
-    steps = list(range(1, 2 * FILE_RECORDS + 500))
-    journal = Journal(run, "metrics", 1)
-    for step in steps:
-        journal.append({"step": step, "time": 0.0})
-        if step in (1, FILE_RECORDS - 1, FILE_RECORDS, FILE_RECORDS + 1, steps[-1]):
-            journal.flush()
-            assert [record["step"] for record in read_journal(run, "metrics")] == list(range(1, step + 1))
-    assert len(run.storage.list(run.key("metrics"))) == 3
-    assert read_journal(run, "metrics")[0] == {"attempt": 1, "step": 1, "time": 0.0}
-    assert read_journal(run, "events") == []
-
-
-def test_a_journal_writes_later_what_storage_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(key: str, data: bytes) -> None:
-        raise StorageError("full")
-
-    journal = Journal(run, "events", 1)
-    journal.append({"step": 1, "time": 0.0, "event": "told"})
-    with monkeypatch.context() as patch:
-        patch.setattr(run.storage, "write", refuse)
-        with pytest.raises(StorageError):
-            journal.flush()
-    journal.append({"step": 2, "time": 0.0, "event": "told"})
-    journal.flush()
-    assert [record["step"] for record in read_journal(run, "events")] == [1, 2]
-
-
-def test_only_records_of_steps_that_count_are_read(run: Run) -> None:
-    for number, steps in [(1, range(1, 9)), (2, range(5, 8))]:
-        journal = Journal(run, "metrics", number)
-        for step in steps:
-            journal.append({"step": step, "time": 0.0})
-        journal.flush()
-    spans = lineage([Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)])
-    found = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics", spans)]
-    assert found == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (2, 6), (2, 7)]
+# ------------------------------------------------------------------------------------------------------------ audit
 
 
 def audited(run: Run, *attempts: Attempt) -> list[tuple[int, int]]:

@@ -340,7 +340,7 @@ def test_receipts_and_stacks_are_readable(run: Run, sunspot: StorageCommand) -> 
     assert claim(run, [first], second)
     write_receipt(run, first, 0, Cause.BEGIN)
     receipt = write_receipt(run, second, 1, Cause.PREEMPTED, noticed=second.time - 4.1, detail="node a goes")
-    journal = Journal(run, "events", 2, rank=1)
+    journal = Journal(run, "events", 2)
     journal.append(
         {
             "step": 20,
@@ -421,8 +421,9 @@ def test_output_that_is_not_there(run: Run, sunspot: StorageCommand) -> None:
 def test_a_long_stream_is_read_in_pieces_and_from_anywhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = os.urandom(2 * SEGMENT_BYTES + 1000)
     writer = LogWriter(run, "driver-1")
-    writer.append(text)
-    writer.flush()
+    for begin_at in (0, SEGMENT_BYTES, 2 * SEGMENT_BYTES):
+        writer.append(text[begin_at : begin_at + SEGMENT_BYTES])
+        writer.flush()
     read = run.storage.read
     asked: list[str] = []
     monkeypatch.setattr(run.storage, "read", lambda key: asked.append(key) or read(key))  # type: ignore[func-returns-value]

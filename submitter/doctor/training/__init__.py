@@ -21,7 +21,7 @@ def diagnose(case: Case) -> list[Finding]:
 
 def figures(case: Case) -> tuple[str, dict[str, Any]]:
     """The figures that were examined, as a sentence and for programs."""
-    view, speed = case.view, measure_throughput(case.view.records)
+    view, speed = case.view, measure_throughput(case.windows)
     words = [f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else "")]
     details: dict[str, Any] = {"step": view.step, "total_steps": view.total_steps or None}
     if speed.windows:
@@ -31,8 +31,8 @@ def figures(case: Case) -> tuple[str, dict[str, Any]]:
             rank = speed.own.index(max(speed.own))
             words.append(f"the slowest rank {rank}, {in_ms(speed.lag(rank))} behind the others")
             details |= {"slowest_rank": rank, "lag_s": speed.lag(rank)}
-        resident = [rank.get("resident_mib") for rank in speed.windows[-1]["ranks"]]
-        if all(size is not None for size in resident):
+        resident = speed.windows[-1]["ranks"]["resident_mib"]
+        if None not in resident:
             words.append(f"{max(resident):.0f} MiB of memory at most")
             details["resident_mib"] = max(resident)
     else:

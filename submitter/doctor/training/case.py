@@ -21,6 +21,8 @@ class Case:
     state: RunState
     reason: str
     "From cluster and storage together, like the state."
+    windows: Sequence[dict[str, Any]] = ()
+    "The numbers of each rank in the newest attempt that has any (`ranks.newest_rank_records`)."
     failures: Sequence[Failure] = ()
     pods: Sequence[PodView] = ()
     now: float = 0.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from app.formatting import in_words
 from submitter.doctor.training.case import Case
-from submitter.doctor.training.slow import rank_windows
+from submitter.doctor.training.slow import count_ranks, rank_windows
 from submitter.findings import Diagnosis, Finding, Severity
 
 LEAST_WINDOWS = 8
@@ -22,24 +22,24 @@ MOST_POINTS = 60
 
 def find_climb(case: Case) -> Iterator[Finding]:
     """Ranks whose memory, or whose GPU's memory, keeps growing."""
-    windows = rank_windows(case.view.records)[1:]
+    windows = rank_windows(case.windows)[1:]
     if len(windows) < LEAST_WINDOWS:
         return
     attempt, times = windows[0]["attempt"], [window["time"] for window in windows]
-    ranks = range(len(windows[0]["ranks"]))
-    rates = {rank: climb(times, [window["ranks"][rank]["resident_mib"] for window in windows]) for rank in ranks}
+    ranks = range(count_ranks(windows[0]))
+    rates = {rank: climb(times, [window["ranks"]["resident_mib"][rank] for window in windows]) for rank in ranks}
     for rank, rate in rates.items():
         if not rate:
             continue
         # All ranks of a machine share what it has left.
         host = case.host(attempt, rank)
         together = sum(other for at, other in rates.items() if other and case.host(attempt, at) == host)
-        left = windows[-1]["ranks"][rank]["memory_left_mib"]
+        left = windows[-1]["ranks"]["memory_left_mib"][rank]
         until_s = left / together if left is not None and together > 0 else None
         ends = until_s is not None and case.view.seconds_left is not None and until_s < case.view.seconds_left
         yield _climbing(case, windows, rank, "resident_mib", rate, until_s, 1.0 if ends else 0.0)
     for rank in ranks:
-        if rate := climb(times, [window["ranks"][rank]["gpu_memory_mib"] for window in windows]):
+        if rate := climb(times, [window["ranks"]["gpu_memory_mib"][rank] for window in windows]):
             yield _climbing(case, windows, rank, "gpu_memory_mib", rate, None, 0.0)
 
 
@@ -48,7 +48,7 @@ def _climbing(
 ) -> Finding:
     attempt, steps = windows[0]["attempt"], sum(window["steps"] for window in windows[1:])
     span_s = windows[-1]["time"] - windows[0]["time"]
-    first, last = (windows[place]["ranks"][rank][name] for place in (0, -1))
+    first, last = (windows[place]["ranks"][name][rank] for place in (0, -1))
     gpu = "'s GPU memory" if name == "gpu_memory_mib" else ""
     limit = f"; at this rate the limit is met in {in_words(until_s)}" if until_s is not None and not gpu else ""
     evidence = (

@@ -71,8 +71,7 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
         return RankThroughput([])
 
     def per_step(name: str) -> list[float]:
-        ranks = range(len(windows[0]["ranks"]))
-        return [sum(window["ranks"][rank][name] for window in windows) / steps for rank in ranks]
+        return [sum(values) / steps for values in zip(*(window["ranks"][name] for window in windows), strict=True)]
 
     return RankThroughput(
         windows, windows[0]["attempt"], per_step("data_wait_s"), per_step("forward_s"), max(per_step("steps_s"))
@@ -81,16 +80,22 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records with steps and figures of each rank, of the newest attempt that has any."""
-    windows = [dict(r) for r in records if r.get("steps") and r.get("ranks") and _has_figures(r)]
+    windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     newest = [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
-    return [window for window in newest if len(window["ranks"]) == len(newest[-1]["ranks"])]
+    return [window for window in newest if count_ranks(window) == count_ranks(newest[-1])]
+
+
+def count_ranks(window: Mapping[str, Any]) -> int:
+    return len(window["ranks"]["resident_mib"])
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
     """Whether all figures are there: older versions wrote fewer."""
-    return all(isinstance(record.get(name), int | float) for name in ("time", "seconds")) and all(
-        rank.keys() >= MEMORY and all(isinstance(rank.get(name), int | float) for name in FIGURES)
-        for rank in record["ranks"]
+    ranks = record["ranks"]
+    return (
+        all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
+        and ranks.keys() >= MEMORY
+        and all(isinstance(value, int | float) for name in FIGURES for value in ranks.get(name, [None]))
     )
 
 
@@ -100,7 +105,7 @@ def in_ms(seconds: float) -> str:
 
 def find_slow(case: Case) -> Iterator[Finding]:
     """What takes the time of the newest steps: the CPU quota, one rank, or reading rows."""
-    speed = measure_throughput(case.view.records)
+    speed = measure_throughput(case.windows)
     if not speed.windows:
         return
     yield from _throttled(case, speed)
@@ -122,8 +127,8 @@ def find_slow(case: Case) -> Iterator[Finding]:
 def _throttled(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     for rank in range(len(speed.own)):
         seconds = sum(window["seconds"] for window in speed.windows)
-        held_s = sum(window["ranks"][rank]["throttled_s"] for window in speed.windows)
-        share = sum(w["ranks"][rank]["throttled_share"] * w["seconds"] for w in speed.windows) / (seconds or 1)
+        held_s = sum(window["ranks"]["throttled_s"][rank] for window in speed.windows)
+        share = sum(w["ranks"]["throttled_share"][rank] * w["seconds"] for w in speed.windows) / (seconds or 1)
         if share < THROTTLED_SHARE:
             continue
         evidence = (
@@ -177,7 +182,8 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
 
 
 def _slowest(window: Mapping[str, Any]) -> int:
-    own = [rank["data_wait_s"] + rank["forward_s"] for rank in window["ranks"]]
+    ranks = window["ranks"]
+    own = [wait + forward for wait, forward in zip(ranks["data_wait_s"], ranks["forward_s"], strict=True)]
     return own.index(max(own))
 
 

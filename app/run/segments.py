@@ -1,0 +1,187 @@
+"""Streams of lines in storage that cannot append.
+
+A stream is a series of segments; the name of each says which lines it has. New lines make a small segment. Small ones
+that together reach one of SIZES are written once more as one, and deleted when that is there: each line is written at
+most 1 + len(SIZES) times, and the number of small objects is bounded. A reader that finds a segment and the smaller
+ones it was made of leaves out the latter.
+"""
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import NamedTuple
+
+from app.errors import NotFoundError, StorageError
+from app.storage.base import Entry, Storage, map_parallel
+
+SIZES = (16 << 10, 256 << 10, 4 << 20)
+"""Bytes of merged segments. One of the last size is not written again, and not kept in memory."""
+
+NAME = re.compile(
+    r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})-[0-9a-f]{16})-(?P<first>[0-9]{10})-(?P<last>[0-9]{10})\.jsonl"
+)
+
+OLDER_NAME = re.compile(r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[a-z0-9-]+)?)-(?P<file>[0-9]{5,9})\.jsonl")
+"""A file of an earlier version, which wrote its last file of a stream again for each line."""
+
+OLDER_LINES = 1000
+"""Lines of such a file, but for the last one of a stream."""
+
+
+class Segment(NamedTuple):
+    """A segment in a listing."""
+
+    attempt: int
+    stream: str
+    first: int
+    "Number of its first line in the stream, from 0."
+    last: int
+    entry: Entry
+
+    @property
+    def older(self) -> bool:
+        """Whether an earlier version wrote it, which kept the numbers of each rank in the metric history."""
+        return OLDER_NAME.fullmatch(self.entry.key.rpartition("/")[2]) is not None
+
+
+def new_stream(attempt: int) -> str:
+    """The name of a stream that nobody else writes; those of one attempt sort by when they begin."""
+    return f"attempt-{attempt:04d}-{time.time_ns() // 1000:013x}{uuid.uuid4().hex[:3]}"
+
+
+def list_segments(storage: Storage, folder: str) -> list[Segment]:
+    """The segments that make up the streams of a folder, by attempt, stream and line."""
+    return without_parts(_list_all(storage, folder))
+
+
+def _list_all(storage: Storage, folder: str) -> list[Segment]:
+    found = []
+    for entry in storage.list(folder):
+        name = entry.key.removeprefix(f"{folder}/")
+        if match := NAME.fullmatch(name):
+            found.append(
+                Segment(int(match["attempt"]), match["stream"], int(match["first"]), int(match["last"]), entry)
+            )
+        elif match := OLDER_NAME.fullmatch(name):
+            first = int(match["file"]) * OLDER_LINES
+            found.append(Segment(int(match["attempt"]), match["stream"], first, first + OLDER_LINES - 1, entry))
+    return found
+
+
+def without_parts(segments: Iterable[Segment]) -> list[Segment]:
+    """The segments without those whose lines another one has, too; sorted."""
+    found: list[Segment] = []
+    for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
+        if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
+            found.append(segment)
+    return found
+
+
+class _Written(NamedTuple):
+    """A segment that its writer may merge."""
+
+    first: int
+    last: int
+    text: bytes
+
+
+class SegmentWriter:
+    """Writes a stream."""
+
+    def __init__(self, storage: Storage, key: str, thin: Callable[[bytes], bytes] | None = None) -> None:
+        """`key`: that of the stream. `thin` makes less of the whole stream, each time it has grown to twice as much."""
+        self._storage, self._key, self._thin = storage, key, thin
+        self._thin_at = SIZES[-1]
+        self._lines: list[bytes] = []
+        "Not in storage yet."
+        self._next = 0
+        "Number of the first of them."
+        self._open: list[_Written] = []
+        self._merged: list[str] = []
+        "Keys of segments to delete, as others have their lines."
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+
+    def append(self, line: bytes) -> None:
+        """Add a line; it is durable after the next `flush`."""
+        with self._lock:
+            self._lines.append(line + b"\n")
+
+    def flush(self) -> None:
+        """Write the new lines; raises `StorageError`, and can then be called again."""
+        with self._flushing:
+            with self._lock:
+                count = len(self._lines)
+                text = b"".join(self._lines)
+            if count:
+                self._open.append(self._write(self._next, self._next + count - 1, text))
+                self._next += count
+                with self._lock:
+                    del self._lines[:count]
+            with suppress(StorageError):  # no line is lost: made up for by the next flush
+                self._merge()
+                self._delete_merged()
+
+    def _merge(self) -> None:
+        for size in SIZES[:-1] if self._thin else SIZES:
+            small = list(takewhile(lambda each: len(each.text) < size, reversed(self._open)))[::-1]  # noqa: B023
+            if len(small) > 1 and sum(len(each.text) for each in small) >= size:
+                self._replace(small, b"".join(each.text for each in small))
+        if not self._thin:
+            self._open = [each for each in self._open if len(each.text) < SIZES[-1]]
+        elif sum(len(each.text) for each in self._open) >= self._thin_at:
+            self._replace(self._open, text := self._thin(b"".join(each.text for each in self._open)))
+            self._thin_at = max(SIZES[-1], 2 * len(text))
+
+    def _replace(self, parts: Sequence[_Written], text: bytes) -> None:
+        """Write the newest segments once more as one."""
+        merged = self._write(parts[0].first, parts[-1].last, text)
+        if len(parts) > 1:
+            self._merged += [self._name(each.first, each.last) for each in parts]
+        self._open[-len(parts) :] = [merged]
+
+    def _delete_merged(self) -> None:
+        if self._merged:
+            self._storage.delete_many(self._merged)
+            self._merged = []
+
+    def _write(self, first: int, last: int, text: bytes) -> _Written:
+        self._storage.write(self._name(first, last), text)
+        return _Written(first, last, text)
+
+    def _name(self, first: int, last: int) -> str:
+        return f"{self._key}-{first:010d}-{last:010d}.jsonl"
+
+
+def tidy(storage: Storage, folder: str, before: int) -> None:
+    """Merge what attempts older than `before` left unmerged when they ended; raises `StorageError`.
+
+    An attempt that has not ended yet, in a process that was frozen, may merge the same segments: then there is another
+    segment with their lines.
+    """
+    listed = [segment for segment in _list_all(storage, folder) if segment.attempt < before]
+    whole = without_parts(listed)
+    storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
+    for group in _neighbours(each for each in whole if not each.older and each.entry.size < SIZES[-1]):
+        with suppress(NotFoundError):  # merged by another process
+            text = b"".join(map_parallel(storage.read, [each.entry.key for each in group]))
+            first, last = group[0], group[-1]
+            storage.write(f"{folder}/{first.stream}-{first.first:010d}-{last.last:010d}.jsonl", text)
+            storage.delete_many([each.entry.key for each in group])
+
+
+def _neighbours(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """Groups of several segments, each of which begins where the one before ends."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        newest = groups[-1][-1] if groups else None
+        size = sum(each.entry.size for each in groups[-1]) if groups else 0
+        if newest and (newest.stream, newest.last + 1) == (segment.stream, segment.first) and size < SIZES[-1]:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return [group for group in groups if len(group) > 1]

@@ -1,0 +1,170 @@
+"""The metric history: written in small objects that are merged, read from its end or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import StorageError
+from app.run import Run, open_run, segments
+from app.run.attempts import Attempt, checkpoint_name, lineage
+from app.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
+from app.run.ranks import newest_rank_records
+from tests.harness.runs import begin, report, report_as_before, start
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return open_run(str(tmp_path), "run")
+
+
+def steps_in(run: Run, **options: Any) -> list[int]:
+    return [record["step"] for record in read_journal(run, "metrics", **options)]
+
+
+def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: int = 100) -> Journal:
+    """A journal of an attempt with records of about `size` bytes, flushed after `each`."""
+    journal = Journal(run, "metrics", attempt)
+    for number, step in enumerate(steps, 1):
+        journal.append({"step": step, "time": 0.0, "text": "x" * (size - 60)})
+        if number % each == 0:
+            journal.flush()
+    journal.flush()
+    return journal
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are merged at sizes that a test reaches."""
+    monkeypatch.setattr(segments, "SIZES", (250, 2000, 8000))
+
+
+def test_a_journal_merges_what_it_wrote_and_loses_nothing(
+    run: Run, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written grows with the records, and few objects are left; at each moment all records can be read."""
+    sizes: list[int] = []
+    write, delete = run.storage.write, run.storage.delete_many
+    monkeypatch.setattr(run.storage, "write", lambda key, data: (write(key, data), sizes.append(len(data))))
+    monkeypatch.setattr(run.storage, "delete_many", lambda keys: (check(), delete(keys)))
+    expected: list[int] = []
+
+    def check() -> None:
+        assert steps_in(run) == expected
+
+    journal = Journal(run, "metrics", 1)
+    for step in range(1, 401):
+        journal.append({"step": step, "time": 0.0, "text": "x" * 50})
+        expected.append(step)
+        journal.flush()
+    check()
+    entries = run.storage.list(run.key("metrics"))
+    content = sum(entry.size for entry in entries)
+    assert content > 3 * 8000
+    assert sum(sizes) <= (1 + len(segments.SIZES)) * content
+    assert len(entries) <= 8 + 8 + 4 + content // 8000
+    assert max(entry.size for entry in entries) < 2 * 8000
+    assert sum(len(written.text) for written in journal._stream._open) < 8000, "it stays in memory"
+    assert read_journal(run, "metrics")[0] == {"attempt": 1, "step": 1, "time": 0.0, "text": "x" * 50}
+    assert read_journal(run, "events") == []
+
+
+def test_a_reader_takes_no_record_twice(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer dies before it deletes what it has merged; the next attempt does that."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run.storage, "delete_many", lambda keys: None)
+        written(run, 1, range(1, 76))
+    assert steps_in(run) == list(range(1, 76))
+    before = len(run.storage.list(run.key("metrics")))
+    tidy_journals(run, 1)
+    assert len(run.storage.list(run.key("metrics"))) == before, "its own attempt is not over"
+    tidy_journals(run, 2)
+    assert len(run.storage.list(run.key("metrics"))) == 1 < before
+    assert steps_in(run) == list(range(1, 76))
+
+
+def test_what_is_merged_while_it_is_read_is_found_where_it_went(
+    run: Run, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = written(run, 1, range(1, 109))
+    listed, read = list_journal(run, "metrics"), run.storage.read
+    given: list[int] = []
+
+    def read_late(key: str) -> bytes:
+        if len(given) == 0:
+            given.append(1)
+            for step in range(109, 250):
+                journal.append({"step": step, "time": 0.0, "text": "x" * 40})
+                journal.flush()
+        return read(key)
+
+    monkeypatch.setattr(run.storage, "read", read_late)
+    assert steps_in(run)[:108] == list(range(1, 109))
+    with pytest.raises(StorageError, match="changes while it is read"):
+        list(each_record(run, "metrics", None, listed))
+
+
+def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(900, 1), 900)
+    assert newest_record(run, lineage([first])) is None
+    written(run, 1, range(1, 1001), each=7)
+    asked: list[str] = []
+    read = run.storage.read
+    monkeypatch.setattr(run.storage, "read", lambda key: (asked.append(key), read(key))[1])
+    for attempts, step in [([first], 1000), ([first, second], 900)]:
+        found = newest_record(run, lineage(attempts))
+        assert found is not None
+        assert found["step"] == step
+    written(run, 2, [901])
+    found = newest_record(run, lineage([first, second]))
+    assert found is not None
+    assert (found["attempt"], found["step"]) == (2, 901)
+    assert sum(len(read(key)) for key in asked) < 80_000
+
+
+def test_history_of_an_earlier_version_goes_on(run: Run) -> None:
+    """It wrote a thousand lines a file, with the numbers of each rank in them."""
+    first, second = start(begin(run), "job"), Attempt(2, "job", checkpoint_name(2400, 1), 2400)
+    ranks = [{"rows": 3, "seconds": 1.0}, {"rows": 2, "seconds": 1.0}]
+    report_as_before(run, first, *({"step": n, "time": 1.0, "steps": 1, "ranks": ranks} for n in range(1, 2501)))
+    report(run, second, {"step": 2401, "time": 2.0, "steps": 1, "loss": 0.5, "ranks": ranks})
+    spans = lineage([first, second])
+    records = read_journal(run, "metrics", spans)
+    assert [record["step"] for record in records] == list(range(1, 2402))
+    assert records[0]["ranks"] == ranks
+    assert "ranks" not in records[-1]
+    assert [record["ranks"] for record in newest_rank_records(run, spans)] == [{"rows": [3, 2], "seconds": [1.0, 1.0]}]
+    older = newest_rank_records(run, lineage([first]))
+    assert [record["step"] for record in older] == list(range(1001, 2501))
+    assert older[0]["ranks"] == {"rows": [3, 2], "seconds": [1.0, 1.0]}
+    tidy_journals(run, 2)
+    assert read_journal(run, "metrics", spans) == records
+
+
+def test_a_journal_writes_later_what_storage_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(key: str, data: bytes) -> None:
+        raise StorageError("full")
+
+    journal = Journal(run, "events", 1)
+    journal.append({"step": 1, "time": 0.0, "event": "told"})
+    with monkeypatch.context() as patch:
+        patch.setattr(run.storage, "write", refuse)
+        with pytest.raises(StorageError):
+            journal.flush()
+    journal.append({"step": 2, "time": 0.0, "event": "told"})
+    journal.flush()
+    assert [record["step"] for record in read_journal(run, "events")] == [1, 2]
+
+
+def test_only_records_of_steps_that_count_are_read(run: Run) -> None:
+    for number, steps in [(1, range(1, 9)), (2, range(5, 8))]:
+        journal = Journal(run, "metrics", number)
+        for step in steps:
+            journal.append({"step": step, "time": 0.0})
+        journal.flush()
+    spans = lineage([Attempt(1, "job", None, 0), Attempt(2, "job", checkpoint_name(4, 1), 4)])
+    found = [(record["attempt"], record["step"]) for record in read_journal(run, "metrics", spans)]
+    assert found == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (2, 6), (2, 7)]

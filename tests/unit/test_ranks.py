@@ -1,0 +1,100 @@
+"""The numbers of each rank: apart from the run's curve, and combined when they are old."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.background import TokenBucket
+from app.observe import ranks
+from app.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, thin
+from app.run import Run, open_run
+from app.run.attempts import lineage
+from app.run.ranks import each_rank_record, newest_rank_records, to_rows
+from tests.harness.runs import begin, start
+
+NAMES = ("rows", "seconds", "step_time_median_s", "step_time_p95_s", "memory_mib", "resident_mib", "throttled_share")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return begin(open_run(str(tmp_path), "run"))
+
+
+def record(number: int, **more: list[Any]) -> dict[str, Any]:
+    """A record of two ranks."""
+    values: dict[str, list[Any]] = {name: [number + 0.5, 2.0 * number] for name in NAMES}
+    values |= {"rows": [number, 2 * number], **more}
+    return {"attempt": 1, "step": 10 * number, "time": float(number), "steps": 10, "seconds": 5.0, "ranks": values}
+
+
+def test_a_combined_record_keeps_totals_and_extremes() -> None:
+    first, second = record(1), record(3, memory_mib=[0.5, None], throttled_share=[None, None])
+    second["steps"] = 30
+    both = combine([combine([first, second]), record(2)])
+    assert {name: both[name] for name in ("step", "time", "steps", "seconds", "records")} == {
+        **{"step": 20, "time": 2.0, "steps": 50, "seconds": 15.0, "records": 3}
+    }
+    assert both["ranks"]["rows"] == [6, 12]
+    assert both["ranks"]["seconds"] == [7.5, 12.0]
+    assert both["ranks"]["step_time_p95_s"] == [3.5, 6.0]
+    assert both["ranks"]["memory_mib"] == [2.5, 4.0]
+    assert both["ranks"]["resident_mib"] == [2.5, 4.0], "the last"
+    assert both["ranks"]["step_time_median_s"] == [pytest.approx((1.5 + 3 * 3.5 + 2.5) / 5), 4.8], "by steps"
+    assert combine([record(1, rows=[1, 1], memory_mib=[None, None]), record(2, memory_mib=[None, 1.0])])["ranks"][
+        "memory_mib"
+    ] == [None, 1.0]
+
+
+def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the attempt, so many are kept; totals are those of all."""
+    monkeypatch.setattr(ranks, "LEAST_RECORDS", 8)
+    monkeypatch.setattr(ranks, "LEAST_BYTES", 2000)
+    monkeypatch.setattr("app.run.segments.SIZES", (1000, 4000, 8000))
+    attempt, sizes = start(run, "job"), []
+    history = RankHistory(run, attempt.number)
+    history.end()
+    for number in range(1, 1001):
+        history.append(record(number), record(number)["ranks"])
+        if number % 5 == 0:
+            history.flush()
+            sizes.append(sum(entry.size for entry in run.storage.list(run.key("ranks"))))
+    assert max(sizes) < 2 * 8000 + 2000
+    found = list(each_rank_record(run, lineage([attempt])))
+    newest = [each for each in found if "records" not in each]
+    assert [each["step"] for each in newest] == [10 * n for n in range(1001 - len(newest), 1001)]
+    assert len(newest) >= 8
+    combined = [each["records"] for each in found if "records" in each]
+    assert sum(combined) + len(newest) == 1000
+    assert 4 <= len(combined) < 40
+    assert len({count for count in combined[:-3]}) == 1, "they are equally long"
+    assert sum(each["steps"] for each in found) == 10_000
+    assert sum(each["ranks"]["rows"][1] for each in found) == sum(2 * n for n in range(1, 1001))
+    assert newest_rank_records(run, lineage([attempt])) == found
+
+
+def test_few_records_are_left_alone() -> None:
+    text = b"".join(json.dumps(record(number)).encode() + b"\n" for number in range(64))
+    assert thin(text) == text
+
+
+def test_they_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("app.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
+    history, spans = RankHistory(run, 1), lineage([start(run, "job")])
+    for number in range(1, 2 * FLUSH_BURST + 1):
+        now = 10.0 * number
+        history.append(record(number), {"rows": [number]})
+        history.flush()
+        read = len(list(each_rank_record(run, spans)))
+        assert read == number or number > FLUSH_BURST
+        assert read >= number - FLUSH_EVERY_S / 10
+    history.append(record(1000), {"rows": [1, 2]})
+    history.end()
+    history.flush()
+    *_, last = each_rank_record(run, spans)
+    assert (last["step"], to_rows(last["ranks"])) == (10_000, [{"rows": 1}, {"rows": 2}])

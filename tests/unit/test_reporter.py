@@ -1,0 +1,84 @@
+"""What the workers report of their steps, and what of that is in storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import app.train.reporter
+import app.train.worker
+from app.data.order import Steps
+from app.data.source import EmptySource
+from app.elastic.claim import Start
+from app.elastic.restore import State
+from app.parallel import StepActions, StepConsensus
+from app.plan import Plan
+from app.run import open_run
+from app.run.attempts import lineage
+from app.run.history import Journal, newest_record, read_journal
+from app.run.incidents import Cause, read_receipts
+from app.run.ranks import each_rank_record
+from app.run.status import read_status
+from app.settings import Settings
+from app.train.reporter import Reporter
+from app.train.step import after_step
+from app.train.worker import Worker
+from tests.harness.runs import begin, start
+
+
+def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve steps of an epoch of four, reported at its ends."""
+    reported: list[dict[str, Any]] = []
+    monkeypatch.setattr(app.train.worker.ray.train, "report", reported.append)
+    incident = {"cause": Cause.BEGIN, "detail": "", "noticed": None, "save_began": None, "committed": None}
+    monkeypatch.setattr(app.train.reporter.ray, "get", lambda *_, **__: incident | {"world_before": 0, "paused_s": 0.0})
+    run = begin(open_run(str(tmp_path), "run"))
+    attempt = start(run, "job", world_size=1, tier="beginning")
+    plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
+    begun = Start(attempt, [], None, None, 0, {0: "node"}, [], [], None)
+    checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
+    checkpoints.due.return_value = StepActions()
+    journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    reporter = Reporter(run, plan, begun, State(), MagicMock(), journals, checkpoints)
+    telemetry = MagicMock()
+    fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
+    commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False))
+    worker = Worker(
+        **{"plan": plan, "start": 0, "evaluated": True, "metrics": {}, "rank": 0, "world_size": 1, **fakes},
+        **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": commands},
+        **{"watchdog": MagicMock(), "telemetry": telemetry, "reporter": reporter},
+    )
+    consensus, window = StepConsensus(group), worker.open_window()
+    with reporter.publisher:
+        for step in range(1, 13):
+            window.add_step([{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125)
+            after_step(worker, consensus, window, step, None, 0.1)
+        reporter.end()
+    spans = lineage([attempt])
+    records = read_journal(run, "metrics", spans)
+    assert [(record["step"], record["steps"], record["loss"]) for record in records] == [
+        (4, 4, 3),
+        (8, 4, 7),
+        (12, 4, 11),
+    ]
+    assert not any("ranks" in record for record in records)
+    assert newest_record(run, spans) == records[-1]
+    assert {**reported[0], "attempt": 1} == records[0]
+    ranks = list(each_rank_record(run, spans))
+    assert [(record["step"], record["ranks"]["rows"], record["ranks"]["steps_s"]) for record in ranks] == [
+        *((4, [8], [1.0]), (8, [8], [1.0]), (12, [8], [1.0]))
+    ]
+    assert [call.args[0]["data_wait_s"] for call in telemetry.report.call_args_list] == [0.5, 0.5, 0.5]
+    [receipt] = read_receipts(read_journal(run, "events"))
+    assert receipt.attempt == 1
+    status = read_status(run)
+    assert status is not None
+    assert (status.step, status.loss) == (12, 11.0)
