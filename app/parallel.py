@@ -9,6 +9,7 @@ What only fsdp needs is imported where it is used, as it takes seconds at the st
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -34,6 +35,12 @@ Result = TypeVar("Result")
 
 ROUND_S = 5.0
 """Seconds between two words of workers that wait for each other: far below the limit of any collective."""
+
+ASK_EVERY_S = 0.1
+"""Seconds between two decisions of rank 0: little beside what a notice leaves."""
+
+MOST_STEPS = 16
+"""Between two of them, however fast: steps that suddenly take seconds must not keep a notice waiting."""
 
 LEAST_BLOCK = 10_000
 """Parameters of a block that is gathered by itself; smaller ones (40 kB) are not worth a message of their own."""
@@ -234,28 +241,51 @@ class StepActions(NamedTuple):
     "Save and end, for Ray to start a new worker group."
     busy: bool = False
     "Begin no checkpoint that can wait: one is being committed, and under FSDP none may replace it."
+    next_in: int = MOST_STEPS
+    "Steps after which there may be something to do again."
 
 
 class StepConsensus:
-    """Agrees at every step on what to do: what any worker asks for, all workers do one step later.
+    """Brings rank 0's decisions to all workers, for the same step: about every ASK_EVERY_S, or with each longer step.
 
-    The all-reduce runs behind the next step. Its result comes a step late and so costs nothing: no worker waits for the
-    slowest one, except where gradients make it wait anyway.
+    The broadcast runs behind the next step. Its result comes a step late and so costs nothing: no worker waits for the
+    slowest one, except where gradients make it wait anyway. It says, too, after how many steps comes the next.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._actions = torch.zeros(len(StepActions._fields), dtype=torch.uint8)
+        self._message = torch.zeros(len(StepActions._fields), dtype=torch.uint8)
         self._pending: dist.Work | None = None
+        self._busy = False
+        self._every = self._left = 1
+        "Steps between the last two broadcasts, and until the next."
+        self._asked = time.monotonic()
 
-    def reduce(self, mine: StepActions) -> StepActions:
-        """The actions agreed on at the step before; `mine` are this worker's for the step after."""
+    def agree(self, decide: Callable[[], StepActions]) -> StepActions:
+        """The actions that rank 0 decided on at the step before, the same on all workers; all call this each step.
+
+        `decide` returns the worker's own; it is called when the next broadcast is due.
+        """
+        agreed = StepActions(busy=self._busy)
         if self._pending:
             self._pending.wait()
-        agreed = StepActions(*(bool(action) for action in self._actions.tolist()))
-        self._actions = torch.tensor(mine, dtype=torch.uint8)
-        self._pending = dist.all_reduce(self._actions, dist.ReduceOp.MAX, self._group, async_op=True)
+            self._pending = None
+            *actions, self._left = self._message.tolist()
+            agreed = StepActions(*map(bool, actions))
+            self._busy = agreed.busy
+        self._left -= 1
+        if self._left == 0:
+            mine = decide()
+            self._message = torch.tensor(mine._replace(next_in=self._choose_interval(mine)), dtype=torch.uint8)
+            self._pending = dist.broadcast(self._message, group=self._group, group_src=0, async_op=True)
         return agreed
+
+    def _choose_interval(self, mine: StepActions) -> int:
+        """Steps until the next broadcast; at most twice as many as to this one: a pause tells little of the pace."""
+        now = time.monotonic()
+        by_pace = int(self._every * ASK_EVERY_S / max(now - self._asked, 1e-9))
+        self._every, self._asked = max(1, min(by_pace, 2 * self._every, mine.next_in, MOST_STEPS)), now
+        return self._every
 
 
 def sync_buffers(model: torch.nn.Module) -> None:

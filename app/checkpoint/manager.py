@@ -29,7 +29,7 @@ from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, parameter_names
 from app.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
 from app.checkpoint.weights import refuse_other_than_tensors, write_whole_and_weights
-from app.parallel import StepActions, finish_together, sync_buffers
+from app.parallel import MOST_STEPS, StepActions, finish_together, sync_buffers
 from app.plan import Plan
 from app.run import Run
 from app.run.attempts import Attempt, checkpoint_name
@@ -101,7 +101,7 @@ class CheckpointManager:
         self._memory.heartbeat(self._attempt.number, step)
 
     def due(self, step: int, step_s: float) -> StepActions:
-        """What rank 0 wants saved after `step`, which took `step_s` seconds: `save`, `copy` and `busy` are set."""
+        """What rank 0 wants saved after `step`, which took `step_s` seconds; neither reports nor commands are in it."""
         busy = self._sharded and self._committer is not None and self._committer.busy
         return StepActions(
             save=not busy and self._timer.due(self.save_every_s),
@@ -110,6 +110,7 @@ class CheckpointManager:
             and self._stepped.ids is not None
             and self._interval.due(step, step_s, self._snapshots.costs),
             busy=busy,
+            next_in=self._interval.left(step) if self.in_memory else MOST_STEPS,
         )
 
     def save(self, step: int, metrics: dict[str, Any], *, evaluated: bool = True, to_storage: bool = True) -> None:
@@ -264,10 +265,14 @@ class SnapshotInterval:
             cost, usual = median(costs), median(self._times)
             self.every = max(1, math.ceil(cost / (self._share * usual)))
             self.cost = cost / (self.every * usual)
-        if step - self._last < self.every:
+        if self.left(step) > 0:
             return False
         self._last = step
         return True
+
+    def left(self, step: int) -> int:
+        """Steps after `step` until a snapshot is due; at most 0: it is."""
+        return self._last + self.every - step
 
 
 def exceeds_notice(commit_s: float | None, notice_s: float) -> bool:

@@ -55,7 +55,7 @@ def after_step(
     per_epoch, has_more = plan.steps.per_epoch, step < plan.total_steps
     epoch_ends = not has_more or step % per_epoch == 0
     worker.took_step(step, rows, window, epoch_ends)
-    agreed = consensus.reduce(worker.due(step, window.last_step_s))
+    agreed = consensus.agree(lambda: worker.due(step, window.last_step_s))
     restart, evaluated = agreed.restart and has_more, not (epoch_ends and plan.test)
     by_interval = agreed.save or (every > 0 and step % every == 0)
     save = agreed.stop or restart or epoch_ends or (by_interval and not agreed.busy)

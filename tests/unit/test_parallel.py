@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +21,7 @@ from app.background import start_thread
 from app.checkpoint import CheckpointManager
 from app.data.order import Steps
 from app.data.source import EmptySource
-from app.parallel import any_rank, build_without_values, finish_together
+from app.parallel import MOST_STEPS, StepActions, StepConsensus, any_rank, build_without_values, finish_together
 from app.plan import Plan
 from app.run import open_run
 from app.run.checkpoints import list_checkpoints
@@ -96,6 +98,58 @@ def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_worker_alone_waits_for_nobody() -> None:
     assert finish_together(None, lambda: 3) == 3
+
+
+def agree_for(steps: int, step_s: float, wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
+    """The steps at which rank 0 was asked, and what was agreed on after each step, on both of two ranks.
+
+    A step takes `step_s` seconds, and rank 0 has `wishes` from a step on, until it is asked.
+    """
+    asked: list[int] = []
+
+    def run(group: dist.ProcessGroup, rank: int) -> list[StepActions]:
+        consensus, agreed = StepConsensus(group), list[StepActions]()
+
+        def decide(step: int) -> StepActions:
+            if rank:
+                return StepActions(stop=True)  # is not for other ranks to decide
+            asked.append(step)
+            due = [at for at in wishes if at <= step]
+            return wishes.pop(due[0]) if due else StepActions()
+
+        for step in range(1, steps + 1):
+            time.sleep(step_s)
+            agreed.append(consensus.agree(functools.partial(decide, step)))
+        return agreed
+
+    one, other = (rank.result(30) for rank in run_ranks(lambda group: run(group, 0), lambda group: run(group, 1)))
+    assert one == other
+    return asked, one
+
+
+def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 60.0)  # however busy the machine is
+    asked, agreed = agree_for(70, 0.0, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
+    assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
+    assert asked[7] == 56, "as after a pause"
+    assert [step for step, actions in enumerate(agreed, start=1) if actions.save] == [32]
+    assert [step for step, actions in enumerate(agreed, start=1) if actions.copy] == [48]
+    assert not any(actions.stop for actions in agreed)
+    assert max(later - before for before, later in itertools.pairwise(asked)) == MOST_STEPS
+
+
+def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
+    asked, agreed = agree_for(12, 0.02, {5: StepActions(busy=True), 8: StepActions(restart=True)})
+    assert asked == list(range(1, 13))
+    assert [actions.restart for actions in agreed].index(True) == 8
+    assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [6]
+
+
+def test_until_rank_0_is_asked_again_a_commit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 60.0)
+    _, agreed = agree_for(16, 0.0, {7: StepActions(busy=True)})
+    assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 
 
 class Odd(torch.nn.Module):

@@ -1,0 +1,75 @@
+"""Deciding together what to do after a step: time of a step that does nothing else, all ranks on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.parallel import StepActions, StepConsensus
+from scripts.bench.scale import Figure
+
+RANKS = (2, 16, 64)
+
+STEPS, WARM_UP = 400, 50
+
+TIMEOUT = timedelta(minutes=2)
+
+
+def measure() -> Iterator[Figure]:
+    """Microseconds a step; before: an all-reduce behind each."""
+    for ranks in RANKS:
+        now, before = seconds_of_step(ranks, broadcast_at_times), seconds_of_step(ranks, reduce_each_time)
+        yield Figure("deciding what to do after a step", f"{ranks} ranks", 1e6 * now, "us", 1e6 * before)
+
+
+def seconds_of_step(ranks: int, make: Callable[[dist.ProcessGroup], Callable[[], Any]]) -> float:
+    """Of the slowest rank; each is a forked process."""
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+
+    def run(rank: int, meeting: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+        assert dist.group.WORLD
+        step = make(dist.group.WORLD)
+        for number in range(STEPS):
+            if number == WARM_UP:
+                began = time.perf_counter()
+            step()
+        seconds = time.perf_counter() - began
+        dist.barrier()  # no rank may end while another has messages for it
+        answers.put(seconds / (STEPS - WARM_UP))
+
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder, "meeting"))
+        processes = [fork.Process(target=run, args=(rank, meeting)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        seconds = [answers.get() for _ in processes]
+        for process in processes:
+            process.join()
+    return max(seconds)
+
+
+def broadcast_at_times(group: dist.ProcessGroup) -> Callable[[], Any]:
+    consensus = StepConsensus(group)
+    return lambda: consensus.agree(StepActions)
+
+
+def reduce_each_time(group: dist.ProcessGroup) -> Callable[[], Any]:
+    pending: list[Any] = []
+
+    def step() -> None:
+        if pending:
+            pending.pop().wait()
+        pending.append(dist.all_reduce(torch.zeros(6, dtype=torch.uint8), dist.ReduceOp.MAX, group, async_op=True))
+
+    return step
