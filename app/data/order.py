@@ -15,7 +15,7 @@ Each worker then takes its share in one or more forward passes (`micro_batches`)
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -61,13 +61,20 @@ class Steps:
         begin, end = share(last - first, world_size, rank)
         return first + begin, first + end
 
-    def positions(self, world_size: int, rank: int, first: int, last: int) -> np.ndarray:
-        """All positions in `first` .. `last` - 1 that `rank` takes, in order; int64."""
-        first_step, last_step = (min(at // self.batch, self.per_epoch - 1) for at in (first, last - 1))
-        shares = (self.share(step, world_size, rank) for step in range(first_step, last_step + 1))
-        return np.concatenate(
-            [np.arange(max(begin, first), max(begin, first, min(end, last))) for begin, end in shares]
-        )
+    def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
+        """The worker that takes each of the positions `first` .. `last` - 1, by `share`; int64 [last - first]."""
+        positions = np.arange(first, last)
+        steps = np.minimum(positions // self.batch, self.per_epoch - 1)
+        begins = steps * self.batch
+        rows = np.where(steps == self.per_epoch - 1, self.rows - begins, self.batch)
+        size, longer = np.divmod(rows, np.clip(rows // MIN_ROWS, 1, world_size))
+        places = positions - begins
+        return np.maximum(places // (size + 1), (places - longer) // size)
+
+    def workers(self, world_size: int) -> int:
+        """How many workers, from rank 0, get rows in any step: all, unless the steps are small."""
+        rows = max(end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1)))
+        return max(1, min(world_size, rows // MIN_ROWS))
 
 
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -140,12 +147,14 @@ class Order:
             windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
         return windows
 
-    def permutation(self, epoch: int, window: ShuffleWindow) -> np.ndarray:
-        """The rows of a window in the order they are visited, int64 [last - first].
+    def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
+        """The rows of a window in the order they are visited, `dtype` [last - first].
 
-        Rows are numbered through `window.groups` laid end to end; `row_ids` turns these numbers into row ids.
+        Rows are numbered through `window.groups` laid end to end; `locate_rows` finds them there.
         """
-        return np.random.default_rng([self.seed, epoch, window.number]).permutation(window.last - window.first)
+        rows = np.arange(window.last - window.first, dtype=dtype)
+        np.random.default_rng([self.seed, epoch, window.number]).shuffle(rows)
+        return rows
 
     def checksum(self) -> str:
         """Of the first epoch's windows and the rows of the first of them.
@@ -164,13 +173,11 @@ def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
     return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
 
 
-def row_ids(row_groups: Sequence[int], groups: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Look up rows that are numbered through `groups` laid end to end.
+def locate_rows(lengths: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Look up rows that are numbered through groups of `lengths` rows laid end to end.
 
-    Returns, for each, the group it is in (index into `groups`) and its row id in the dataset; both int64.
+    Returns, for each, the group it is in (index into `lengths`) and its position there; both int64.
     """
-    starts = np.array([0, *accumulate(row_groups)])
-    lengths = np.array([row_groups[group] for group in groups])
     ends = np.cumsum(lengths)
     which = np.searchsorted(ends, rows, side="right")
-    return which, rows - (ends - lengths)[which] + starts[list(groups)][which]
+    return which, rows - (ends - lengths)[which]

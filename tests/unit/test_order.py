@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.order import MIN_ROWS, Order, Steps, micro_batches, row_ids, share
+from app.data.order import MIN_ROWS, Order, ShuffleWindow, Steps, locate_rows, micro_batches, share
 
 rows = st.integers(2, 500)
 batches = st.integers(2, 64)
@@ -37,14 +37,18 @@ def test_shares_are_fair_and_never_a_single_row(rows: int, world_size: int) -> N
 
 
 @given(rows, batches, worlds, st.data())
-def test_workers_positions_are_their_shares(rows: int, batch: int, world_size: int, data: st.DataObject) -> None:
+def test_each_position_belongs_to_the_worker_in_whose_share_it_is(
+    rows: int, batch: int, world_size: int, data: st.DataObject
+) -> None:
     steps = Steps(rows, batch)
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, rows))
+    ranks = steps.ranks(world_size, first, last)
     for rank in range(world_size):
         shares = [steps.share(step, world_size, rank) for step in range(steps.per_epoch)]
         expected = [p for begin, end in shares for p in range(begin, end) if first <= p < last]
-        assert steps.positions(world_size, rank, first, last).tolist() == expected
+        assert (np.flatnonzero(ranks == rank) + first).tolist() == expected
+        assert (rank < steps.workers(world_size)) == any(begin < end for begin, end in shares)
 
 
 @given(st.integers(2, 300), st.integers(0, 40))
@@ -62,18 +66,16 @@ def test_an_epoch_visits_every_row_once(groups: list[int], seed: int, epoch: int
     order = Order(tuple(groups), seed, window_rows)
     windows = order.windows(epoch)
     assert [window.first for window in windows] == [0, *(window.last for window in windows[:-1])]
-    ids = [row_ids(groups, window.groups, order.permutation(epoch, window))[1] for window in windows]
-    assert sorted(np.concatenate(ids).tolist()) == list(range(sum(groups)))
+    ids = [id for window in windows for id in ids_of(order, epoch, window)]
+    assert sorted(ids) == list(range(sum(groups)))
 
 
-@given(row_groups, st.integers(0, 2**32 - 1))
-def test_rows_are_found_in_their_group(groups: list[int], seed: int) -> None:
-    order = Order(tuple(groups), seed, 50)
-    starts = np.cumsum([0, *groups])
-    for window in order.windows(1):
-        which, ids = row_ids(groups, window.groups, order.permutation(1, window))
-        group = np.array(window.groups)[which]
-        assert np.all((starts[group] <= ids) & (ids < starts[group + 1]))
+def ids_of(order: Order, epoch: int, window: ShuffleWindow) -> list[int]:
+    """The ids of a window's rows, in the order they are visited."""
+    which, rows = locate_rows([order.row_groups[group] for group in window.groups], order.permutation(epoch, window))
+    groups = np.array(window.groups)[which]
+    assert np.all((rows >= 0) & (rows < np.array(order.row_groups)[groups]))
+    return (np.cumsum([0, *order.row_groups])[groups] + rows).tolist()
 
 
 def test_the_order_depends_on_seed_and_epoch() -> None:

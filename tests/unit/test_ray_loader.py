@@ -1,0 +1,71 @@
+"""The rounds of LOADER=ray: each row read once at any number of workers, and each worker's rows in its stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.order import Order, Steps, locate_rows
+from app.data.ray_loader import RoundPlanner, RoundReader
+
+row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda groups: sum(groups) >= 2)
+
+
+@dataclass
+class CountingSource:
+    """Rows whose `value` is twice their id; counts the reads of each group."""
+
+    row_groups: tuple[int, ...]
+    reads: Counter[int] = field(default_factory=Counter)
+
+    def read(self, group: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+        self.reads[group] += 1
+        first = sum(self.row_groups[:group])
+        return {"value": 2 * (first + rows[:, None])}
+
+
+@given(row_groups, st.integers(2, 30), st.integers(1, 9), st.integers(1, 60), st.integers(1, 200), st.data())
+def test_workers_get_their_rows_and_each_group_is_read_once(
+    groups: list[int], batch: int, world_size: int, window_rows: int, round_rows: int, data: st.DataObject
+) -> None:
+    steps = Steps(sum(groups), batch)
+    total = 3 * steps.per_epoch - 1
+    start = data.draw(st.integers(0, total - 1))
+    order = Order(tuple(groups), 7, window_rows)
+    source = CountingSource(tuple(groups))
+    planner = RoundPlanner(order, steps, total, round_rows)
+    reader = RoundReader(source, order, steps, world_size, steps.workers(world_size))  # type: ignore[arg-type]
+
+    streams: list[list[int]] = [[] for _ in range(world_size)]
+    for planned in planner(pa.table({"step": [start]})):
+        parts = list(reader(planned))
+        assert len(parts) == steps.workers(world_size)  # the n-th part of a round goes to the n-th worker
+        for rank, part in enumerate(parts):
+            assert part["_rank"].tolist() == [rank]
+            [rows], [values] = part["row"], part["value"]
+            assert values.tolist() == [[2 * row] for row in rows.tolist()]
+            streams[rank] += rows.tolist()
+
+    expected: list[list[int]] = [[] for _ in range(world_size)]
+    ids = [visited(order, epoch) for epoch in (1, 2, 3)]
+    for step in range(start, total):
+        epoch, in_epoch = divmod(step, steps.per_epoch)
+        for rank in range(world_size):
+            expected[rank] += ids[epoch][slice(*steps.share(in_epoch, world_size, rank))]
+    assert streams == expected
+    assert max(source.reads.values()) <= 3 - start // steps.per_epoch
+
+
+def visited(order: Order, epoch: int) -> list[int]:
+    """The ids of all rows, in the order that an epoch visits them."""
+    starts = np.cumsum([0, *order.row_groups])
+    ids: list[int] = []
+    for window in order.windows(epoch):
+        which, rows = locate_rows([order.row_groups[g] for g in window.groups], order.permutation(epoch, window))
+        ids += (starts[list(window.groups)][which] + rows).tolist()
+    return ids
