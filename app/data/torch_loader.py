@@ -1,13 +1,16 @@
-"""LOADER=torch: all rows in memory, behind a DataLoader that indexes the epoch's permutation."""
+"""LOADER=torch: all rows in memory, once on each node, behind a DataLoader that takes an epoch's rows in its order."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import ray.train.torch
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from app.background import start_thread
 from app.data.order import Steps, run_order
+from app.data.shared_rows import Workers, load_shared
 from app.data.source import Batch, Source, read_rows, rows_in
 
 
@@ -15,38 +18,78 @@ class TorchLoader:
     """This worker's batches."""
 
     def __init__(
-        self, source: Source, test: Source | None, steps: Steps, seed: int, world_size: int, rank: int
+        self,
+        source: Source,
+        test: Source | None,
+        steps: Steps,
+        seed: int,
+        world_size: int,
+        rank: int,
+        workers: Workers,
     ) -> None:
-        self._rows = load_rows(source)
-        self._test = load_rows(test) if test else None
+        self._rows, *test_rows = load_shared([source, test] if test else [source], workers)
+        self._test = test_rows[0] if test else {}
+        self._test_size = rows_in(test) if test else 0
         self._order = run_order("torch", source.row_groups, seed)
         self._steps, self._world_size, self._rank = steps, world_size, rank
+        self._ahead: tuple[int, Future[EpochShares]] | None = None
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
         """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); a share may have no rows."""
-        order = self._order.permutation(epoch, self._order.windows(epoch)[0])
-        shares = [order[slice(*self._steps.share(step, self._world_size, self._rank))] for step in range(first, last)]
-        return self._batches(self._rows, shares)
+        ahead, self._ahead = self._ahead, None
+        shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
+        # The next epoch's order takes seconds for many rows.
+        self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
+        return self._batches(self._rows, shares.between(first, last))
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """This worker's part of the held-out rows, each row on exactly one worker."""
-        assert self._test
-        mine = np.arange(len(self._test["row"]))[self._rank :: self._world_size]
+        mine = np.arange(self._rank, self._test_size, self._world_size)
         return self._batches(
             self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
         )
 
+    def _shuffle(self, epoch: int) -> "EpochShares":
+        order = self._order.permutation(epoch, self._order.windows(epoch)[0], index_type(self._steps.rows))
+        return EpochShares.of(order, self._steps, self._world_size, self._rank)
+
     @staticmethod
-    def _batches(rows: Batch, selections: list[np.ndarray]) -> Iterator[Batch]:
+    def _batches(rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
         # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row.
         loader = DataLoader(Selections(rows, selections), batch_size=None)
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
+class EpochShares:
+    """The rows that a worker takes in each step of an epoch, or of a part of it; no other worker's."""
+
+    def __init__(self, full: np.ndarray, last: np.ndarray, steps: range) -> None:
+        self._full, self._last, self._steps = full, last, steps
+
+    @classmethod
+    def of(cls, order: np.ndarray, steps: Steps, world_size: int, rank: int) -> "EpochShares":
+        """From the order of all rows; all steps but the last are alike."""
+        full = steps.per_epoch - 1
+        mine, rest = slice(*steps.share(0, world_size, rank)), slice(*steps.share(full, world_size, rank))
+        alike = order[: full * steps.batch].reshape(full, steps.batch)[:, mine]
+        return cls(np.ascontiguousarray(alike), order[rest].copy(), range(steps.per_epoch))
+
+    def between(self, first: int, last: int) -> "EpochShares":
+        """Those of the steps `first` .. `last` - 1."""
+        return EpochShares(self._full, self._last, range(first, last))
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        step = self._steps[index]
+        return self._full[step] if step < len(self._full) else self._last
+
+
 class Selections(Dataset[Batch]):
     """Item k is the rows of selection k."""
 
-    def __init__(self, rows: Batch, selections: list[np.ndarray]) -> None:
+    def __init__(self, rows: Batch, selections: list[np.ndarray] | EpochShares) -> None:
         self._rows, self._selections = rows, selections
 
     def __len__(self) -> int:
@@ -54,7 +97,12 @@ class Selections(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         chosen = torch.from_numpy(self._selections[index])
-        return {name: column[chosen] for name, column in self._rows.items()}
+        return {**{name: column.index_select(0, chosen) for name, column in self._rows.items()}, "row": chosen.long()}
+
+
+def index_type(rows: int) -> type[np.signedinteger]:
+    """The smaller of two that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB."""
+    return np.int32 if rows <= np.iinfo(np.int32).max else np.int64
 
 
 def load_rows(source: Source) -> Batch:

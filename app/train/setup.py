@@ -23,6 +23,7 @@ from app.checkpoint.sharded import load_parts
 from app.checkpoint.snapshot import map_tensors
 from app.data.order import MIN_ROWS
 from app.data.ray_loader import RayLoader
+from app.data.shared_rows import Workers
 from app.data.source import Batch, Source
 from app.data.torch_loader import TorchLoader
 from app.elastic.claim import Start, agree_on_start
@@ -33,7 +34,7 @@ from app.elastic.watchdog import Watchdog
 from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
 from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
-from app.parallel import build_without_values, finish_together, shard_model, shard_optimizer_state
+from app.parallel import build_without_values, finish_together, gather_objects, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
@@ -221,7 +222,7 @@ def make_worker(
         device=device,
         model=model,
         optimizer=optimizer,
-        loader=make_loader(plan, world_size, rank, device),
+        loader=make_loader(plan, world_size, rank, device, group),
         padding_batch=make_padding_batch(plan.source, device),
         control_group=group,
         checkpoints=checkpoints,
@@ -265,7 +266,9 @@ def build_optimizer(
     return optimizer
 
 
-def make_loader(plan: Plan, world_size: int, rank: int, device: torch.device) -> TorchLoader | RayLoader:
+def make_loader(
+    plan: Plan, world_size: int, rank: int, device: torch.device, group: dist.ProcessGroup | None
+) -> TorchLoader | RayLoader:
     """This worker's loader, as LOADER says; raises `ConflictError` if it would not have the driver's order of rows."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(
@@ -274,7 +277,12 @@ def make_loader(plan: Plan, world_size: int, rank: int, device: torch.device) ->
         )
     if plan.settings.loader == "ray":
         return RayLoader(plan.steps, world_size, rank, device, plan.test is not None)
-    return TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank)
+    workers = Workers(
+        node=ray.get_runtime_context().get_node_id(),
+        gather=lambda mine: gather_objects(mine, group),
+        finish=lambda act: finish_together(group, act),
+    )
+    return TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank, workers)
 
 
 def make_padding_batch(source: Source, device: torch.device) -> Batch:

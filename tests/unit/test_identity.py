@@ -90,7 +90,7 @@ def test_the_order_of_a_plan_changes_with_what_shuffles(loader: str, monkeypatch
     assert found.shuffled_by == f"NumPy {np.__version__}"
     monkeypatch.setattr(Order, "permutation", lambda self, epoch, window: np.arange(window.last - window.first))
     with pytest.raises(ConflictError, match="another order of the rows than the driver's"):
-        make_loader(plan, 2, 0, torch.device("cpu"))
+        make_loader(plan, 2, 0, torch.device("cpu"), None)
     other = identify_rows(make_plan(settings, load_task(settings)))
     assert (other.data, other.rows) == (found.data, found.rows)
     assert other.order != found.order

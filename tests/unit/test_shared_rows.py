@@ -1,0 +1,117 @@
+"""LOADER=torch: rows once in the memory of a node, and the rows of each step."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import app.data.shared_rows
+from app.data.order import Order, Steps
+from app.data.shared_rows import Workers, load_shared
+from app.data.source import Batch
+from app.data.torch_loader import EpochShares, Selections
+from app.errors import DataError
+
+NODES = ("a", "b", "a", "a")
+"""The node of each worker."""
+
+
+@dataclass
+class CountingSource:
+    """Rows of an odd number of bytes, made of their ids; counts the reads of whole groups."""
+
+    row_groups: tuple[int, ...]
+    reads: Counter[int] = field(default_factory=Counter)
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        if rows is None:
+            self.reads[group] += 1
+            rows = np.arange(self.row_groups[group])
+        ids = sum(self.row_groups[:group]) + rows
+        return {"image": np.repeat(ids[:, None] % 251, 3, axis=1).astype(np.uint8), "label": ids}
+
+
+def load_on_all(sources: list[Any]) -> list[list[Batch]]:
+    """What each worker of NODES gets; threads stand in for processes."""
+    barrier, said = Barrier(len(NODES), timeout=30), [None] * len(NODES)
+
+    def load(rank: int) -> list[Batch]:
+        def gather(mine: Any) -> list[Any]:
+            said[rank] = mine
+            barrier.wait()
+            everyone = list(said)
+            barrier.wait()
+            return everyone
+
+        def finish(act: Any) -> None:
+            act()
+            barrier.wait()
+
+        return load_shared(sources, Workers(NODES[rank], gather, finish))
+
+    with ThreadPoolExecutor(len(NODES)) as pool:
+        return list(pool.map(load, range(len(NODES))))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        monkeypatch.delattr(os, "memfd_create")
+    train, test = CountingSource((5, 0, 7, 3)), CountingSource((4,))
+    loaded = load_on_all([train, test])
+    for batches in loaded:
+        for rows, source in zip(batches, (train, test), strict=True):
+            ids = torch.arange(sum(source.row_groups))
+            assert torch.equal(rows["label"], ids)
+            assert torch.equal(rows["image"], (ids[:, None] % 251).expand(-1, 3).byte())
+    copies = 2 if shared else len(NODES)
+    assert set(train.reads.values()) == set(test.reads.values()) == {copies}
+    loaded[2][0]["label"][0] = 99
+    changed = [int(batches[0]["label"][0]) == 99 for batches in loaded]
+    assert changed == [shared, False, True, shared]
+
+
+def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = CountingSource((1000,))
+    alone = Workers("a", lambda mine: [mine], lambda act: act())
+    monkeypatch.setattr(app.data.shared_rows, "MEMORY_WAIT_S", 0)
+    size = 3008 + 8000  # a column begins at a multiple of 64 bytes
+    for left, fits in [(size, True), (None, True), (size - 1, False)]:
+        monkeypatch.setattr(app.data.shared_rows, "memory_left", lambda left=left: left)
+        source.reads.clear()
+        if fits:
+            load_shared([source], alone)
+        else:
+            with pytest.raises(DataError, match=r"take 11 KB, and 11 KB are left.*set SUNSPOT_LOADER=ray"):
+                load_shared([source], alone)
+        assert bool(source.reads) == fits
+
+
+@given(st.integers(2, 300), st.integers(2, 40), st.integers(1, 9), st.data())
+def test_a_worker_keeps_its_shares_of_an_epoch(rows: int, batch: int, world_size: int, data: st.DataObject) -> None:
+    steps, whole = Steps(rows, batch), Order((rows,), 3, rows)
+    rank = data.draw(st.integers(0, world_size - 1))
+    first = data.draw(st.integers(0, steps.per_epoch - 1))
+    order = whole.permutation(2, whole.windows(2)[0])
+    short = whole.permutation(2, whole.windows(2)[0], np.int32)
+    assert short.dtype == np.int32
+    assert short.tolist() == order.tolist()
+    shares = EpochShares.of(short, steps, world_size, rank).between(first, steps.per_epoch)
+    expected = [order[slice(*steps.share(step, world_size, rank))] for step in range(first, steps.per_epoch)]
+    assert [shares[number].tolist() for number in range(len(shares))] == [share.tolist() for share in expected]
+    batches = Selections({"label": 2 * torch.arange(rows)}, shares)
+    for number, share in enumerate(expected):
+        assert batches[number]["row"].tolist() == share.tolist()
+        assert batches[number]["label"].tolist() == (2 * share).tolist()
