@@ -25,12 +25,12 @@ import torch
 
 from app.background import start_thread
 from app.cgroup import memory_left
-from app.checkpoint.pages import Pages, map_pages
 from app.errors import DamageError, shorten
 from app.run import SHARED_MEMORY, copies_of
 from app.run.attempts import checkpoint_name, nonce_of
 from app.run.checkpoints import Checkpoint
 from app.run.objects import Count, Moment, is_count, is_moment, parse_truth, seal, warn_once
+from app.shared_pages import Pages, map_pages
 
 MOST_SLOTS = 4
 """The newest complete copy, the one being made, and on rank 0 the one being uploaded and the one waiting for it."""

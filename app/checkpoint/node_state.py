@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from app.checkpoint.files import unpack
 from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, as_bytes
-from app.checkpoint.pages import Pages, map_pages
 from app.checkpoint.sharded import is_sharded
 from app.errors import DamageError
 from app.parallel import finish_together, gather_objects
 from app.run import Run
 from app.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
+from app.shared_pages import Pages, map_pages
 from app.storage.base import map_parallel
 
 STATES = ("model.pt", "optimizer.pt")

@@ -1,13 +1,10 @@
 """All rows of a dataset in memory, once on each node: its workers map the same pages, and each reads a part of them.
 
-The pages are those of a file without a name (memfd), which the workers of a node open through /proc. So the kernel
-frees them with the last process that has them, however it ends, and the size of /dev/shm does not matter. Where that
-does not work (another system than Linux, a sandbox that hides /proc), each worker has the rows to itself.
+Where that does not work (a sandbox that hides /proc), each worker has the rows to itself.
 """
 
+import contextlib
 import math
-import mmap
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +17,7 @@ from app.cgroup import memory_left
 from app.data.source import Batch, Source, rows_in
 from app.errors import DataError
 from app.formatting import as_bytes
+from app.shared_pages import Pages, map_pages
 
 ALIGNMENT = 64
 """Columns begin at multiples of so many bytes."""
@@ -37,14 +35,6 @@ class Workers(NamedTuple):
     "Returns every worker's object, by rank."
     finish: Callable[[Callable[[], None]], None]
     "Runs a function, and returns once it has returned on all workers."
-
-
-class _Offer(NamedTuple):
-    """Pages that a worker offers to the others of its node."""
-
-    node: str
-    process: int
-    descriptor: int | None
 
 
 class _Column(NamedTuple):
@@ -101,38 +91,15 @@ def _share_pages(size: int, workers: Workers) -> tuple[np.ndarray | None, int, i
 
     Also this worker's number among those of its node, and how many they are. The pages take memory once they are used.
     """
-    descriptor = _make_file(size)
-    try:
-        mine = _Offer(workers.node, os.getpid(), descriptor)
-        offers: list[_Offer] = [offer for offer in workers.gather(mine) if offer.node == workers.node]
-        pages = _map(offers[0], size)
-        answers = workers.gather((workers.node, pages is not None))
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    mine = Pages(size)
+    paths = [path for node, path in workers.gather((workers.node, mine.path)) if node == workers.node]
+    pages = None
+    with contextlib.suppress(OSError):
+        pages = map_pages(paths[0], size, shared=True).numpy()
+    answers = workers.gather((workers.node, pages is not None))
+    mine.close()
     shared = all(mapped for node, mapped in answers if node == workers.node)
-    return pages if shared else None, offers.index(mine), len(offers)
-
-
-def _make_file(size: int) -> int | None:
-    """The descriptor of a file without a name, in memory; None where there are none."""
-    try:
-        descriptor = os.memfd_create("sunspot-rows")
-    except (AttributeError, OSError):
-        return None
-    os.truncate(descriptor, size)
-    return descriptor
-
-
-def _map(offer: _Offer, size: int) -> np.ndarray | None:
-    """The pages offered; None where they cannot be had."""
-    if offer.descriptor is None:
-        return None
-    try:
-        with open(f"/proc/{offer.process}/fd/{offer.descriptor}", "r+b") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-    except OSError:
-        return None
+    return pages if shared else None, paths.index(mine.path), len(paths)
 
 
 def _await_memory(size: int) -> None:

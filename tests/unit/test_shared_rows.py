@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -68,7 +67,11 @@ def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shared:
-        monkeypatch.delattr(os, "memfd_create")
+
+        def refuse(*_: Any, **options: Any) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(app.data.shared_rows, "map_pages", refuse)
     train, test = CountingSource((5, 0, 7, 3)), CountingSource((4,))
     loaded = load_on_all([train, test])
     for batches in loaded:

@@ -17,13 +17,13 @@ class Pages:
     """
 
     def __init__(self, size: int = 0) -> None:
-        """`size` in bytes; `write` adds to it."""
+        """`size` in bytes, which take memory once they are used; `write` adds to it."""
         self.close: Callable[[], object]
-        if hasattr(os, "memfd_create"):
+        try:
             self._descriptor = os.memfd_create("sunspot")
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             self.close = weakref.finalize(self, os.close, self._descriptor)
-        else:
+        except (AttributeError, OSError):
             self._descriptor, self.path = tempfile.mkstemp()
             self.close = weakref.finalize(self, _remove, self._descriptor, self.path)
         os.truncate(self._descriptor, size)
