@@ -27,8 +27,7 @@ from app.run.checkpoints import (
 )
 from app.run.history import Journal
 from app.settings import Settings
-from app.storage.base import pause_after, time_for_try
-from app.storage.deadline import ProgressDeadline
+from app.storage.retry import Outage
 
 
 class CheckpointCommitter:
@@ -55,9 +54,8 @@ class CheckpointCommitter:
         self._closing = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._failing_since: float | None = None
-        self._failures = 0
-        "Failed tries since the last commit."
+        self._outage = Outage()
+        "Since the last commit."
         self._flush_requested = False
         self.newest: Checkpoint | None = None
         self.commit_s: float | None = None
@@ -129,37 +127,28 @@ class CheckpointCommitter:
 
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
         """Try until it is committed, a newer snapshot waits, or storage has failed for `storage_timeout_s`."""
-        limit_s, step = self._settings.storage_timeout_s, snapshot.manifest.step
+        outage, limit_s, step = self._outage, self._settings.storage_timeout_s, snapshot.manifest.step
         while True:
-            began = time.monotonic()
-            deadline = ProgressDeadline(
-                time_for_try(limit_s, self._failing_since), f"checkpoint at step {step}", self._warn
-            )
             try:
-                deadline.run(lambda: self._commit(snapshot))
+                outage.attempt(lambda: self._commit(snapshot), limit_s, f"checkpoint at step {step}", self._warn)
             except (StorageError, NotFoundError, DamageError) as error:
-                if self._failing_since is None:
-                    self._failing_since = began if deadline.passed else time.monotonic()
-                failing_for = time.monotonic() - self._failing_since
-                if self._failures == 0:  # one event for each outage, however many tries it takes
+                if outage.tries == 1:  # one event for each outage, however many tries it takes
                     self._record("commit failed", step, str(error))
                 else:
-                    self._warn(f"no commit for {failing_for:.0f} s: {error}")
-                if failing_for > limit_s or deadline.passed:
+                    self._warn(f"no commit for {outage.seconds:.0f} s: {error}")
+                if outage.over:
                     raise StorageError(
-                        f"no checkpoint could be committed for {failing_for:.0f} s "
+                        f"no checkpoint could be committed for {outage.seconds:.0f} s "
                         f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
                     ) from error
             else:
-                if self._failing_since is not None:
-                    detail = f"none for {time.monotonic() - self._failing_since:.0f} s, {self._failures} tries"
-                    self._record("commits go on", step, detail)
-                self._failing_since, self._failures = None, 0
+                if outage.tries:
+                    self._record("commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} tries")
+                    self._outage = Outage()
                 return
             with self._changed:
                 self._flush_requested = False
-                self._changed.wait_for(lambda: self._flush_requested, pause_after(self._failures))
-                self._failures += 1
+                self._changed.wait_for(lambda: self._flush_requested, outage.pause_s)
                 if self._pending:
                     return
 
@@ -168,7 +157,7 @@ class CheckpointCommitter:
         began = time.monotonic()
         snapshot.copied.result()
         ensure_owner(self._run, self._attempt)
-        committed = read_manifest(self._run, snapshot.manifest.name) if self._failures else None
+        committed = read_manifest(self._run, snapshot.manifest.name) if self._outage.tries else None
         if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
             self._before_commit()
             files = self._write(self._run, snapshot)

@@ -44,7 +44,8 @@ from app.run.identity import refuse_other_settings
 from app.run.incidents import TIER
 from app.run.status import Status, read_status, refuse_if_deleted
 from app.settings import PREFIX, Settings, accepts
-from app.storage.base import Entry, retry_storage
+from app.storage.base import Entry
+from app.storage.retry import retry_storage
 
 Result = TypeVar("Result")
 

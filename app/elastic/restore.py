@@ -19,7 +19,7 @@ from app.run.attempts import read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.settings import Settings
 from app.storage import Storage, open_storage
-from app.storage.base import retry_storage
+from app.storage.retry import retry_storage
 
 
 @dataclass(frozen=True)

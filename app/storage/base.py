@@ -7,7 +7,6 @@ naming the object (`NotFoundError` when it is not there), within the limits belo
 import contextlib
 import hashlib
 import io
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from app.background import start_thread
 from app.errors import StorageError
-from app.storage.deadline import ProgressDeadline, moved
+from app.storage.deadline import moved
 
 CHUNK = 1 << 20
 """Bytes of a large object that are read or written at a time."""
@@ -305,47 +304,3 @@ class ObjectReader(io.RawIOBase):
     def close(self) -> None:
         self._source.close()
         super().close()
-
-
-BACKOFF_S = (1, 2, 4, 8, 16, 30)
-"""Pauses between tries; the last one repeats until the limit."""
-
-
-def pause_after(tries: int) -> float:
-    """Seconds to wait after that many tries, counted from 0."""
-    return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
-
-
-def retry_storage(act: Callable[[], Result], limit_s: float, what: str, warn: Callable[[str], Any]) -> Result:
-    """The result of `act`, retried while storage fails, in a thread of its own.
-
-    Raises `StorageError` when storage has failed for `limit_s` seconds, or makes no progress for so long.
-    """
-    failing_since: float | None = None
-    tries = 0
-    while True:
-        began = time.monotonic()
-        deadline = ProgressDeadline(time_for_try(limit_s, failing_since), what, warn)
-        try:
-            return deadline.run(act)
-        except StorageError as error:
-            if failing_since is None:
-                failing_since = began if deadline.passed else time.monotonic()
-            failing_for = time.monotonic() - failing_since
-            if failing_for >= limit_s or deadline.passed:
-                raise StorageError(
-                    f"{what}: storage has failed for {failing_for:.0f} s "
-                    f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
-                ) from error
-            warn(f"{what}: {error}; trying again in {pause_after(tries):g} s")
-        time.sleep(pause_after(tries))
-        tries += 1
-
-
-def time_for_try(limit_s: float, failing_since: float | None) -> float:
-    """Seconds that one try may wait for storage, which has failed since then (`time.monotonic`) and may for `limit_s`.
-
-    The last try gets a tenth of it at least.
-    """
-    left_s = limit_s if failing_since is None else limit_s - (time.monotonic() - failing_since)
-    return max(left_s, limit_s / 10)

@@ -13,7 +13,7 @@ from app.run.attempts import read_attempts
 from app.run.history import Journal
 from app.run.status import STATUS_EVERY_S, read_status
 from app.settings import PREFIX, CommandParser, Settings, load_settings
-from app.storage.base import pause_after
+from app.storage.retry import pause_after
 from app.tracking.delivery import Delivery
 from app.tracking.process import command, refuse_unusable
 

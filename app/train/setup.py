@@ -42,7 +42,7 @@ from app.run.failures import describe_failure, record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
 from app.settings import Settings, differences
-from app.storage.base import retry_storage
+from app.storage.retry import retry_storage
 from app.tasks import Task, load_task
 from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker

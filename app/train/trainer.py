@@ -26,8 +26,8 @@ from app.run.attempts import fatal_error, read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.run.incidents import Cause
 from app.run.status import Status
-from app.storage.base import retry_storage
 from app.storage.deadline import within
+from app.storage.retry import retry_storage
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes
 

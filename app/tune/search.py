@@ -25,7 +25,7 @@ from app.run.status import (
     write_status,
 )
 from app.search_space import Search, load_search
-from app.storage.base import retry_storage
+from app.storage.retry import retry_storage
 from app.tracking.process import refuse_unusable
 from app.tune.results import Progress, collect_results, print_plan, print_trial, publish_results
 

@@ -35,7 +35,7 @@ from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from app.run.checkpoints import Checkpoint, read_manifest
 from app.run.history import Journal
 from app.settings import Settings
-from app.storage.base import retry_storage
+from app.storage.retry import retry_storage
 from app.tasks import gpt
 from app.train.loop import accumulate_gradients
 

@@ -21,8 +21,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import app.storage.base
 import app.storage.local
+import app.storage.retry
 from app.checkpoint import CheckpointManager
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import load_state
@@ -389,7 +389,7 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
 def test_a_directory_that_refuses_is_told_of_once_and_training_goes_on(
     number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.01,))
     trainee = Trainee(run)
     obstacle = Obstacle(open, "model.pt")
     obstacle.error = OSError(number, os.strerror(number))
@@ -448,7 +448,7 @@ def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
     limits = {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)
-    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.1,))
+    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.1,))
     return open_run(f"s3://{s3_bucket}/runs", "run")
 
 

@@ -39,8 +39,8 @@ import app.checkpoint.commit
 import app.checkpoint.memory
 import app.elastic.claim
 import app.run
-import app.storage.base
 import app.storage.deadline
+import app.storage.retry
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import read_file, upload
 from app.checkpoint.ledger import Ledger
@@ -69,8 +69,9 @@ from app.run.identity import Rows, keep_identity
 from app.run.incidents import TIER
 from app.run.status import DELETION, deletion_begun, refuse_if_deleted
 from app.settings import IDENTITY, Settings
-from app.storage.base import Storage, retry_storage
+from app.storage.base import Storage
 from app.storage.local import LocalStorage
+from app.storage.retry import retry_storage
 from submitter.commands.audit import Epoch, prove
 from submitter.commands.checkpoints.gc import plan
 from submitter.commands.delete import _remove
@@ -491,7 +492,7 @@ def serialized(value: Any) -> bytes:
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and nothing runs in a thread that the model does not drive."""
-    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0,))
+    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0,))
     monkeypatch.setattr(app.storage.base, "start_thread", run_inline)
     monkeypatch.setattr(app.storage.deadline, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)

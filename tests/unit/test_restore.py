@@ -26,8 +26,8 @@ from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, read
 from app.run.incidents import HUNG, Cause, Receipt
 from app.run.status import RunState, Status
 from app.settings import Settings
-from app.storage.base import retry_storage
 from app.storage.local import LocalStorage
+from app.storage.retry import retry_storage
 from app.train.reporter import warn_of_notice
 from tests.harness.runs import begin, commit, start
 
@@ -316,9 +316,9 @@ def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
 
 
 def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import app.storage.base
+    import app.storage.retry
 
-    monkeypatch.setattr(app.storage.base, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.01,))
     warned: list[str] = []
     answers = iter([StorageError("503"), StorageError("503"), "here"])
 

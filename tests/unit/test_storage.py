@@ -249,7 +249,8 @@ def test_a_process_ends_though_its_storage_hangs() -> None:
     program = """
 import threading
 from app.errors import run_and_exit
-from app.storage.base import map_parallel, retry_storage
+from app.storage.base import map_parallel
+from app.storage.retry import retry_storage
 hang = lambda number: threading.Event().wait()
 run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint", print))
 """
