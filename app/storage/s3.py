@@ -62,6 +62,7 @@ class S3Storage(Storage):
         self.bucket, _, prefix = storage_path.removeprefix("s3://").partition("/")
         self.prefix = prefix.strip("/")
         self._client = _s3_client(storage_path)
+        self._verification = s3_parts.Verification()
 
     @functools.cached_property
     def _transfers(self) -> Any:
@@ -150,7 +151,8 @@ class S3Storage(Storage):
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
         errors = functools.partial(self._s3_errors, "upload", key)
-        with completed(MultipartWriter(self._transfers, self.bucket, self._full(key), errors)) as writer:
+        upload = MultipartWriter(self._transfers, self.bucket, self._full(key), errors, self._verification)
+        with completed(upload) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,21 @@ WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
 """S3's error codes for a part that does not match the checksum sent along, and MinIO's."""
 
 
+class Verification:
+    """Whether the server refuses a part that does not match its checksum: proven once for each client."""
+
+    def __init__(self) -> None:
+        self._proof: Future[bool] | None = None
+        self._lock = threading.Lock()
+
+    def prove(self, refuses_damage: Callable[[], bool]) -> Future[bool]:
+        """The proof that there is, or else one by a try in this upload: one that failed may have met another error."""
+        with self._lock:
+            if self._proof is None or (self._proof.done() and not self._proof.result()):
+                self._proof = start_thread(refuses_damage, "s3-part")
+            return self._proof
+
+
 class MultipartWriter(Writer):
     """A multipart upload, a few parts at once; what fits into one part is a plain PUT.
 
@@ -38,15 +55,15 @@ class MultipartWriter(Writer):
     or a second copy of the state in memory.
     """
 
-    def __init__(self, client: BaseClient, bucket: str, key: str, errors: Errors) -> None:
+    def __init__(self, client: BaseClient, bucket: str, key: str, errors: Errors, verification: Verification) -> None:
         super().__init__()
         self._errors = errors
         self._client: Any = client
         self._target = {"Bucket": bucket, "Key": key}
         self._filling = bytearray()
         self._upload_id = ""
+        self._verification = verification
         self._verifies: Future[bool] | None = None
-        "Whether the server refuses a part that does not match its checksum."
         self._parts: list[Future[dict[str, Any]]] = []
 
     def _store(self, view: memoryview) -> None:
@@ -63,7 +80,7 @@ class MultipartWriter(Writer):
         if not self._upload_id:
             upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
             self._upload_id = upload["UploadId"]
-            self._verifies = start_thread(self._refuses_damage, "s3-part")
+            self._verifies = self._verification.prove(self._refuses_damage)
         if len(self._parts) >= PARTS_IN_FLIGHT:
             self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
         body, self._filling = self._filling, bytearray()

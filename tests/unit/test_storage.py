@@ -512,6 +512,10 @@ def test_a_server_that_verifies_parts_is_told_from_one_that_does_not(
     with s3_storage.writer("run/model.pt") as writer:
         writer.write(content)
     assert writer.verified == verifies
+    with s3_storage.writer("run/optimizer.pt") as other:
+        other.write(content)
+    assert other.verified == verifies
+    assert len(s3_proxy.seen("TryPart")) == (1 if verifies else 2), "proven once, or not at all"
     assert s3_storage.digest("run/model.pt") == (writer.size, writer.sha256)
     parts = s3_proxy.seen("UploadPart")
     assert [part.headers["x-amz-checksum-crc32"] for part in parts] == [s3_parts.crc32(part.body) for part in parts]
@@ -528,6 +532,11 @@ def test_another_refusal_of_a_damaged_part_proves_nothing(
     with s3_storage.writer("run/model.pt") as writer:
         writer.write(pattern(PART + 1))
     assert not writer.verified
+    s3_proxy._rules.clear()
+    s3_proxy.on("TryPart", s3.refuse_damage)
+    with s3_storage.writer("run/model.pt") as writer:
+        writer.write(pattern(PART + 1))
+    assert writer.verified
 
 
 def test_a_part_that_is_damaged_on_its_way_fails_the_upload(
