@@ -15,8 +15,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from app.errors import SettingsError
 from app.formatting import plural
@@ -96,14 +95,13 @@ def _parse_json_object(value: Any) -> dict[str, Any]:
 
 JsonObject = Annotated[
     dict[str, Any],
-    NoDecode,
     BeforeValidator(_parse_json_object),
     PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
 ]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
-WorkerCount = Annotated[Workers, NoDecode, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
+WorkerCount = Annotated[Workers, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
 
 def _setting(default: Any, takes: str, **limits: Any) -> Any:
@@ -111,12 +109,10 @@ def _setting(default: Any, takes: str, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings of one run, validated together; immutable."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     task: str = _setting(
         "app.tasks.mnist", "an importable module, e.g. app.tasks.mnist", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"

@@ -204,13 +204,14 @@ def describe_stillness(status: Status) -> str:
     return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
 
 
-def read_state(run: Run) -> tuple[RunState, str]:
-    """`state_from_storage` with as few requests as it takes: a small listing and a read while the status is
-    fresh."""
-    status, now = read_fresh_status(run), time.time()
+def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:
+    """`state_from_storage`, by as few requests as it takes: while the `status`, which is read if not given, is fresh,
+    there is nothing else to read."""
+    status = status or read_fresh_status(run)
+    now = time.time()
     summary = None
     if not status or status.state.terminal or now - status.seen > SILENT_S:
-        summary = summarize(run.name, run.storage.list(run.name))
+        summary = _summarize(run)
     return state_from_storage(status, summary or RunSummary(run.name), now)
 
 
@@ -330,20 +331,20 @@ class RunView:
 def read_view(run: Run) -> RunView:
     """Everything storage knows of a run, its parts read in parallel. Raises `NotFoundError`, `StorageError`."""
 
-    def attempts() -> tuple[list[Attempt], tuple[Checkpoint | None, tuple[str, ...]], dict[str, Any] | None]:
+    def attempts() -> tuple[list[Attempt], Any, dict[str, Any] | None]:
         found = read_attempts(run)
-        good = find_newest_good(run, found, trust_listing=True)  # nothing is read that the listing vouches for
-        return found, good, newest_record(run, lineage(found))
+        # Of checkpoints, nothing is read that the listing vouches for.
+        good, last = read_parts(
+            lambda: find_newest_good(run, found, trust_listing=True), lambda: newest_record(run, lineage(found))
+        )
+        return found, good, last
 
-    parts: list[Callable[[], Any]] = [
+    summary, status, (found, (checkpoint, passed_over), last), identity, events = read_parts(
         lambda: _summarize(run),
         lambda: read_fresh_status(run),
         attempts,
         lambda: _identity(run),
         lambda: read_journal(run, "events"),
-    ]
-    summary, status, (found, (checkpoint, passed_over), last), identity, events = map_parallel(
-        lambda part: part(), parts
     )
     if not summary:
         raise NotFoundError(f"{run.location}: no run is there")
@@ -364,6 +365,11 @@ def read_view(run: Run) -> RunView:
         last=last or {},
         last_active=summary.last_active,
     )
+
+
+def read_parts(*parts: Callable[[], Any]) -> list[Any]:
+    """What each part returns, read in parallel."""
+    return map_parallel(lambda part: part(), parts)
 
 
 def _summarize(run: Run) -> RunSummary | None:

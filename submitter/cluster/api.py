@@ -356,22 +356,23 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
 
     Raises `ClusterError` when there is no such context, or no configuration at all.
     """
+    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    has_file = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep))
+    if not has_file and (context or not os.environ.get("KUBERNETES_SERVICE_HOST")):
+        raise ClusterError(
+            f"no cluster: {files} is not there; set KUBECONFIG to the file that your cluster's administrator or "
+            "cloud gave you"
+        )
     import urllib3
-    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.client import ApiClient, Configuration  # slow to import, and verbs that read storage do without
     from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
 
     configuration = Configuration()
-    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
-        if any(Path(file).expanduser().is_file() for file in files.split(os.pathsep)):
+        if has_file:
             load_kube_config(files, context, configuration, persist_config=False)
-        elif os.environ.get("KUBERNETES_SERVICE_HOST") and not context:
-            load_incluster_config(configuration)
         else:
-            raise ClusterError(
-                f"no cluster: {files} is not there; set KUBECONFIG to the file that your cluster's administrator or "
-                "cloud gave you"
-            )
+            load_incluster_config(configuration)
     except ConfigException as error:
         raise ClusterError(
             f"no cluster: {files}: {shorten(error)}; `kubectl config get-contexts` lists what --context takes"

@@ -13,7 +13,7 @@ from typing import Any
 from app.errors import ClusterError, ConflictError, NotFoundError, StorageError
 from app.formatting import in_words
 from app.run import Run
-from app.run.overview import HALF_DELETED, is_there, read_fresh_status, read_state
+from app.run.overview import HALF_DELETED, is_there, read_fresh_status, read_parts, read_state
 from app.run.status import RunState, Status, deletion_begun, stop_requested
 from app.run.submissions import owner_of
 from app.settings import PREFIX
@@ -275,13 +275,15 @@ def _read_cluster(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
 def _read_storage(run: Run, job: JobView | None) -> dict[str, Any]:
     """What storage knows of a run whose newest RayJob is `job`, or why it does not answer."""
     try:
-        status = read_fresh_status(run)
+        status, stop_wanted, deleting = read_parts(
+            lambda: read_fresh_status(run), lambda: stop_requested(run), lambda: deletion_begun(run)
+        )
         return {
             "status": status,
-            "stop_wanted": stop_requested(run),
-            "deleting": deletion_begun(run),
+            "stop_wanted": stop_wanted,
+            "deleting": deleting,
             "owner": owner_of(run, job.name) if job else "",
-            "stored_state": read_state(run) if not job and (status or is_there(run)) else None,
+            "stored_state": read_state(run, status) if not job and (status or is_there(run)) else None,
             "storage_trouble": "",
         }
     except StorageError as error:

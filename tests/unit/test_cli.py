@@ -58,19 +58,33 @@ def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sto
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["metrics", "--help"], ["checkpoints"], ["metrics"], ["audit", "run", "--jso"], ["no-verb"]]
-)
-def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
+def imported_by(*words: str, code: int) -> set[str]:
+    """The libraries that a command, which ends with `code`, imports."""
     program = (
         "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
         "from submitter.cli import main; main()"
     )
     answer = process(*words, program=program)
-    assert answer.code == (0 if "--help" in words else 2)
+    assert answer.code == code
     imported = answer.err.splitlines()[-1].split()
     assert "submitter.cli" in imported
-    assert not [name for name in imported if name.partition(".")[0] in (*HEAVY, "torch", "ray", "numpy")]
+    return {name.partition(".")[0] for name in imported}
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["metrics", "--help"], ["checkpoints"], ["metrics"], ["audit", "run", "--jso"], ["no-verb"]]
+)
+def test_help_and_wrong_usage_import_nothing_heavy(words: list[str]) -> None:
+    assert not imported_by(*words, code=0 if "--help" in words else 2) & {*HEAVY, "torch", "ray", "numpy"}
+
+
+def test_status_without_a_cluster_imports_no_client_of_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    report(run, start(run, "job"), {"step": 1, "loss": 0.5})
+    imported = imported_by("status", "run", "--storage", str(tmp_path), code=0)
+    assert not imported & {"kubernetes", "boto3", "pyarrow", "rich", "torch", "ray", "numpy"}
 
 
 @pytest.mark.parametrize(

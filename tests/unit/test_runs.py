@@ -168,8 +168,11 @@ def test_the_state_costs_a_small_listing_and_a_read_while_the_news_is_fresh(
         patch.setattr(LocalStorage, "list", lambda self, prefix: [listed.append(prefix), *usual(self, prefix)][1:])
         assert read_state(run)[0] is RunState.RUNNING
         assert listed == ["run/status"]
-    age(run, SILENT_S + 1)
-    assert read_state(run)[0] is RunState.SILENT
+        age(run, SILENT_S + 1)
+        listed.clear()
+        assert read_state(run)[0] is RunState.SILENT
+        assert "run/submissions" in listed
+        assert "run" not in listed, "the whole of a long run has thousands of objects"
     report(run, Attempt(1, "job", None, 0), {"step": 1})
     assert read_state(run)[0] is RunState.SILENT, "only its status is a sign of life"
     age(run, LOST_S)
