@@ -19,7 +19,7 @@ import ray
 
 from app.ray_session import RAY_ENVIRONMENT
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
-from scripts.bench.scale import Subject, consensus, data, history, print_table, transfer
+from scripts.bench.scale import Subject, consensus, data, history, print_table, report, transfer
 
 
 @dataclass
@@ -78,7 +78,7 @@ BENCHMARKS = {
 }
 
 
-SCALE: list[Subject] = [data, consensus, history, transfer]
+SCALE: list[Subject] = [data, consensus, report, history, transfer]
 
 
 def main(names: list[str]) -> None:

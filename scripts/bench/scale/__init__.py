@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, NamedTuple, Protocol
 
 
 class Figure(NamedTuple):
@@ -23,6 +25,16 @@ class Subject(Protocol):
 
     def measure(self) -> Iterator[Figure]:
         """Measure its figures, one after the other."""
+
+
+def timed(act: Callable[[], Any]) -> float:
+    """Median seconds of a call."""
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began)
+    return median(times)
 
 
 def print_table(subjects: list[Subject]) -> None:
