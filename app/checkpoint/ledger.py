@@ -6,6 +6,7 @@ not. All nodes have the same windows, as they gather and drop them together.
 
 import threading
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from app.parallel import gather_objects
 from app.run import Run
-from app.run.history import write_audit
+from app.run.audit import AuditWriter
 
 
 class LedgerWindow(NamedTuple):
@@ -44,6 +45,7 @@ class Ledger:
         self._windows = [LedgerWindow(*window) for window in inherited]
         self._dropped = 0
         self._written = 0
+        self._writers: dict[str, AuditWriter] = {}
         self._lock = threading.Lock()
 
     def add_step(self, step: int, rows: torch.Tensor | None) -> None:
@@ -75,15 +77,17 @@ class Ledger:
     def write(self, run: Run) -> None:
         """Write the gathered windows to storage, on rank 0; can be called again after a `StorageError`."""
         with self._lock:
-            windows, upto = list(self._windows), self._dropped + len(self._windows)
-            windows = windows[self._written - self._dropped :]
-        for attempt in sorted({window.attempt for window in windows}):
-            part = [window for window in windows if window.attempt == attempt]
+            windows = self._windows[self._written - self._dropped :]
+        for attempt, of_attempt in groupby(windows, lambda window: window.attempt):
+            part = list(of_attempt)
             numbers = torch.cat([window.rows for window in part]).numpy()
             columns = {
                 "step": numbers[:, 0].astype(np.int32),
                 "rank": numbers[:, 1].astype(np.int32),
                 "row": numbers[:, 2],
             }
-            write_audit(run, attempt, part[0].first, part[-1].last, pyarrow.table(columns))
-        self._written = upto
+            writer = self._writers.setdefault(attempt, AuditWriter(run, attempt))
+            writer.write(part[0].first, part[-1].last, pyarrow.table(columns))
+            self._written += len(part)
+        for writer in self._writers.values():
+            writer.merge()

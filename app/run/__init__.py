@@ -27,7 +27,7 @@
         logs/attempt-0001-rank-0000/000000000000000.log
                                           what each process printed, in segments, named by where they begin
         audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
-                                          the ids of the rows these optimizer steps consumed
+                                          the ids of the rows these optimizer steps consumed (app/run/audit.py)
         predictions.json                  the last checkpoint's predictions of held-out rows, for the report
         tracking/mlflow.json              the run of a tracking service that shows this one
         tracking/mlflow-delivered.json    how much has been delivered there

@@ -1,42 +1,21 @@
-"""The metric history of a run, its events, and the rows its steps consumed."""
-
-from __future__ import annotations
+"""The metric history of a run, the numbers of each rank, and its events."""
 
 import contextlib
 import functools
-import hashlib
-import io
-import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from app.errors import DamageError, NotFoundError, StorageError, shorten
+from app.errors import NotFoundError, StorageError
 from app.run import Run, dump_json
 from app.run.attempts import Span
 from app.run.objects import Measure, Whole, adapter, is_count, is_moment, warn_once
-from app.run.segments import Segment, SegmentWriter, list_segments, new_stream, tidy
+from app.run.segments import READ_TRIES, Segment, SegmentWriter, list_segments, new_stream, tidy_lines
 from app.storage.base import READS_IN_FLIGHT, map_parallel
-
-if TYPE_CHECKING:
-    import pyarrow
 
 HELD_OUT = "test_"
 """Metrics of held-out rows have this prefix."""
 
 Kind = Literal["metrics", "ranks", "events"]
-
-READ_TRIES = 5
-"""Listings of a journal whose segments are merged while it is read."""
-
-AUDIT_DIGITS = 16
-
-AUDIT = re.compile(
-    r"(?P<place>(?P<attempt>attempt-[0-9]{4,9}(-[0-9a-f]{8})?)/(?P<first>[0-9]{8,15})-(?P<last>[0-9]{8,15}))"
-    rf"(-(?P<digest>[0-9a-f]{{{AUDIT_DIGITS}}}))?\.parquet"
-)
-"""An audit file below `audit/`; older ones have no digest in their names."""
-
-AUDIT_COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 
 
 class Journal:
@@ -61,7 +40,7 @@ class Journal:
 def tidy_journals(run: Run, before: int) -> None:
     """Merge the small objects that attempts older than `before` left; raises `StorageError`."""
     for kind in FORMS:
-        tidy(run.storage, run.key(kind), before)
+        tidy_lines(run.storage, run.key(kind), before)
 
 
 def read_journal(
@@ -166,81 +145,6 @@ def _parse_lines(
         damaged += not usable
     if damaged:
         warn(f"{place}: {damaged} of {len(lines)} lines cannot be used")
-
-
-def write_audit(run: Run, attempt: str, first: int, last: int, consumed: pyarrow.Table) -> None:
-    """Record which rows the steps `first`..`last` consumed; columns `step`, `rank` (int32) and `row` (int64).
-
-    `attempt` is its label (`Attempt.label`).
-    """
-    import pyarrow.parquet
-
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(consumed, buffer, compression="zstd")
-    place, content = f"{attempt}/{first:08d}-{last:08d}", buffer.getvalue()
-    run.storage.write(run.key("audit", f"{place}-{_audit_digest(place, content)}.parquet"), content)
-
-
-def read_audit(run: Run, spans: list[Span]) -> list[pyarrow.Table]:
-    """The rows that the steps in `spans` consumed, as tables of `step`, `rank` and `row`; raises `DamageError`.
-
-    Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
-    may repeat the start of the file before, when storage reported a write as failed that it had taken.
-    """
-    wanted = []
-    bounds = {span.label: (span.after, span.upto) for span in spans}
-    for entry in run.storage.list(run.key("audit")):
-        name = AUDIT.fullmatch(entry.key.removeprefix(run.key("audit") + "/"))
-        if name is None or name["attempt"] not in bounds:
-            continue
-        attempt, first, last = name["attempt"], int(name["first"]), int(name["last"])
-        after, upto = bounds[attempt]
-        end = last if upto is None else min(last, upto)
-        if end > after and end >= first:
-            wanted.append((entry.key, name, max(first, after + 1), end))
-            bounds[attempt] = (end, upto)
-    return map_parallel(lambda file: _read_audit_steps(run, *file), wanted)
-
-
-def _read_audit_steps(run: Run, key: str, name: re.Match[str], first: int, last: int) -> pyarrow.Table:
-    """The rows of the steps `first`..`last` in one file."""
-    import pyarrow.compute
-
-    table = _read_audit_file(run, key, name)
-    if (first, last) == (int(name["first"]), int(name["last"])):
-        return table
-    steps = table["step"]
-    wanted = pyarrow.compute.and_(pyarrow.compute.greater_equal(steps, first), pyarrow.compute.less_equal(steps, last))
-    return table.filter(wanted)
-
-
-def _read_audit_file(run: Run, key: str, name: re.Match[str]) -> pyarrow.Table:
-    """The rows of one file, which must be what was written under its name."""
-    import pyarrow.compute
-    import pyarrow.parquet
-
-    place = run.storage.locate(key)
-    try:
-        content = run.storage.read(key)
-        if name["digest"] and name["digest"] != _audit_digest(name["place"], content):
-            raise DamageError(f"{place} cannot be used: it was changed after it was written")
-        table = pyarrow.parquet.read_table(io.BytesIO(content), columns=[*AUDIT_COLUMNS])
-        table = table.cast(pyarrow.schema([(column, kind) for column, kind in AUDIT_COLUMNS.items()]))
-    except NotFoundError:
-        raise DamageError(f"{place} is missing") from None
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
-        raise DamageError(f"{place} cannot be read: {shorten(error)}") from error
-    steps = pyarrow.compute.min_max(table["step"]).as_py()
-    if any(column.null_count for column in table.columns):
-        raise DamageError(f"{place} cannot be used: it has nulls")
-    if len(table) and not int(name["first"]) <= steps["min"] <= steps["max"] <= int(name["last"]):
-        raise DamageError(f"{place} cannot be used: it has the steps {steps['min']} to {steps['max']}")
-    return table
-
-
-def _audit_digest(place: str, content: bytes) -> str:
-    """Ties the content of an audit file to its place: the attempt and the steps in its name."""
-    return hashlib.sha256(place.encode() + b"\n" + content).hexdigest()[:AUDIT_DIGITS]
 
 
 FORMS: dict[Kind, Any] = {

@@ -1,9 +1,9 @@
-"""Streams of lines in storage that cannot append.
+"""Streams in storage that cannot append: of lines, or of the rows that steps consumed (audit.py).
 
-A stream is a series of segments; the name of each says which lines it has. New lines make a small segment. Small ones
-that together reach one of SIZES are written once more as one, and deleted when that is there: each line is written at
-most 1 + len(SIZES) times, and the number of small objects is bounded. A reader that finds a segment and the smaller
-ones it was made of leaves out the latter.
+A stream is a series of segments; the name of each says which lines, or steps, it has. New ones make a small segment.
+Small ones that together reach one of SIZES are written once more as one, and deleted when that is there: each line is
+written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader that finds a segment and the
+smaller ones it was made of leaves out the latter.
 """
 
 import re
@@ -15,11 +15,14 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
-from app.errors import NotFoundError, StorageError
+from app.errors import DamageError, NotFoundError, StorageError
 from app.storage.base import Entry, Storage, map_parallel
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 """Bytes of merged segments. One of the last size is not written again, and not kept in memory."""
+
+READ_TRIES = 5
+"""Listings of a stream whose segments are merged while it is read."""
 
 NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})-[0-9a-f]{16})-(?P<first>[0-9]{10})-(?P<last>[0-9]{10})\.jsonl"
@@ -86,23 +89,79 @@ class _Written(NamedTuple):
 
     first: int
     last: int
-    text: bytes
+    content: bytes
+    key: str
+
+
+Join = Callable[[Sequence[bytes]], bytes]
+"""Makes the content of one segment of those of several."""
+
+
+class Merger:
+    """Writes the segments of a stream, one behind the other, and merges small ones."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        key: Callable[[int, int, bytes], str],
+        join: Join = b"".join,
+        thin: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """`key`: that of a segment, by its first and last line and its content. `thin` makes less of the whole stream,
+        each time it has grown to twice as much.
+        """
+        self._storage, self._key, self._join, self._thin = storage, key, join, thin
+        self._thin_at = SIZES[-1]
+        self.open: list[_Written] = []
+        "What may be merged."
+        self._merged: list[str] = []
+        "Keys of segments to delete, as others have their lines."
+
+    def write(self, first: int, last: int, content: bytes) -> None:
+        """Write the next segment; raises `StorageError`, and then it is not there for this writer."""
+        self.open.append(self._write(first, last, content))
+
+    def merge(self) -> None:
+        """Merge small segments. What storage refuses is made up for by the next call: nothing is lost."""
+        with suppress(StorageError):
+            self._merge()
+            if self._merged:
+                self._storage.delete_many(self._merged)
+                self._merged = []
+
+    def _merge(self) -> None:
+        for size in SIZES[:-1] if self._thin else SIZES:
+            small = list(takewhile(lambda each: len(each.content) < size, reversed(self.open)))[::-1]  # noqa: B023
+            if len(small) > 1 and sum(len(each.content) for each in small) >= size:
+                self._replace(small, self._join([each.content for each in small]))
+        if not self._thin:
+            self.open = [each for each in self.open if len(each.content) < SIZES[-1]]
+        elif sum(len(each.content) for each in self.open) >= self._thin_at:
+            self._replace(self.open, text := self._thin(self._join([each.content for each in self.open])))
+            self._thin_at = max(SIZES[-1], 2 * len(text))
+
+    def _replace(self, parts: Sequence[_Written], content: bytes) -> None:
+        """Write the newest segments once more as one."""
+        merged = self._write(parts[0].first, parts[-1].last, content)
+        self._merged += [each.key for each in parts if each.key != merged.key]
+        self.open[-len(parts) :] = [merged]
+
+    def _write(self, first: int, last: int, content: bytes) -> _Written:
+        key = self._key(first, last, content)
+        self._storage.write(key, content)
+        return _Written(first, last, content, key)
 
 
 class SegmentWriter:
-    """Writes a stream."""
+    """Writes a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, thin: Callable[[bytes], bytes] | None = None) -> None:
         """`key`: that of the stream. `thin` makes less of the whole stream, each time it has grown to twice as much."""
-        self._storage, self._key, self._thin = storage, key, thin
-        self._thin_at = SIZES[-1]
+        self._segments = Merger(storage, lambda first, last, _: _name(key, first, last), thin=thin)
         self._lines: list[bytes] = []
         "Not in storage yet."
         self._next = 0
         "Number of the first of them."
-        self._open: list[_Written] = []
-        self._merged: list[str] = []
-        "Keys of segments to delete, as others have their lines."
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -118,59 +177,46 @@ class SegmentWriter:
                 count = len(self._lines)
                 text = b"".join(self._lines)
             if count:
-                self._open.append(self._write(self._next, self._next + count - 1, text))
+                self._segments.write(self._next, self._next + count - 1, text)
                 self._next += count
                 with self._lock:
                     del self._lines[:count]
-            with suppress(StorageError):  # no line is lost: made up for by the next flush
-                self._merge()
-                self._delete_merged()
-
-    def _merge(self) -> None:
-        for size in SIZES[:-1] if self._thin else SIZES:
-            small = list(takewhile(lambda each: len(each.text) < size, reversed(self._open)))[::-1]  # noqa: B023
-            if len(small) > 1 and sum(len(each.text) for each in small) >= size:
-                self._replace(small, b"".join(each.text for each in small))
-        if not self._thin:
-            self._open = [each for each in self._open if len(each.text) < SIZES[-1]]
-        elif sum(len(each.text) for each in self._open) >= self._thin_at:
-            self._replace(self._open, text := self._thin(b"".join(each.text for each in self._open)))
-            self._thin_at = max(SIZES[-1], 2 * len(text))
-
-    def _replace(self, parts: Sequence[_Written], text: bytes) -> None:
-        """Write the newest segments once more as one."""
-        merged = self._write(parts[0].first, parts[-1].last, text)
-        if len(parts) > 1:
-            self._merged += [self._name(each.first, each.last) for each in parts]
-        self._open[-len(parts) :] = [merged]
-
-    def _delete_merged(self) -> None:
-        if self._merged:
-            self._storage.delete_many(self._merged)
-            self._merged = []
-
-    def _write(self, first: int, last: int, text: bytes) -> _Written:
-        self._storage.write(self._name(first, last), text)
-        return _Written(first, last, text)
-
-    def _name(self, first: int, last: int) -> str:
-        return f"{self._key}-{first:010d}-{last:010d}.jsonl"
+            self._segments.merge()
 
 
-def tidy(storage: Storage, folder: str, before: int) -> None:
-    """Merge what attempts older than `before` left unmerged when they ended; raises `StorageError`.
+def _name(stream: str, first: int, last: int) -> str:
+    return f"{stream}-{first:010d}-{last:010d}.jsonl"
+
+
+def tidy_lines(storage: Storage, folder: str, before: int) -> None:
+    """`tidy` the streams of lines in a folder."""
+    tidy(
+        storage,
+        [segment for segment in _list_all(storage, folder) if segment.attempt < before],
+        lambda stream, first, last, _: _name(f"{folder}/{stream}", first, last),
+    )
+
+
+def tidy(
+    storage: Storage,
+    listed: Sequence[Segment],
+    key: Callable[[str, int, int, bytes], str],
+    join: Join = b"".join,
+    read: Callable[[Segment], bytes] | None = None,
+) -> None:
+    """Merge the segments that attempts left unmerged when they ended; raises `StorageError`.
 
     An attempt that has not ended yet, in a process that was frozen, may merge the same segments: then there is another
-    segment with their lines.
+    segment with their lines. `read` gives the content of a segment, and raises `DamageError` if that cannot be used.
     """
-    listed = [segment for segment in _list_all(storage, folder) if segment.attempt < before]
+    read = read or (lambda segment: storage.read(segment.entry.key))
     whole = without_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
     for group in _neighbours(each for each in whole if not each.older and each.entry.size < SIZES[-1]):
-        with suppress(NotFoundError):  # merged by another process
-            text = b"".join(map_parallel(storage.read, [each.entry.key for each in group]))
+        with suppress(NotFoundError, DamageError):  # merged by another process; left as it is, for a reader to find
+            content = join(map_parallel(read, group))
             first, last = group[0], group[-1]
-            storage.write(f"{folder}/{first.stream}-{first.first:010d}-{last.last:010d}.jsonl", text)
+            storage.write(key(first.stream, first.first, last.last, content), content)
             storage.delete_many([each.entry.key for each in group])
 
 

@@ -23,6 +23,7 @@ from app.observe.ranks import RankHistory
 from app.plan import Plan
 from app.run import Run
 from app.run.attempts import ensure_owner, step_of
+from app.run.audit import tidy_audit
 from app.run.history import Journal, tidy_journals
 from app.run.incidents import Cause, describe, goodput, read_receipts
 from app.run.ranks import Columns
@@ -141,6 +142,7 @@ class Reporter:
         if not self._tidied:
             self._tidied = True
             tidy_journals(self._run, self._start.attempt.number)
+            tidy_audit(self._run, self._start.attempt.number)
 
     def end(self) -> None:
         """From now on, let nothing wait that can be written."""

@@ -16,8 +16,9 @@ from app.errors import DamageError, NotFoundError
 from app.formatting import plural
 from app.run import Run
 from app.run.attempts import Attempt, Span, attempt_of, lineage, read_attempts, step_of
+from app.run.audit import read_audit
 from app.run.checkpoints import MANIFEST, classify, list_directories, verify
-from app.run.history import list_journal, newest_record, read_audit, read_journal
+from app.run.history import list_journal, newest_record, read_journal
 from app.run.identity import read_identity
 from app.run.incidents import find_gaps, read_receipts, without_receipts
 from app.run.objects import MOST

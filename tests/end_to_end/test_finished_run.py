@@ -12,8 +12,9 @@ import torch
 
 from app.errors import ConflictError, DamageError
 from app.run.attempts import lineage, read_attempts
+from app.run.audit import AuditWriter, read_audit
 from app.run.checkpoints import in_lineage, list_checkpoints, write_manifest
-from app.run.history import read_audit, read_journal, write_audit
+from app.run.history import read_journal
 from app.run.logs import rank_stream, read_stream
 from app.run.ranks import each_rank_record
 from app.run.status import RunState, read_status
@@ -129,7 +130,7 @@ def test_the_audit_sees_a_repeated_row(copied_run: FinishedRun) -> None:
         run.storage.delete_many([entry.key for entry in run.storage.list(run.key("audit"))])
         for attempt, begin, end in ((first, 0, second.step), (second, second.step, STEPS)):
             its = pc.and_(pc.greater(table["step"], begin), pc.less_equal(table["step"], end))
-            write_audit(run, attempt.label, begin + 1, end, table.filter(its))
+            AuditWriter(run, attempt.label).write(begin + 1, end, table.filter(its))
 
     write(table)
     assert audit(copied_run.storage) == 0

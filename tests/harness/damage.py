@@ -27,9 +27,10 @@ from app.driver import _report
 from app.errors import SunspotError
 from app.run import Run, open_run, to_json
 from app.run.attempts import fatal_error, lineage, read_attempts, record_error
+from app.run.audit import read_audit
 from app.run.checkpoints import find_newest_good, list_checkpoints
 from app.run.failures import Failure, record_failure
-from app.run.history import Journal, read_audit
+from app.run.history import Journal
 from app.run.incidents import Cause
 from app.run.logs import LogWriter
 from app.run.outcome import recorded_outcome

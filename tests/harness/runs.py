@@ -12,8 +12,9 @@ import pyarrow as pa
 from app.observe.ranks import RankHistory
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
+from app.run.audit import AuditWriter
 from app.run.checkpoints import Checkpoint, write_manifest
-from app.run.history import Journal, Kind, list_journal, write_audit
+from app.run.history import Journal, Kind, list_journal
 from app.run.incidents import Cause, Receipt
 from app.run.objects import seal
 from app.run.ranks import to_columns
@@ -118,7 +119,7 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
             "row": pa.array([row for _, _, row in lines], pa.int64()),
         }
     )
-    write_audit(run, attempt.label, min(steps), max(steps), table)
+    AuditWriter(run, attempt.label).write(min(steps), max(steps), table)
 
 
 def set_status(run: Run, state: RunState, **more: Any) -> None:

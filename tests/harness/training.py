@@ -13,8 +13,9 @@ import torch
 
 from app.run import Run, open_run
 from app.run.attempts import lineage, read_attempts
+from app.run.audit import read_audit
 from app.run.checkpoints import Checkpoint, find_newest_good, list_checkpoints
-from app.run.history import read_audit, read_journal
+from app.run.history import read_journal
 from app.run.incidents import Receipt, find_gaps, goodput, read_receipts
 from submitter.cli import main as sunspot
 from tests.harness.program import Program, ray_processes

@@ -67,7 +67,7 @@ def test_a_journal_merges_what_it_wrote_and_loses_nothing(
     assert sum(sizes) <= (1 + len(segments.SIZES)) * content
     assert len(entries) <= 8 + 8 + 4 + content // 8000
     assert max(entry.size for entry in entries) < 2 * 8000
-    assert sum(len(written.text) for written in journal._stream._open) < 8000, "it stays in memory"
+    assert sum(len(written.content) for written in journal._stream._segments.open) < 8000, "it stays in memory"
     assert read_journal(run, "metrics")[0] == {"attempt": 1, "step": 1, "time": 0.0, "text": "x" * 50}
     assert read_journal(run, "events") == []
 

@@ -1,4 +1,4 @@
-"""The rows that were consumed and are not in storage yet: kept, written once, and handed on."""
+"""The rows that were consumed: kept until they are in storage, handed on, and merged there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from app.checkpoint.ledger import Ledger
-from app.run import Run, open_run
+from app.errors import DamageError, StorageError
+from app.run import Run, open_run, segments
 from app.run.attempts import Span
-from app.run.history import read_audit
+from app.run.audit import read_audit, tidy_audit
 
 
 @pytest.fixture
@@ -63,3 +64,103 @@ def test_without_audit_nothing_is_kept(group: dist.ProcessGroup, run: Run) -> No
     assert ledger.gather(3) == []
     ledger.write(run)
     assert not run.storage.list(run.key("audit"))
+
+
+# -------------------------------------------------------------------------------------------------------------- merging
+
+SIZES = (4000, 10_000, 64_000)
+"""Instead of `segments.SIZES`: a file of two steps has about 1,100 bytes."""
+
+
+def rows_up_to(last: int) -> dict[int, list[int]]:
+    return {step: [10 * step, 10 * step + 1] for step in range(1, last + 1)}
+
+
+def write_windows(ledger: Ledger, run: Run, first: int, last: int) -> None:
+    """Two steps each."""
+    for begin in range(first, last, 2):
+        take(ledger, begin, begin + 1)
+        ledger.gather(begin + 1)
+        ledger.write(run)
+
+
+def test_files_are_merged_and_each_row_stays_there_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "SIZES", SIZES)
+    delete, merged = run.storage.delete_many, list[str]()
+
+    def delete_and_check(keys: list[str]) -> None:
+        delete(keys)
+        merged.extend(keys)
+        rows = recorded(run, 1)
+        assert rows == rows_up_to(max(rows))
+
+    monkeypatch.setattr(run.storage, "delete_many", delete_and_check)
+    write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 120)
+    assert len(run.storage.list(run.key("audit"))) < 12 < len(merged), "60 were written"
+    assert recorded(run, 1) == rows_up_to(120)
+
+
+def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage takes the windows of the attempt before, and then no more: the next commit writes the others."""
+    monkeypatch.setattr(segments, "SIZES", (2000, 64_000))
+    before = Ledger(None, "attempt-0001", 0, [], True)
+    take(before, 1, 2)
+    after = Ledger(None, "attempt-0002", 2, before.gather(2), True)
+    take(after, 3, 4)
+    after.gather(4)
+    write, written = run.storage.write, list[str]()
+
+    def write_one(key: str, data: bytes) -> None:
+        if written:
+            raise StorageError("full")
+        written.append(key)
+        write(key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.storage, "write", write_one)
+        with pytest.raises(StorageError):
+            after.write(run)
+    write_windows(after, run, 5, 10)
+    assert recorded(run, 1) == rows_up_to(2)
+    assert sorted(recorded(run, 2)) == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert all(len(rows) == 2 for rows in recorded(run, 2).values())
+
+
+def test_what_an_attempt_left_unmerged_is_merged_by_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "SIZES", SIZES)
+        patch.setattr(run.storage, "delete_many", lambda keys: None)  # it dies before it deletes what it has merged
+        write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 60)
+    many = len(run.storage.list(run.key("audit")))
+    tidy_audit(run, 1)
+    assert len(run.storage.list(run.key("audit"))) == many, "its own attempt is not over"
+    tidy_audit(run, 2)
+    assert len(run.storage.list(run.key("audit"))) == 1 < many
+    assert recorded(run, 1) == rows_up_to(60)
+
+
+def test_a_damaged_file_is_left_for_the_audit_to_find(run: Run) -> None:
+    write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 6)
+    entry = run.storage.list(run.key("audit"))[1]
+    content = bytearray(run.storage.read(entry.key))
+    content[len(content) // 2] ^= 1
+    run.storage.write(entry.key, bytes(content))
+    tidy_audit(run, 2)
+    with pytest.raises(DamageError, match="it was changed after it was written"):
+        recorded(run, 1)
+
+
+def test_files_that_are_merged_while_they_are_read_are_found_where_they_went(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(None, "attempt-0001", 0, [], True)
+    write_windows(ledger, run, 1, 20)
+    read = run.storage.read
+
+    def read_late(key: str) -> bytes:
+        monkeypatch.undo()
+        tidy_audit(run, 2)
+        return read(key)
+
+    monkeypatch.setattr(run.storage, "read", read_late)
+    assert recorded(run, 1) == rows_up_to(20)

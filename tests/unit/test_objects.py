@@ -15,7 +15,8 @@ from app.errors import ConflictError, DamageError, NotFoundError
 from app.report import gather, render
 from app.run import Run, to_json
 from app.run.attempts import Attempt, lineage, newest_number, read_attempts
-from app.run.history import Journal, read_audit, read_journal, write_audit
+from app.run.audit import AuditWriter, read_audit
+from app.run.history import Journal, read_journal
 from app.run.identity import Identity, Rows, keep_identity, read_identity
 from app.run.objects import MOST_BYTES, parse, seal
 from app.run.overview import list_runs, read_state
@@ -305,7 +306,7 @@ def test_an_audit_record_with_other_columns_is_refused(run: Run) -> None:
         {"step": [1], "rank": [None], "row": [1]},
         {"step": [9], "rank": [0], "row": [1]},
     ):
-        write_audit(run, "attempt-0001", 1, 3, pyarrow.table(columns))
+        AuditWriter(run, "attempt-0001").write(1, 3, pyarrow.table(columns))
         with pytest.raises(DamageError):
             read_audit(run, lineage(read_attempts(run)))
         [entry] = run.storage.list(run.key("audit"))

@@ -28,6 +28,7 @@ from app.run.attempts import (
     refuse_if_superseded,
     step_of,
 )
+from app.run.audit import read_audit
 from app.run.checkpoints import (
     MANIFEST,
     Checkpoint,
@@ -38,7 +39,6 @@ from app.run.checkpoints import (
     list_checkpoints,
     list_directories,
 )
-from app.run.history import read_audit
 from app.run.objects import seal
 from tests.harness.runs import commit, consumed, record_audit, start
 
