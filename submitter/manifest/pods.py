@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.settings import PREFIX
+from submitter.manifest.pod_merge import merge_pod
 from submitter.manifest.profile import Machine, Profile, Toleration, Worker
 from submitter.manifest.shape import SLOT, Shape, parse_quantity, whole_cpus
 from submitter.manifest.yaml_files import to_yaml
@@ -41,8 +42,10 @@ AUTOSCALER: dict[str, Any] = {
 }
 
 
-def make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]) -> None:
-    """Shape the job's own cluster."""
+def make_cluster(
+    job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]
+) -> list[str]:
+    """Shape the job's own cluster; returns what is wrong with the profile's `pod`."""
     cluster, head, workers = job["spec"]["rayClusterSpec"], head_group(job), worker_group(job)
     for group in (head, workers):
         _patch_pod(group["template"], profile, run, variables)
@@ -72,6 +75,14 @@ def make_cluster(job: dict[str, Any], profile: Profile, shape: Shape, run: str, 
         _add_gpus(workers, machine, shape.gpus)
     if shape.autoscaled:
         _add_autoscaler(cluster, profile)
+    machines = {"head": profile.head, "worker": profile.worker, "data_workers": profile.data_workers}
+    groups = [head, *cluster["workerGroupSpecs"]]  # one for data only if the shape has it
+    return [
+        problem
+        for (name, machine), group in zip(machines.items(), groups, strict=False)
+        if machine and machine.pod
+        for problem in merge_pod(group["template"], machine.pod, f"{name}.pod")
+    ]
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:

@@ -45,12 +45,17 @@ def _to_text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-def _to_setting(value: Any) -> Any:
-    """A setting as its variable holds it: YAML numbers, booleans and mappings become text."""
+def _as_json(value: Any) -> Any:
     try:
-        return json.dumps(value) if isinstance(value, (bool, dict)) else _to_text(value)
+        json.dumps(value)
     except TypeError as error:  # YAML has dates and bytes, too
         raise ValueError("no JSON") from error
+    return value
+
+
+def _to_setting(value: Any) -> Any:
+    """A setting as its variable holds it: YAML numbers, booleans and mappings become text."""
+    return json.dumps(_as_json(value)) if isinstance(value, (bool, dict)) else _to_text(value)
 
 
 def _setting_name(name: Any) -> Any:
@@ -70,6 +75,8 @@ def _not_reserved(name: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
+
+PodTemplate = Annotated[dict[str, Any], AfterValidator(_as_json)]
 
 Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^[0-9]+(\.[0-9]+|m)?$")]
 
@@ -138,6 +145,8 @@ class Machine(_Part):
     "Request and limit: Ray's logs and what spills from its object store."
     node_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
+    pod: PodTemplate | None = _takes("metadata and spec of a pod, as Kubernetes has them")
+    "Merged into the pod last: what no other key can say."
 
 
 class Worker(Machine):

@@ -103,13 +103,11 @@ def render(
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
-    if problems:
-        count = plural(len(problems), "problem")
-        raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+    _refuse(problems, profile)
 
     variables, derived = _resolve(search, given, shape)
     if shape:
-        make_cluster(job, chosen, shape, settings.run_name, variables)
+        _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), profile)
         derived += _explain(job, chosen, shape, profile)
     else:
         _select_cluster(job, str(cluster), variables)
@@ -217,6 +215,12 @@ def _resolve(
         {variable: value for variable, (value, _) in ordered.items()},
         [Derived(variable, value, source) for variable, (value, source) in ordered.items()],
     )
+
+
+def _refuse(problems: list[str], profile: str) -> None:
+    if problems:
+        count = plural(len(problems), "problem")
+        raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
 
 
 def _find_problems(

@@ -31,6 +31,12 @@ PROFILES = sorted(path.stem for path in (MANIFESTS / "profiles").glob("*.yaml"))
 GPU_PROFILES = [name for name in PROFILES if name != "kind"]
 SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]
 
+POD_EXAMPLES = [
+    text for text in re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
+    if "pod:" in text
+]  # fmt: skip
+"""The profiles in docs/profiles.md with fields that no key has."""
+
 FULL = """
 extends: gke-spot
 namespace: vision
@@ -202,16 +208,26 @@ def test_kustomize_builds_the_base() -> None:
 @pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_api_server_accepts_every_profile(profile: str) -> None:
-    """Every field known, every value of its type."""
     for settings in ({}, {"NUM_WORKERS": "1..2"}):
-        answer = subprocess.run(
-            f"kubectl --context {SHELL['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
-            input=render(profile, settings, namespace="default").to_yaml(),
-            env=SHELL,
-            capture_output=True,
-            text=True,
-        )
-        assert answer.returncode == 0, answer.stderr
+        assert_accepted(render(profile, settings, namespace="default"))
+
+
+@pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
+@pytest.mark.parametrize("example", POD_EXAMPLES)
+def test_the_api_server_accepts_every_example_of_a_pod(example: str, tmp_path: Path) -> None:
+    assert_accepted(render(own_profile(tmp_path, example), {}, namespace="default"))
+
+
+def assert_accepted(rendered: Rendered) -> None:
+    """Every field known, every value of its type."""
+    answer = subprocess.run(
+        f"kubectl --context {SHELL['KUBE_CONTEXT']} apply --dry-run=server --validate=strict -f -".split(),
+        input=rendered.to_yaml(),
+        env=SHELL,
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stderr
 
 
 # --------------------------------------------------------------------------------------------------------------- pure
@@ -593,6 +609,50 @@ def test_workload_identity_instead_of_a_secret(tmp_path: Path) -> None:
     assert all(pod["containers"][0]["envFrom"] == [] for pod in pods_of(rendered))
 
 
+@pytest.mark.parametrize("example", POD_EXAMPLES)
+def test_the_examples_of_a_pod_only_add(example: str, tmp_path: Path) -> None:
+    """Each field of the example is in its group's pod, and all that was in the pod before still is."""
+    profile = yaml.safe_load(example)
+    rendered, before = render(own_profile(tmp_path, example), {}), render(profile["extends"], {})
+    assert rendered.name != before.name
+    for number, group in enumerate(("head", "worker")):
+        template = groups_of(rendered)[number]["template"]
+        assert lost(groups_of(before)[number]["template"], template) == []
+        assert lost(profile.get(group, {}).get("pod", {}), template) == []
+
+
+def lost(part: Any, whole: Any) -> list[str]:
+    """The values of `part` that `whole` has not at their place; items of lists may have any."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        if part.get("name") == whole.get("name") == "SUNSPOT_JOB_ID":
+            return []
+        return [value for key in part for value in lost(part[key], whole.get(key))]
+    if isinstance(part, list) and isinstance(whole, list):
+        return [value for item in part for value in min((lost(item, other) for other in whole), key=len, default=["?"])]
+    return [] if part == whole else [str(part)]
+
+
+def test_a_pod_may_change_little_of_what_is_there(tmp_path: Path) -> None:
+    text = """
+extends: gke-spot
+worker:
+  pod:
+    metadata: {annotations: {example.com/owner: me}}
+    spec:
+      enableServiceLinks: true
+      securityContext: {runAsUser: 2000}
+      containers:
+      - {name: ray, env: [{name: NEW, value: "1"}]}
+      - {name: sidecar, image: "sidecar:1"}
+"""
+    _, worker = pods_of(render(own_profile(tmp_path, text), {}))
+    assert worker["enableServiceLinks"] is True
+    assert worker["securityContext"]["runAsUser"] == 2000
+    assert worker["securityContext"]["runAsNonRoot"] is True
+    assert [container["name"] for container in worker["containers"]] == ["ray", "sidecar"]
+    assert variables_of(worker)["NEW"] == "1"
+
+
 def test_a_queue_of_kueue() -> None:
     rendered = render("gke-spot", {}, queue="gpus")
     assert rendered.manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
@@ -674,6 +734,23 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
         ("- a", "no profile: it must be a mapping"),
         ("a: [", "no YAML: "),
         ("settings: {EPOCS: 3}", "SUNSPOT_EPOCS: no such setting"),
+        ("worker: {pod: {spec: {hostNetwork: 'yes'}}}", "worker.pod.spec.hostNetwork='yes': set it to true or false"),
+        (
+            "worker: {pod: {spec: {runtimeClas: a}}}",
+            "worker.pod.spec.runtimeClas: no such key; .*spec.runtimeClassName",
+        ),
+        ("head: {pod: {spec: {containers: [{name: ray, image: a}]}}}", "head.pod.*image: the pod has .*: set image in"),
+        ("worker: {pod: {spec: {containers: [{image: a}]}}}", "worker.pod.spec.containers: an item without name"),
+        ("worker: {pod: {spec: {containers: [{name: ray, args: [a]}]}}}", "args: KubeRay starts Ray in this container"),
+        ("worker: {pod: {spec: {restartPolicy: Never}}}", "restartPolicy: KubeRay decides"),
+        ("worker: {pod: {metadata: {labels: {ray.io/group: a}}}}", "labels.ray.io/group: KubeRay sets it"),
+        (
+            "worker: {pod: {spec: {containers: [{name: ray, env: [{name: SUNSPOT_SEED, value: '1'}]}]}}}",
+            "SUNSPOT_SEED.: set it below settings",
+        ),
+        ("extends: gke-spot\nworker: {pod: {spec: {tolerations: []}}}", "tolerations: .*set tolerations beside pod"),
+        ("worker: {pod: {spec: {terminationGracePeriodSeconds: 1}}}", "GracePeriodSeconds: .*set notice_s in"),
+        ("worker: {pod: {spec: {nodeName: 2026-01-01}}}", "worker.pod=.*: set it to metadata and spec of a pod"),
     ],
 )
 def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None:
