@@ -1,20 +1,18 @@
-"""Tests a storage: `sunspot doctor` from where it runs, `python -m app.storage.probe` in a pod.
+"""Tests a storage: `sunspot doctor` from where it runs, app/train/pod_probe.py in a pod.
 
 Everything is written below one folder that is not a run, and deleted afterwards.
 """
 
 import contextlib
 import enum
-import json
 import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from app.errors import StorageError, run_and_exit
-from app.settings import CommandParser, load_settings
+from app.errors import StorageError
 from app.storage import open_storage
 from app.storage.base import Storage
 from app.storage.s3_parts import PART
@@ -60,19 +58,6 @@ def failure(name: str, error: Exception) -> Check:
     """A failed check from an error whose text ends in the fix."""
     said, _, fix = str(error).rpartition("; ")
     return Check(name, Result.FAILED, said or fix, fix if said else "")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Test the storage of the settings; prints one JSON document."""
-    parser = CommandParser("app.storage.probe", "Try the storage of the settings.", ("storage_path",))
-    parser.add_argument("--output", metavar="FILE", help="write the result there too")
-    output = parser.parse(arguments).output
-    text = json.dumps([asdict(check) for check in probe_path(load_settings().storage_path)])
-    print(text)
-    if output:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(text)
-    return 0
 
 
 def probe_path(storage_path: str) -> Iterator[Check]:
@@ -184,7 +169,3 @@ def seconds(act: Callable[[], object]) -> float:
     began = time.monotonic()
     act()
     return max(time.monotonic() - began, 1e-6)
-
-
-if __name__ == "__main__":
-    run_and_exit(main)

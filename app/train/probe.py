@@ -1,7 +1,8 @@
-"""Checks before training that every node reads and writes the run's storage."""
+"""Checks before training: every node reads and writes the run's storage, and can compute on the GPUs it promises."""
 
 import re
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ from app.errors import StorageError, SunspotError, shorten
 from app.formatting import plural
 from app.run import open_run
 from app.storage.base import map_parallel
+from app.train.gpu import find_gpu_problem
 
 PROBE_TIMEOUT_S = 120
 """How long a node may take to answer; it starts a process for that."""
@@ -32,40 +34,73 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
     if not others:
         return
     run = open_run(storage_path, run_name)
-    probe = ray.remote(num_cpus=0, max_retries=1)(probe_here)
     key, content = run.key(f"probe-{uuid.uuid4().hex}"), uuid.uuid4().bytes
+    run.storage.write(key, content)
+    try:
+        problems = _ask(others, "the storage", probe_here, storage_path, run_name, key, content)
+    finally:
+        run.storage.delete(key)
+    if problems:
+        raise StorageError(
+            f"{run.location}: {_count(problems)} of {plural(len(others), 'other node')} cannot use it: "
+            f"{_list(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://... or a file system "
+            "that all nodes share"
+        )
+
+
+def probe_gpus(nodes: list[dict[str, Any]]) -> None:
+    """Check that torch would find the GPUs that nodes promise; raises `SunspotError` naming those that promise more.
+
+    Without it, every group of workers would end as it starts, after the nodes were paid for.
+    """
+    promising = [str(node["NodeID"]) for node in nodes if node["Resources"].get("GPU")]
+    problems = _ask(promising, "their GPUs", find_gpu_problem)
+    if problems:
+        raise SunspotError(
+            f"{_count(problems)} of {plural(len(promising), 'node')} with GPUs cannot compute on them: "
+            f"{_list(problems)}"
+        )
+
+
+Problems = dict[str, list[str]]
+"""The nodes that have each problem."""
+
+
+def _ask(nodes: list[str], what: str, act: Callable[..., str], *arguments: object) -> Problems:
+    """What `act` finds wrong on each node; warns of nodes that did not answer, asked about `what`."""
+    task = ray.remote(num_cpus=0, max_retries=1)(act)
 
     def ask(node: str) -> tuple[str, str]:
-        """Why the node cannot use the storage, and why it did not say; both empty when it can."""
-        there: Any = probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        """The problem of a node, and why it did not say; both empty when it has none."""
+        there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
-            return ray.get(there.remote(storage_path, run_name, key, content), timeout=PROBE_TIMEOUT_S), ""
+            return ray.get(there.remote(*arguments), timeout=PROBE_TIMEOUT_S), ""
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError as error:  # the node is gone, or about to be
             return "", shorten(error)
 
-    run.storage.write(key, content)
-    try:
-        answers = dict(zip(others, map_parallel(ask, others, PROBES_AT_ONCE), strict=True))
-    finally:
-        run.storage.delete(key)
+    answers = dict(zip(nodes, map_parallel(ask, nodes, PROBES_AT_ONCE), strict=True))
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
-        see, why = "they see" if len(silent) > 1 else "it sees", answers[silent[0]][1]
-        nodes_said = f"{plural(len(silent), 'node')} did not say whether {see} the storage"
-        print(f"warning: {nodes_said}: {_name(silent)}: {why}", flush=True)
-    problems: dict[str, list[str]] = {}
+        why = answers[silent[0]][1]
+        print(
+            f"warning: {plural(len(silent), 'node')} did not answer, asked about {what}: {_name(silent)}: {why}",
+            flush=True,
+        )
+    problems: Problems = {}
     for node, (problem, _) in answers.items():
         if problem:
             problems.setdefault(PROBE_KEY.sub("probe-...", problem), []).append(node)
-    if problems:
-        failed, shown = sum(map(len, problems.values())), list(problems.items())[:PROBLEMS_SHOWN]
-        texts = "; ".join(f"{_name(its)}: {problem}" for problem, its in shown)
-        raise StorageError(
-            f"{run.location}: {failed} of {plural(len(others), 'other node')} cannot use it: {texts}. With workers on "
-            "several nodes, SUNSPOT_STORAGE_PATH must be s3://... or a file system that all nodes share"
-        )
+    return problems
+
+
+def _count(problems: Problems) -> int:
+    return sum(map(len, problems.values()))
+
+
+def _list(problems: Problems) -> str:
+    return "; ".join(f"{_name(nodes)}: {problem}" for problem, nodes in list(problems.items())[:PROBLEMS_SHOWN])
 
 
 def _name(nodes: list[str]) -> str:

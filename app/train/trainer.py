@@ -29,7 +29,7 @@ from app.run.status import Status
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
 from app.train.loop import train_loop
-from app.train.probe import probe_all_nodes
+from app.train.probe import probe_all_nodes, probe_gpus
 
 DRIVER_TRIES = 3
 """Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
@@ -123,6 +123,8 @@ def fit_once(
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
     for reason in resources.reasons:
         print(f"  {reason}", flush=True)
+    if resources.use_gpu:
+        probe_gpus(nodes)
     lag_s = install_coordinator() if settings.num_workers.elastic else 0.0
     with (
         exported_run(settings.run_name),

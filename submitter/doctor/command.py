@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-pods",
         action="store_true",
-        help="without RUN: try the storage from two pods too, made like a run's head and workers; may bring nodes",
+        help="without RUN: try storage and GPU in two pods, made like a run's head and workers; may bring nodes",
     )
     parser.set_defaults(settings=[], cluster=None, queue=None, generation=1)
 

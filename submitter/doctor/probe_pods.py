@@ -1,4 +1,4 @@
-"""Tests storage from two pods like a run's head and workers: same nodes, service account, Secret and network.
+"""Tests storage, and a GPU, in two pods like a run's head and workers: same nodes, service account, Secret, network.
 
 They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
 """
@@ -16,7 +16,7 @@ from app.formatting import in_words
 from app.storage.probe import Check, Result
 from submitter.cluster.api import Cluster, UnreachableError
 from submitter.cluster.views import pod_view
-from submitter.manifest.pods import RUN_LABEL
+from submitter.manifest.pods import RUN_LABEL, ray_container
 from submitter.manifest.render import Rendered
 from submitter.output import warn
 
@@ -57,7 +57,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """A pod like the run's head or training workers that tests the storage instead of running Ray."""
+    """A pod like the run's head or training workers that tests the storage, and its GPU, instead of running Ray."""
     spec = manifest["spec"]["rayClusterSpec"]
     group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
     template = copy.deepcopy(group["template"])
@@ -65,9 +65,11 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     pod = template["spec"]
     pod |= {"restartPolicy": "Never", "activeDeadlineSeconds": int(WITHIN_S), "terminationGracePeriodSeconds": 1}
     pod.pop("topologySpreadConstraints", None)  # it counts the pods of the run
-    container = pod["containers"][0]
+    container = ray_container(group | {"template": template})
+    pod["containers"] = [container]  # others would keep the pod from ending
+    gpu = ["--gpu"] if int(group.get("resources", {}).get("GPU", 0)) else []
     container |= {
-        "command": ["python", "-m", "app.storage.probe", "--output", MESSAGE],
+        "command": ["python", "-m", "app.train.pod_probe", *gpu, "--output", MESSAGE],
         "terminationMessagePath": MESSAGE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -104,7 +106,8 @@ def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
         yield Check(name, Result.FAILED, "the pod was gone before it had said anything", "try again")
         return
     node = pod["spec"].get("nodeName", "")
-    [container] = pod.get("status", {}).get("containerStatuses") or [{}]
+    statuses = {status["name"]: status for status in pod.get("status", {}).get("containerStatuses") or ()}
+    container = statuses.get("ray", {})  # a sidecar of the cluster's own may be beside it
     ended = container.get("state", {}).get("terminated") or {}
     said = str(ended.get("message", ""))
     with contextlib.suppress(ValueError, TypeError, KeyError):

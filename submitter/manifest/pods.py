@@ -163,7 +163,8 @@ def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     resources = ray_container(group)["resources"]
     resources["requests"][resource] = resources["limits"][resource] = str(gpus)
     group["resources"]["GPU"] = str(gpus)
-    _select_nodes(group, machine.gpu_selector, [Toleration(key=resource, operator="Exists")])
+    tolerations = [Toleration(key=resource, operator="Exists"), *(machine.gpu_tolerations or ())]
+    _select_nodes(group, machine.gpu_selector, tolerations)
 
 
 def _data_group(workers: dict[str, Any], shape: Shape) -> dict[str, Any]:

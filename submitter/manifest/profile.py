@@ -160,6 +160,8 @@ class Worker(Machine):
     "Also the key of the tolerated taint."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     "The labels of nodes with the wanted GPU."
+    gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
+    "For taints of nodes with GPUs, beside that of `gpu_resource`."
     placement: Literal["spread", "pack"] | None = _takes("spread or pack")
     "spread: over nodes, as far as possible. pack: in one zone, as far as possible."
 

@@ -463,6 +463,8 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
     }
     assert "nodeSelector" not in head
     assert head["affinity"]["nodeAffinity"]
+    commands = ["--gpu" in pod["containers"][0]["command"] for pod in (head, worker)]
+    assert commands == [False, True], "only workers are promised one"
     run = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is not touched"
 
@@ -470,7 +472,7 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
 @pytest.mark.parametrize(
     ("message", "phase", "code", "said"),
     [
-        ("No module named app.storage.probe", "Failed", 1, "ended with 1: No module named app.storage.probe"),
+        ("No module named app.train.pod_probe", "Failed", 1, "ended with 1: No module named app.train.pod_probe"),
         (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
     ],
 )
@@ -509,7 +511,7 @@ def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot
 def test_what_a_pod_runs_prints_what_is_read(tmp_path: Path) -> None:
     output = tmp_path / "message"
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
-    command = [sys.executable, "-m", "app.storage.probe", "--output", str(output)]
+    command = [sys.executable, "-m", "app.train.pod_probe", "--output", str(output)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(output.read_bytes()) < 4096

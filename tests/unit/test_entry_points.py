@@ -19,7 +19,7 @@ ENTRY_POINTS = [
     "app.baseline",
     "app.data.convert",
     "app.tracking",
-    "app.storage.probe",
+    "app.train.pod_probe",
 ]
 
 

@@ -13,9 +13,9 @@ from uuid import uuid4
 import pytest
 import ray.exceptions
 
-from app.errors import StorageError
+from app.errors import StorageError, SunspotError
 from app.train import probe
-from app.train.probe import probe_all_nodes
+from app.train.probe import probe_all_nodes, probe_gpus
 
 Answer = Callable[[str], str]
 
@@ -97,7 +97,7 @@ def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
     assert "SUNSPOT_STORAGE_PATH must be s3://... or a file system that all nodes share" in text
     assert "\n" not in text
     [warning] = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert warning.startswith("warning: 2 nodes did not say whether they see the storage: 000000000003, 000000000004: ")
+    assert warning.startswith("warning: 2 nodes did not answer, asked about the storage: 000000000003, 000000000004: ")
     assert "no answer" in warning
 
 
@@ -107,6 +107,20 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ray.exceptions.RayTaskError):
         probe_fakes(monkeypatch, tmp_path, 3, answer)
+
+
+def test_a_node_that_promises_a_gpu_that_torch_would_not_find_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(node: str) -> str:
+        return "" if node.startswith("b") else "NVIDIA's driver cannot be loaded"
+
+    monkeypatch.setattr(probe, "ray", FakeRay(answer))
+    resources = {"a" * 56: {"GPU": 1.0}, "b" * 56: {"GPU": 8.0}, "c" * 56: {"CPU": 8.0}}
+    nodes = [{"NodeID": node, "Resources": has} for node, has in resources.items()]
+    with pytest.raises(SunspotError) as refused:
+        probe_gpus(nodes)
+    told = f"1 of 2 nodes with GPUs cannot compute on them: {'a' * 12}: NVIDIA's driver cannot be loaded"
+    assert str(refused.value) == told
+    probe_gpus(nodes[1:])
 
 
 def test_a_cluster_of_one_node_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

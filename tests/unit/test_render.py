@@ -479,7 +479,7 @@ def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
 
 def test_the_notice_of_each_cloud() -> None:
     notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
-    assert notices == {"aks-spot": 30, "eks-spot": 120, "gke-spot": 15, "karpenter-spot": 120}
+    assert notices == {"aks-spot": 10, "eks-spot": 120, "gke-spot": 15, "karpenter-spot": 120}
 
 
 @pytest.mark.parametrize("profile", SPOT_PROFILES)

@@ -1,0 +1,29 @@
+"""What `sunspot doctor --from-pods` runs in a pod like the run's: python -m app.train.pod_probe."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from app.errors import run_and_exit
+from app.settings import CommandParser, load_settings
+from app.storage.probe import probe_path
+from app.train.gpu import try_gpu
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the storage of the settings, and a GPU; prints one JSON document."""
+    parser = CommandParser("app.train.pod_probe", "Try the storage of the settings, and a GPU.", ("storage_path",))
+    parser.add_argument("--gpu", action="store_true", help="compute on the GPU")
+    parser.add_argument("--output", metavar="FILE", help="write the result there too")
+    words = parser.parse(arguments)
+    checks = [*probe_path(load_settings().storage_path), *([try_gpu()] if words.gpu else [])]
+    text = json.dumps([asdict(check) for check in checks])
+    print(text)
+    if words.output:
+        with open(words.output, "w", encoding="utf-8") as file:
+            file.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
