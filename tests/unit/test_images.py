@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.data.images import decode_bytes, decode_images, open_image
+from app.data import images
+from app.data.images import decode_bytes, decode_images, open_image, read_images
 from app.errors import DataError, SettingsError, SunspotError
 
 Decode = Callable[[bytes], np.ndarray]
@@ -162,3 +163,10 @@ def test_an_array_that_is_none_is_refused_before_it_takes_memory(content: bytes)
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.timeout(20)
+def test_a_device_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MOST_BYTES", 10**6)
+    with pytest.raises(SettingsError, match=r"/dev/zero: it has more than 1 MB"):
+        read_images(Path("/dev/zero"), SHAPE)
