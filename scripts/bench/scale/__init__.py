@@ -37,12 +37,15 @@ def timed(act: Callable[[], Any]) -> float:
     return median(times)
 
 
-def print_table(subjects: list[Subject]) -> None:
-    """Measure everything and print each row as it comes."""
+def print_table(subjects: dict[str, Subject]) -> None:
+    """Measure everything and print each row as it comes; behind each subject, the seconds that it took."""
     print("| what | at | Sunspot | the way of before | ratio |\n|---|---|---|---|---|")
-    for subject in subjects:
+    for name, subject in subjects.items():
+        began = time.perf_counter()
         for figure in subject.measure():
             print(f"| {' | '.join(_cells(figure))} |", flush=True)
+        taken = Figure("measuring the above", name, time.perf_counter() - began, "s")
+        print(f"| {' | '.join(_cells(taken))} |", flush=True)
 
 
 def _cells(figure: Figure) -> list[str]:
