@@ -40,15 +40,20 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
     It is read back unless storage has verified what it got. Returns its entry in the manifest; raises `DamageError`
     when it is not there, or other bytes are.
     """
-    key = run.key("checkpoints", name, file)
-    with run.storage.writer(key) as writer:
+    with run.storage.writer(run.key("checkpoints", name, file)) as writer:
         write(writer)
-    if not writer.verified and run.storage.digest(key) != (writer.size, writer.sha256):
-        raise DamageError(f"{run.storage.locate(key)}: other bytes came back than the {writer.size} that were written")
+    return describe_arrived(run, name, file, writer.size, writer.sha256, verified=writer.verified)
+
+
+def describe_arrived(run: Run, name: str, file: str, size: int, sha256: str, *, verified: bool) -> dict[str, Any]:
+    """The manifest's entry of a file that was uploaded, like `upload`."""
+    key = run.key("checkpoints", name, file)
+    if not verified and run.storage.digest(key) != (size, sha256):
+        raise DamageError(f"{run.storage.locate(key)}: other bytes came back than the {size} that were written")
     listed = [entry for entry in run.storage.list(key) if entry.key == key]
-    if not listed or listed[0].size != writer.size:
+    if not listed or listed[0].size != size:
         raise DamageError(f"{run.storage.locate(key)}: gone after it was written, or cut off")
-    return {"size": writer.size, "sha256": writer.sha256, "version": listed[0].version}
+    return {"size": size, "sha256": sha256, "version": listed[0].version}
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:

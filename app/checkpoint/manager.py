@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,9 +28,10 @@ from app.checkpoint.files import Files, write_whole
 from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.sharded import PartWriter, parameter_names
+from app.checkpoint.shared_upload import SharedWriter, ShareSender
 from app.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
-from app.checkpoint.weights import refuse_other_than_tensors, write_whole_and_weights
-from app.parallel import MOST_STEPS, StepActions, finish_together, sync_buffers
+from app.checkpoint.weights import refuse_other_than_tensors, write_with_weights
+from app.parallel import MOST_STEPS, StepActions, finish_together, gather_objects, sync_buffers
 from app.plan import Plan
 from app.run import Run
 from app.run.attempts import Attempt, checkpoint_name
@@ -83,10 +85,17 @@ class CheckpointManager:
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
-        write: Callable[[Run, Snapshot], Files | None] = write_whole
+        self._sender: ShareSender | None = None
+        helpers: list[int] = []
+        if group and run.storage.is_bucket and not self._sharded:
+            helpers = [other for other, helps in enumerate(gather_objects(rank > 0 and self.in_memory, group)) if helps]
+            if rank in helpers:
+                self._sender = ShareSender(run, rank, self._settings.storage_timeout_s, warn)
+        write_states: Callable[[Run, Snapshot], Files] = SharedWriter(helpers, warn) if helpers else write_whole
+        write: Callable[[Run, Snapshot], Files | None] = write_states
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(model)
-            write = write_whole_and_weights
+            write = partial(write_with_weights, write_states)
         if self._sharded:
             write = PartWriter(rank, world_size, parameter_names(model, optimizer), self._settings, warn)
         if rank == 0 or self._sharded:
@@ -139,11 +148,13 @@ class CheckpointManager:
             windows,
             stepped=self._stepped.ids or (),
             needed=to_storage,
-            for_storage=committer is not None,
+            for_storage=to_storage and (committer is not None or self._sender is not None),
         )
         self._snapshots.charge(spent_s)
         if committer and snapshot:
             committer.commit(snapshot)
+        elif snapshot and self._sender and to_storage:
+            self._sender.offer(snapshot)
 
     def wait_for_copy(self) -> None:
         """Return when parameters may change; raises the error that ended commits for good, if there was one.

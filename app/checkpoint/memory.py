@@ -33,7 +33,7 @@ from app.run.objects import Count, Moment, is_count, is_moment, parse_truth, sea
 from app.shared_pages import Pages, map_pages
 
 MOST_SLOTS = 4
-"""The newest complete copy, the one being made, and on rank 0 the one being uploaded and the one waiting for it."""
+"""The newest complete copy, the one being made, and where copies are uploaded, that one and the one waiting for it."""
 
 MEMORY_SHARE = 0.5
 """Part of the free shared memory that a node's first two slots may take: Ray's object store lies there too."""

@@ -6,12 +6,12 @@ Resuming never needs them: they are for other programs, and for INIT_FROM.
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from app.checkpoint.files import Files, unpack, upload, write_whole
+from app.checkpoint.files import Files, unpack, upload
 from app.checkpoint.snapshot import Snapshot
 from app.errors import SettingsError
 from app.run import Run
@@ -70,9 +70,9 @@ def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Fi
     return {WEIGHTS_INDEX: upload(run, name, WEIGHTS_INDEX, lambda writer: writer.write(content))}
 
 
-def write_whole_and_weights(run: Run, snapshot: Snapshot) -> Files:
-    """`write_whole`; the last checkpoint of a run gets its weights as safetensors, too."""
-    files = write_whole(run, snapshot)
+def write_with_weights(write: Callable[[Run, Snapshot], Files], run: Run, snapshot: Snapshot) -> Files:
+    """`write` a snapshot that holds the whole state; the last one of a run gets its weights as safetensors, too."""
+    files = write(run, snapshot)
     if snapshot.manifest.finished:
         name, model = snapshot.manifest.name, snapshot.state["model"]
         for file, names in plan_shards(model).items():

@@ -109,6 +109,41 @@ class Writer(ABC):
         return self._sha.hexdigest()
 
 
+class Part(NamedTuple):
+    """A part that storage has."""
+
+    number: int
+    "Counted from 1."
+    etag: str
+    crc32: int
+
+
+class PartUpload(ABC):
+    """A large object on its way in parts, which any process that knows its `token` may send."""
+
+    token: str
+
+    @abstractmethod
+    def part_size(self, number: int) -> int:
+        """Bytes of a part; the last one may have fewer."""
+
+    @abstractmethod
+    def send(self, number: int, body: bytes | bytearray) -> Part:
+        """Send one part; a part of the same number is replaced."""
+
+    @abstractmethod
+    def send_all(self, numbers: Iterable[int], read: Callable[[int], bytearray]) -> list[Part]:
+        """Send several parts, a few at once, each with the bytes that `read` returns."""
+
+    @abstractmethod
+    def complete(self, parts: Sequence[Part], size: int) -> bool:
+        """Publish the object of `size` bytes; whether storage has verified what it got, as `Writer.verified`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove the parts, as far as storage allows; raises nothing."""
+
+
 class Storage(ABC):
     """A place for runs, opened by its storage path."""
 
@@ -144,6 +179,10 @@ class Storage(ABC):
     @abstractmethod
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
         """Stream a large object; a reader sees what was there before until the context ends without error."""
+
+    def upload(self, key: str, token: str = "") -> PartUpload | None:
+        """An upload in parts, begun here unless `token` names one; None where several cannot write one object."""
+        return None
 
     @abstractmethod
     def list(self, prefix: str) -> list[Entry]:

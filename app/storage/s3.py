@@ -22,6 +22,7 @@ from app.storage.base import (
     READS_IN_FLIGHT,
     Entry,
     ObjectReader,
+    PartUpload,
     Storage,
     Unfinished,
     Writer,
@@ -29,7 +30,7 @@ from app.storage.base import (
     map_parallel,
 )
 from app.storage.deadline import OPERATION_S, operation
-from app.storage.s3_parts import MultipartWriter
+from app.storage.s3_parts import MultipartUpload, MultipartWriter
 
 DELETED_AT_ONCE = 1000
 """Objects that S3 deletes in one request, at most."""
@@ -150,10 +151,16 @@ class S3Storage(Storage):
 
     @contextlib.contextmanager
     def writer(self, key: str) -> Iterator[Writer]:
-        errors = functools.partial(self._s3_errors, "upload", key)
-        upload = MultipartWriter(self._transfers, self.bucket, self._full(key), errors, self._verification)
-        with completed(upload) as writer:
+        def put(body: bytearray) -> None:
+            with self._s3_errors("upload", key):
+                self._transfers.put_object(Bucket=self.bucket, Key=self._full(key), Body=body)
+
+        with completed(MultipartWriter(lambda: self.upload(key), put)) as writer:
             yield writer
+
+    def upload(self, key: str, token: str = "") -> PartUpload:
+        errors = functools.partial(self._s3_errors, "upload", key)
+        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._verification, token)
 
     def list(self, prefix: str) -> list[Entry]:
         # Keys ending in '/' are folders made by bucket browsers.

@@ -7,12 +7,12 @@ import contextlib
 import functools
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 from app.background import start_thread
-from app.storage.base import Errors, Writer
+from app.storage.base import Errors, Part, PartUpload, Writer, map_parallel
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -48,107 +48,131 @@ class Verification:
             return self._proof
 
 
-class MultipartWriter(Writer):
-    """A multipart upload, a few parts at once; what fits into one part is a plain PUT.
+class MultipartUpload(PartUpload):
+    """A multipart upload."""
 
-    boto3's `upload_fileobj` pulls from a file and torch.save pushes into one; joining them would take a temporary file
-    or a second copy of the state in memory.
-    """
-
-    def __init__(self, client: BaseClient, bucket: str, key: str, errors: Errors, verification: Verification) -> None:
-        super().__init__()
-        self._errors = errors
+    def __init__(
+        self, client: BaseClient, bucket: str, key: str, errors: Errors, verification: Verification, token: str = ""
+    ) -> None:
+        """Begins it, unless another process has begun the one with this `token`."""
         self._client: Any = client
-        self._target = {"Bucket": bucket, "Key": key}
-        self._filling = bytearray()
-        self._upload_id = ""
-        self._verification = verification
+        self._target, self._errors = {"Bucket": bucket, "Key": key}, errors
         self._verifies: Future[bool] | None = None
-        self._parts: list[Future[dict[str, Any]]] = []
+        self.token = token
+        if not token:
+            with errors():
+                upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
+            self.token = upload["UploadId"]
+            self._verifies = verification.prove(self._refuses_damage)
 
-    def _store(self, view: memoryview) -> None:
-        while len(view):
-            room = part_size(len(self._parts) + 1) - len(self._filling)
-            if not room:
-                with self._errors():
-                    self._send_part()
-                continue
-            self._filling += view[:room]
-            view = view[room:]
+    def part_size(self, number: int) -> int:
+        return part_size(number)
 
-    def _send_part(self) -> None:
-        if not self._upload_id:
-            upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
-            self._upload_id = upload["UploadId"]
-            self._verifies = self._verification.prove(self._refuses_damage)
-        if len(self._parts) >= PARTS_IN_FLIGHT:
-            self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
-        body, self._filling = self._filling, bytearray()
-        self._parts.append(start_thread(functools.partial(self._upload_part, len(self._parts) + 1, body), "s3-part"))
+    def send(self, number: int, body: bytes | bytearray) -> Part:
+        checksum = zlib.crc32(body)
+        with self._errors():
+            answer = self._upload_part(number, body, checksum)
+        return Part(number, answer["ETag"], checksum)
 
-    def _upload_part(self, number: int, body: bytearray) -> dict[str, Any]:
-        part = {"PartNumber": number, "ChecksumCRC32": crc32(body)}
-        answer = self._client.upload_part(**self._target, UploadId=self._upload_id, Body=body, **part)
-        return {**part, "ETag": answer["ETag"]}
+    def send_all(self, numbers: Iterable[int], read: Callable[[int], bytearray]) -> list[Part]:
+        return map_parallel(lambda number: self.send(number, read(number)), numbers, PARTS_IN_FLIGHT)
+
+    def _upload_part(self, number: int, body: bytes | bytearray, checksum: int) -> Any:
+        return self._client.upload_part(
+            **self._target, UploadId=self.token, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum)
+        )
 
     def _refuses_damage(self) -> bool:
         """Try a part that is not the one whose checksum comes with it, under a number that the object will not have."""
         from botocore.exceptions import BotoCoreError, ClientError
 
-        damaged = {"PartNumber": NO_PART, "Body": b"damaged", "ChecksumCRC32": crc32(b"whole")}
         try:
-            self._client.upload_part(**self._target, UploadId=self._upload_id, **damaged)
+            self._upload_part(NO_PART, b"damaged", zlib.crc32(b"whole"))
         except ClientError as error:
             return error.response["Error"]["Code"] in WRONG_CHECKSUM
         except BotoCoreError:  # then parts fail too, or what arrived is read back
             pass
         return False
 
-    def complete(self) -> None:
-        if not self._upload_id:
-            with self._errors():
-                self._client.put_object(**self._target, Body=self._filling)
-            return
-        with self._errors():
-            self._send_part()
-            parts = [part.result() for part in self._parts]
-            verified = bool(self._verifies and self._verifies.result())
-        with self._errors():  # not begun when the upload was given up meanwhile
-            self._complete_upload(parts)
-        self.verified = verified
-
-    def _complete_upload(self, parts: list[dict[str, Any]]) -> None:
+    def complete(self, parts: Sequence[Part], size: int) -> bool:
         from botocore.exceptions import ClientError
 
-        try:
-            self._client.complete_multipart_upload(
-                **self._target, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
-            )
-        except ClientError as error:
-            # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is there.
-            if error.response["Error"]["Code"] != "NoSuchUpload" or not self._is_there():
-                raise
+        verified = bool(self._verifies and self._verifies.result())
+        listed = [
+            {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
+            for number, etag, checksum in sorted(parts)
+        ]
+        with self._errors():  # not begun when the upload was given up meanwhile
+            try:
+                self._client.complete_multipart_upload(
+                    **self._target, UploadId=self.token, MultipartUpload={"Parts": listed}
+                )
+            except ClientError as error:
+                # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is.
+                if error.response["Error"]["Code"] != "NoSuchUpload" or not self._is_there(size):
+                    raise
+        return verified
 
-    def _is_there(self) -> bool:
+    def _is_there(self, size: int) -> bool:
         from botocore.exceptions import ClientError
 
         with contextlib.suppress(ClientError):
-            return bool(self._client.head_object(**self._target)["ContentLength"] == self.size)
+            return bool(self._client.head_object(**self._target)["ContentLength"] == size)
         return False
 
     def abort(self) -> None:
-        """Free the space of the parts; if that fails too, the bucket's lifecycle rules have to."""
-        wait(self._parts)  # one that arrives after the upload's end would stay
         if self._verifies:
             wait([self._verifies])
-        if self._upload_id:
-            with contextlib.suppress(Exception):
-                self._client.abort_multipart_upload(**self._target, UploadId=self._upload_id)
+        with contextlib.suppress(Exception):  # if that fails too, the bucket's lifecycle rules have to free the space
+            self._client.abort_multipart_upload(**self._target, UploadId=self.token)
 
 
-def crc32(data: bytes | bytearray) -> str:
-    """CRC-32 as S3 writes it."""
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+class MultipartWriter(Writer):
+    """Writes a multipart upload, a few parts at once; what fits into one part is a plain PUT.
+
+    boto3's `upload_fileobj` pulls from a file and torch.save pushes into one; joining them would take a temporary file
+    or a second copy of the state in memory.
+    """
+
+    def __init__(self, begin: Callable[[], PartUpload], put: Callable[[bytearray], None]) -> None:
+        super().__init__()
+        self._begin, self._put = begin, put
+        self._filling = bytearray()
+        self._upload: PartUpload | None = None
+        self._parts: list[Future[Part]] = []
+
+    def _store(self, view: memoryview) -> None:
+        while len(view):
+            room = part_size(len(self._parts) + 1) - len(self._filling)
+            if not room:
+                self._send_part()
+                continue
+            self._filling += view[:room]
+            view = view[room:]
+
+    def _send_part(self) -> None:
+        self._upload = self._upload or self._begin()
+        if len(self._parts) >= PARTS_IN_FLIGHT:
+            self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
+        number, body, self._filling = len(self._parts) + 1, self._filling, bytearray()
+        self._parts.append(start_thread(functools.partial(self._upload.send, number, body), "s3-part"))
+
+    def complete(self) -> None:
+        if self._upload is None:
+            self._put(self._filling)
+            return
+        self._send_part()
+        self.verified = self._upload.complete([part.result() for part in self._parts], self.size)
+
+    def abort(self) -> None:
+        wait(self._parts)  # one that arrives after the upload's end would stay
+        if self._upload:
+            self._upload.abort()
+
+
+def as_base64(checksum: int) -> str:
+    """A CRC-32 as S3 writes it."""
+    return base64.b64encode(checksum.to_bytes(4, "big")).decode()
 
 
 def part_size(number: int) -> int:

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +21,7 @@ import boto3
 import botocore.loaders
 import pytest
 
-from app.storage.s3_parts import NO_PART, crc32
+from app.storage.s3_parts import NO_PART, as_base64
 
 HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "server", "transfer-encoding"}
 
@@ -155,6 +156,11 @@ def damage(then: Fault) -> Fault:
 def pass_on(handler: _Handler, request: Request) -> None:
     """Do what the server does."""
     handler.reply(*handler.ask_server(request))
+
+
+def crc32(body: bytes) -> str:
+    """As S3 writes it."""
+    return as_base64(zlib.crc32(body))
 
 
 @dataclass
