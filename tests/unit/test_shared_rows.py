@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,9 @@ from hypothesis import strategies as st
 import app.data.shared_rows
 from app.data.order import Order, Steps
 from app.data.shared_rows import Workers, load_shared
-from app.data.source import Batch
 from app.data.torch_loader import EpochShares, Selections
 from app.errors import DataError
+from scripts.bench.scale.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
 """The node of each worker."""
@@ -40,28 +38,6 @@ class CountingSource:
         return {"image": np.repeat(ids[:, None] % 251, 3, axis=1).astype(np.uint8), "label": ids}
 
 
-def load_on_all(sources: list[Any]) -> list[list[Batch]]:
-    """What each worker of NODES gets; threads stand in for processes."""
-    barrier, said = Barrier(len(NODES), timeout=30), [None] * len(NODES)
-
-    def load(rank: int) -> list[Batch]:
-        def gather(mine: Any) -> list[Any]:
-            said[rank] = mine
-            barrier.wait()
-            everyone = list(said)
-            barrier.wait()
-            return everyone
-
-        def finish(act: Any) -> None:
-            act()
-            barrier.wait()
-
-        return load_shared(sources, Workers(NODES[rank], gather, finish))
-
-    with ThreadPoolExecutor(len(NODES)) as pool:
-        return list(pool.map(load, range(len(NODES))))
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
 def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
     shared: bool, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +49,7 @@ def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
 
         monkeypatch.setattr(app.data.shared_rows, "map_pages", refuse)
     train, test = CountingSource((5, 0, 7, 3)), CountingSource((4,))
-    loaded = load_on_all([train, test])
+    loaded = load_in_threads([train, test], NODES)
     for batches in loaded:
         for rows, source in zip(batches, (train, test), strict=True):
             ids = torch.arange(sum(source.row_groups))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ from app.data.convert import write_files
 from app.data.order import WINDOW_ROWS, Order, Steps, locate_rows, run_order
 from app.data.parquet import ParquetSource, open_parquet
 from app.data.ray_loader import PART_BYTES, RoundPlanner, RoundReader
-from app.data.shared_rows import Workers, load_shared
 from app.data.source import rows_in
 from app.data.torch_loader import EpochShares, Selections, load_rows
 from scripts.bench.scale import Figure
+from scripts.bench.scale.threads import load_in_threads
 
 ROW_BYTES, GROUP_ROWS = 784, 2048
 """Of MNIST, as `app.data.convert` writes it."""
@@ -97,32 +96,20 @@ def groups_per_worker(order: Order, steps: Steps, world_size: int) -> float:
 
 def keep(source: ParquetSource) -> Figure:
     """Memory of a node whose workers have all rows; threads stand in for them."""
-    barrier, said = Barrier(PEERS), [None] * PEERS
 
-    def load(rank: int) -> Any:
-        def gather(mine: Any) -> list[Any]:
-            said[rank] = mine
-            barrier.wait()
-            everyone = list(said)
-            barrier.wait()
-            return everyone
-
-        def finish(act: Callable[[], None]) -> None:
-            act()
-            barrier.wait()
-
-        return load_shared([source], Workers("node", gather, finish))
+    def load_each() -> Any:
+        with ThreadPoolExecutor(PEERS) as pool:
+            return list(pool.map(lambda _: load_rows(source), range(PEERS)))
 
     data = rows_in(source) * (ROW_BYTES + 8) / 2**20
     taken = []
-    with ThreadPoolExecutor(PEERS) as pool:
-        for function in (load, lambda _: load_rows(source)):
-            pa.default_memory_pool().release_unused()
-            before = resident()
-            rows = list(pool.map(function, range(PEERS)))
-            pa.default_memory_pool().release_unused()
-            taken.append((resident() - before) / data)
-            del rows
+    for load in (lambda: load_in_threads([source], ["node"] * PEERS), load_each):
+        pa.default_memory_pool().release_unused()
+        before = resident()
+        rows = load()
+        pa.default_memory_pool().release_unused()
+        taken.append((resident() - before) / data)
+        del rows
     return Figure("memory of a node's rows, over the rows", f"{PEERS} workers", taken[0], "x", taken[1])
 
 
