@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from app.errors import SunspotError, shorten
 from app.settings import Settings
 
 RAY_ENVIRONMENT = {
@@ -37,7 +38,10 @@ def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new one on this machine."""
+    """Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new one on this machine.
+
+    Raises `SunspotError` when there is none: Ray waits 30 s for its own processes (2.60), too little on a busy machine.
+    """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
@@ -51,7 +55,16 @@ def ray_session() -> Iterator[None]:
     # where there is no dashboard: those are in the session's logs.
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     here = {"address": "local", "num_cpus": cores_here(), "include_dashboard": False}
-    ray.init(**({} if os.environ.get("RAY_ADDRESS") else here), **quiet)
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(**({} if address else here), **quiet)
+    except Exception as error:  # Ray has no class of its own for it
+        what = (
+            f"reached at RAY_ADDRESS={address}"
+            if address
+            else "started on this machine; try again when it has less to do"
+        )
+        raise SunspotError(f"Ray cannot be {what}: {shorten(error)}") from error
     try:
         yield
     finally:
