@@ -20,12 +20,14 @@ from statistics import median
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from app.background import TokenBucket
 from app.observe.output import SHIP_EVERY_S
 from app.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, to_column
 from app.run import Run
-from app.run.attempts import Attempt, claim, new_nonce, record_start
+from app.run.attempts import Attempt, attempt_label, claim, new_nonce, record_start
+from app.run.audit import AuditWriter
 from app.run.history import Journal
 from app.run.logs import BURST, RANK_EVERY_S, SEGMENT_BYTES, LogWriter, rank_stream
 from app.run.overview import list_runs, read_statuses
@@ -45,6 +47,9 @@ LENGTHS = {HOUR_S: "an hour", DAY_S: "a day", DAYS * DAY_S: f"{DAYS} days"}
 
 LOOKS = 5
 
+AUDIT_STEPS, AUDIT_BATCH = 50, 128
+"""Of a minute, in an audited run."""
+
 PUT_USD = 0.005 / 1000
 """Published price of S3 Standard in us-east-1 for a PUT or a listing (a GET is 0.0004 / 1000); a DELETE is free."""
 
@@ -59,6 +64,7 @@ def measure() -> Iterator[Figure]:
     """Measure its figures, one after the other."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         yield from measure_month(CountingStorage(f"{folder}/history"))
+        yield from measure_audit(CountingStorage(f"{folder}/audit"))
         yield from measure_output(CountingStorage(f"{folder}/output"))
 
 
@@ -137,6 +143,22 @@ def measure_requests(storage: CountingStorage, run: Run, at: str, before: int) -
 def list_all(storage: CountingStorage) -> None:
     """What the verb `list` reads."""
     read_statuses(storage, list_runs(storage))
+
+
+def measure_audit(storage: CountingStorage) -> Iterator[Figure]:
+    """What a day of commits, one a minute, leaves of the rows consumed in between; before, nothing was merged."""
+    writer, random_rows = AuditWriter(Run(storage, "audit"), attempt_label(1, new_nonce())), np.random.default_rng(0)
+    commits, first_bytes = DAY_S // 60, 0
+    for commit in range(commits):
+        steps = np.arange(commit * AUDIT_STEPS, (commit + 1) * AUDIT_STEPS, dtype=np.int32) + 1
+        step, rows = np.repeat(steps, AUDIT_BATCH), random_rows.integers(0, 10**6, AUDIT_STEPS * AUDIT_BATCH)
+        writer.write(steps[0], steps[-1], pa.table({"step": step, "rank": step % RANKS, "row": rows}))
+        first_bytes = first_bytes or storage.written
+        writer.merge()
+    objects, at = storage.list("audit"), f"{AUDIT_STEPS * AUDIT_BATCH:,} rows a minute, a day"
+    yield Figure("files of an audit", at, len(objects), "", commits)
+    yield Figure("written for it", at, storage.written / 1e6, "MB", commits * first_bytes / 1e6)
+    yield Figure("writes", at, storage.writes, "", commits)
 
 
 def measure_output(storage: CountingStorage) -> Iterator[Figure]:
