@@ -50,7 +50,7 @@ def test_a_png_gets_its_class_and_everything_ends(finished_run: FinishedRun, ray
         assert (status, said) == (200, {"prediction": expected, "probabilities": probabilities.tolist()})
         status, said = post(port, b"no image")
         assert status == 400
-        assert "the body: neither an image" in str(said)
+        assert "the body: neither a PNG" in str(said)
 
     assert not serve.status().applications
     with pytest.raises(OSError, match="refused"):

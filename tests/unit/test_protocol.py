@@ -518,6 +518,7 @@ def examples(quick: int, thorough: int) -> int:
     return thorough if settings().max_examples > 100 else quick
 
 
+@pytest.mark.timeout(1800)  # thousands of examples: ten minutes and more on a busy machine
 def test_no_interleaving_breaks_the_protocol() -> None:
     explore(Protocol, examples(80, 4000))
 

@@ -265,8 +265,9 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
         path.write_bytes(changed := damaged(content, [whole.read_bytes(), b"{}"], random))
         found = find_snapshot(RUN)
         assert found
-        # JSON may change, as when a line is there twice, and still say the same.
-        same = found.held == undamaged.held if suffix == ".json" else changed == content
+        # JSON may change, as when a line is there twice, and still say the same; a slot may be larger than its copy.
+        same = changed.startswith(content) if suffix == ".data" else changed == content
+        same |= suffix == ".json" and found.held == undamaged.held
         assert found.held.step == (7 if same else 3), changed[:300]
     path.unlink()
     path.write_bytes(content)
