@@ -185,7 +185,8 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
     """Where this worker's part of each tensor lies; None for tensors that every worker has whole."""
     parts = {str(number): tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
-    places: list[Place | None] = [None] * len(tensors)
+    # Of a tensor with fewer rows than there are workers, the last ones have an empty part, which the plan leaves out.
+    places = [Place(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
     if not parts:
         return places
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan

@@ -71,9 +71,10 @@ def make_plan(settings: Settings, task: Any) -> Plan:
             for name in ("checkpoint_every_s", "checkpoint_every_steps")
             if (value := getattr(settings, name))
         ]
+        kept = "what loses a part, and its copy on the next node," if settings.snapshot_cost else "a loss"
         reasons.append(
-            "fsdp: a worker holds a part of the state, so no copies in memory outlive a node: a loss goes back to the "
-            f"newest checkpoint in storage ({', '.join(every) or 'one at the end of each epoch'})"
+            f"fsdp: a worker holds a part of the state; {kept} goes back to the newest checkpoint in storage "
+            f"({', '.join(every) or 'one at the end of each epoch'})"
         )
     if settings.num_workers.most * MIN_ROWS > settings.global_batch_size:
         reasons.append(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.checkpoint.memory import Slot
+from app.checkpoint.slots import Slot
 
 Span = range | bytes
 """Bytes of a file: those at a place in the slot, or others."""

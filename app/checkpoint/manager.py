@@ -2,7 +2,7 @@
 
 training thread   `save` lists the state's tensors and goes on; `wait_for_copy` comes before parameters change
 copy thread       copies the tensors to the node's shared memory (snapshot.py, memory.py)
-seal thread       marks the copy there as complete, with its checksum
+seal thread       marks the copy there as complete, with its checksum; under FSDP another node gets it (neighbours.py)
 commit thread     uploads the copy, verifies it and writes the manifest (commit.py; files.py for a whole state,
                   sharded.py for one worker's part of it)
 """
@@ -27,11 +27,13 @@ from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import Files, write_whole
 from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
-from app.checkpoint.sharded import PartWriter, parameter_names
+from app.checkpoint.names import parameter_names
+from app.checkpoint.neighbours import PartExchange
+from app.checkpoint.sharded import PartWriter
 from app.checkpoint.shared_upload import SharedWriter, ShareSender
 from app.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
 from app.checkpoint.weights import refuse_other_than_tensors, write_with_weights
-from app.parallel import MOST_STEPS, StepActions, finish_together, gather_objects, sync_buffers
+from app.parallel import MOST_STEPS, StepActions, any_rank, finish_together, gather_objects, sync_buffers
 from app.plan import Plan
 from app.run import Run
 from app.run.attempts import Attempt, checkpoint_name
@@ -50,7 +52,7 @@ class CheckpointManager:
     """Saves the state of a worker group; every worker has one.
 
     Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy. Under
-    FSDP each commits its part. Workers call `save` and `close` together.
+    FSDP each copies and commits its part. Workers call `save` and `close` together.
     """
 
     def __init__(
@@ -65,21 +67,30 @@ class CheckpointManager:
         rank: int = 0,
         world_size: int = 1,
         memory: NodeMemory | None = None,
+        nodes: Sequence[str] = (),
         windows: Sequence[Any] = (),
         journals: Mapping[str, Journal] | None = None,
         warn: Callable[[str], Any] = print,
         paused: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`group` carries what workers agree on (None: a worker alone); `memory` outlives this process (None: nothing
-        does); `windows` of consumed rows come with the state; `journals` are flushed before each commit; `paused`
-        suspends the watchdog during waits for storage.
+        does); `nodes` identify the machine of each rank, to keep parts in the memory of two; `windows` of consumed rows
+        come with the state; `journals` are flushed before each commit; `paused` suspends the watchdog during waits for
+        storage.
         """
         self._run, self._attempt, self._plan, self._settings = run, attempt, plan, plan.settings
         self._model, self._optimizer, self._group = model, optimizer, group
         self._journals, self._paused = journals or {}, paused
         self._sharded = self._settings.parallel == "fsdp"
         self._memory = memory or NodeMemory(None)
-        self._snapshots = Snapshots(self._memory)
+        self._exchange: PartExchange | None = None
+        self._beside: dict[str, Any] = {}
+        "In memory beside each copy, and the consumed rows."
+        if self._sharded and nodes and self._settings.snapshot_cost:
+            self._exchange = PartExchange(nodes, self._memory.make_ward_slot)
+            self._memory.copies = self._exchange.copies
+            self._beside = {"names": parameter_names(model, optimizer)}
+        self._snapshots = Snapshots(self._memory, self._exchange, self._all_copy if self._exchange else bool)
         self._stepped = SteppedParameters(optimizer)
         self._ledger = Ledger(group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
@@ -133,9 +144,9 @@ class CheckpointManager:
         windows = self._ledger.gather(step)
         spent_s = time.thread_time() - began
         committer = self._committer if to_storage else None
-        if not self.in_memory and not committer:
+        if not (self.in_memory or self._exchange or committer):
             return
-        if self._sharded:
+        if self._sharded and to_storage:
             # No worker may drop its part for a newer one. Only a checkpoint that cannot wait comes so early.
             with self._paused():
                 finish_together(self._group, self.drain)
@@ -145,7 +156,7 @@ class CheckpointManager:
             self._model,
             self._optimizer,
             self._extra_state(manifest) if committer else {},  # only this run reads a copy in memory
-            windows,
+            self._beside | {"ledger": windows},
             stepped=self._stepped.ids or (),
             needed=to_storage,
             for_storage=to_storage and (committer is not None or self._sender is not None),
@@ -222,6 +233,14 @@ class CheckpointManager:
             return ""
         size, interval = self._snapshots.size, self._interval
         return f"every {interval.every} steps, {size / 1e6:.3g} MB each, {interval.cost:.1%} of the time"
+
+    def _all_copy(self, has_slot: bool) -> bool:
+        """Whether all workers copy their parts now, as a state with some parts of another step is none."""
+        assert self._group
+        lacking, stopped = any_rank(self._group, not has_slot, not self.in_memory)
+        if stopped:
+            self._memory.stop("a worker has none")
+        return not lacking
 
     def _barrier(self) -> None:
         if self._group:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from app.checkpoint.files import unpack
-from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, as_bytes
 from app.checkpoint.sharded import is_sharded
+from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot, as_bytes
 from app.errors import DamageError
 from app.parallel import finish_together, gather_objects
 from app.run import Run

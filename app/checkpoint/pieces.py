@@ -103,27 +103,39 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
 
     Only bytes that were checked are loaded; no others are read, but for small gaps.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(into, make_metadata(pieces))
-    by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
-    items: dict[tuple[str, int], list[ReadItem]] = {}
-    for item in planner.create_local_plan().items:
-        piece = by_offset[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-        items.setdefault((piece.file, piece.begin), []).append(item)
+    reads = Reads(pieces, into)
 
     def load(neighbours: list[Piece]) -> None:
         for piece, content in _read_neighbours(run, checkpoint, neighbours):
-            whole = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            for item in items[piece.file, piece.begin]:
-                tensor = whole
-                for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    tensor = tensor.narrow(dimension, offset, length)
-                planner.resolve_tensor(item).detach().copy_(tensor)
+            reads.put(piece, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
 
-    wanted = sorted((piece for piece in pieces if (piece.file, piece.begin) in items), key=lambda p: (p.file, p.begin))
-    map_parallel(load, group_neighbours(wanted), REQUESTS_AT_ONCE)
+    map_parallel(load, group_neighbours(reads.wanted), REQUESTS_AT_ONCE)
+
+
+class Reads:
+    """What has to be read to fill tensors."""
+
+    def __init__(self, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(into, make_metadata(pieces))
+        by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
+        self._items: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in self._planner.create_local_plan().items:
+            piece = by_offset[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            self._items.setdefault((piece.file, piece.begin), []).append(item)
+        wanted = (piece for piece in pieces if (piece.file, piece.begin) in self._items)
+        self.wanted = sorted(wanted, key=lambda piece: (piece.file, piece.begin))
+        "By their places in the files."
+
+    def put(self, piece: Piece, content: torch.Tensor) -> None:
+        """Copy what is needed of a piece that was read."""
+        for item in self._items[piece.file, piece.begin]:
+            tensor = content
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dimension, offset, length)
+            self._planner.resolve_tensor(item).detach().copy_(tensor)
 
 
 def group_neighbours(pieces: Iterable[Piece]) -> list[list[Piece]]:

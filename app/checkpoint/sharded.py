@@ -10,8 +10,7 @@ The files are those of torch.distributed.checkpoint, so any PyTorch program can 
     model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, in
                                 its place, the files of weights.py, which all ranks write, and weights-00000.json
 
-Tensors are called `model.NAME` and `optimizer.state.NAME OF THE PARAMETER.NAME`. Rank 0 writes those that are not cut
-(buffers, the optimizer's step counts).
+Rank 0 writes the tensors that are not cut (buffers, the optimizer's step counts).
 
 Ranks learn only from storage what the others have written: a rank that dies leaves a directory without a manifest, and
 no other rank waiting in a collective call. All ranks commit the same snapshots since they agree on them
@@ -26,15 +25,16 @@ import hashlib
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from app.checkpoint.files import Files, load_state, load_weights, upload, upload_state
+from app.checkpoint.names import fill, keys_of, leaves_of, make_outline
 from app.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
-from app.checkpoint.snapshot import Snapshot, map_tensors, tensors_in
+from app.checkpoint.snapshot import Snapshot, tensors_in
 from app.checkpoint.weights import plan_shards, upload_index, upload_shard
 from app.errors import DamageError
 from app.parallel import Place, parameters_of
@@ -239,13 +239,29 @@ def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimiz
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
     pieces, outline = read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
+
+    def read(into: dict[str, torch.Tensor]) -> None:
+        read_into(run, checkpoint, pieces, into)
+
+    load_pieces(pieces, outline, checkpoint.name, model, optimizer, read)
+
+
+def load_pieces(
+    pieces: Sequence[Piece],
+    outline: Any,
+    name: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    read: Callable[[dict[str, torch.Tensor]], None],
+) -> None:
+    """Load this rank's part of the state called `name`, of which `read` fills tensors by their names."""
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parameters = parameters_of(optimizer)
     owners = {
         key: parameters[number]
         for number, values in outline["optimizer"]["state"].items()
         if number < len(parameters)
-        for key in _leaves(values)
+        for key in leaves_of(values)
         if isinstance(key, str)
     }
 
@@ -256,9 +272,9 @@ def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimiz
         return like if piece.name in own else torch.empty_like(like.detach(), dtype=getattr(torch, piece.dtype))
 
     tensors = {piece.name: place(piece) for piece in pieces}
-    read_into(run, checkpoint, pieces, tensors)
-    load_weights(model, _fill(outline["model"], tensors), checkpoint.name)
-    optimizer.load_state_dict(_fill(outline["optimizer"], tensors))
+    read(tensors)
+    load_weights(model, fill(outline["model"], tensors), name)
+    optimizer.load_state_dict(fill(outline["optimizer"], tensors))
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
@@ -272,64 +288,8 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
 def _read_whole(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], outline: Any) -> Any:
     """The state that `outline` describes, with whole tensors."""
-    named = set(_leaves(outline))
+    named = set(leaves_of(outline))
     wanted = [piece for piece in pieces if piece.name in named]
     tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
     read_into(run, checkpoint, wanted, tensors)
-    return _fill(outline, tensors)
-
-
-# ----------------------------------------------------------------------------------------- tensors and their names
-
-
-def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in the order in which its state_dict numbers them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in parameters_of(optimizer)]
-
-
-def keys_of(state: Mapping[str, Any], names: list[str]) -> list[str]:
-    """The name of each tensor of `model` and `optimizer`, in the order of `tensors_in`."""
-    keys = []
-    for path in _paths(state):
-        if path[:2] == ("optimizer", "state"):
-            path = (*path[:2], names[path[2]], *path[3:])
-        keys.append(".".join(map(str, path)))
-    return keys
-
-
-def make_outline(state: Mapping[str, Any], names: list[str]) -> Any:
-    """The state with each tensor replaced by its name."""
-    keys = iter(keys_of(state, names))
-    return map_tensors(state, lambda _: next(keys))  # type: ignore[arg-type, return-value]  # a name for each tensor
-
-
-def _fill(outline: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that `make_outline` was given, with these tensors."""
-    if isinstance(outline, Mapping):
-        return {key: _fill(item, tensors) for key, item in outline.items()}
-    if isinstance(outline, (list, tuple)):
-        return type(outline)(_fill(item, tensors) for item in outline)
-    return tensors.get(outline, outline) if isinstance(outline, str) else outline
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The keys that lead to each tensor, in the order of `tensors_in`."""
-    if isinstance(value, torch.Tensor):
-        yield path
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _paths(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _paths(item, (*path, number))
+    return fill(outline, tensors)

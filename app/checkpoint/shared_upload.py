@@ -24,7 +24,7 @@ from typing import Any
 from app.background import start_thread
 from app.checkpoint.files import Files, describe_arrived, upload_state, write_whole
 from app.checkpoint.layout import Layout, crc32_of, layout_from_json, layout_to_json, read_spans, views
-from app.checkpoint.memory import Slot
+from app.checkpoint.slots import Slot
 from app.checkpoint.snapshot import Snapshot
 from app.errors import NotFoundError, StorageError
 from app.run import Run, to_json

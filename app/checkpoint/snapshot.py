@@ -3,12 +3,13 @@
 What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
 optimizer step waits (`wait_for_copy`). Anything else in the model may change in the very next forward pass (batch
 norm's averages, a teacher that follows the weights), and is copied at once. The copy lies in the node's shared memory
-(memory.py). Under DDP every node has the whole state: after a loss, the next worker group resumes from the newest
-complete copy of any surviving node (app/elastic/restore.py), and from storage only when all nodes are lost. The commit
-thread uploads the same copy (commit.py). Under FSDP each worker copies its part, for the upload alone: a lost node
-takes its parts along, and the other parts are no state.
+(memory.py). Under DDP every node has the whole state; under FSDP each worker copies its part, and one on the next
+node keeps it, too (neighbours.py). After a loss, the next worker group resumes from the newest copy that the surviving
+nodes have (app/elastic/restore.py), and only without one from storage. The commit thread uploads the same copy
+(commit.py).
 """
 
+import functools
 import io
 import time
 from collections import deque
@@ -19,7 +20,10 @@ from typing import Any
 
 import torch
 
-from app.checkpoint.memory import NodeMemory, Slot
+from app.background import start_thread
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.neighbours import PartExchange
+from app.checkpoint.slots import Slot
 from app.parallel import Place, find_places, parameters_of, part_of
 from app.run.checkpoints import Checkpoint
 
@@ -73,10 +77,18 @@ class SteppedParameters:
 class Snapshots:
     """Takes snapshots in one worker, one at a time."""
 
-    def __init__(self, memory: NodeMemory) -> None:
+    def __init__(
+        self,
+        memory: NodeMemory,
+        exchange: PartExchange | None = None,
+        agree: Callable[[bool], bool] = lambda has_slot: has_slot,
+    ) -> None:
+        """Of a state in parts, `exchange` has them kept by neighbours, and `agree` says whether all workers copy theirs
+        now, given whether this one can.
+        """
         self.memory = memory
+        self._exchange, self._agree = exchange, agree
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
-        self._seals = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
         self._copying: Future[None] | None = None
         self._sealing: Future[None] | None = None
         self._spent = self._charged = 0.0
@@ -96,13 +108,13 @@ class Snapshots:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         extra_state: dict[str, Any],
-        windows: list[Any],
+        beside: dict[str, Any],
         *,
         stepped: Collection[int],
         needed: bool,
         for_storage: bool,
     ) -> Snapshot | None:
-        """Begin to copy the state, with the `windows` of consumed rows; call `wait_for_copy` before parameters change.
+        """Begin to copy the state, and what lies `beside` it in memory; call `wait_for_copy` before parameters change.
 
         `stepped` are the ids of the parameters that only optimizer steps change. With `for_storage` the slot is kept
         until the snapshot is released. Returns None when the copy is not `needed` and no slot is free, or the copy
@@ -113,6 +125,7 @@ class Snapshots:
         if needed:
             self.wait_until_complete()  # then a slot is free
         elif self._sealing and not self._sealing.done():
+            self._agree(False)
             return None
         if self._spent:
             self.costs.append(self._spent)
@@ -120,12 +133,15 @@ class Snapshots:
             self._spent = 0.0
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-        self.size = size_of(structure)
+        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
         device = next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
         slot = self.memory.free_slot(self.size, needed, device)
-        if slot is None:
+        asked = time.perf_counter()
+        agreed = self._agree(slot is not None)
+        began += time.perf_counter() - asked  # waiting for slower workers is no cost: the next gradients would
+        if slot is None or not agreed:
             return None
-        state = in_buffer(structure, slot.map)
+        state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
         at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
         behind: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in ("model", "optimizer"):
@@ -139,10 +155,11 @@ class Snapshots:
         copied = self._copying = self._copies.submit(self._copy, slot, behind, mark)
         if slot.sealing:
             about = {name: value for name, value in asdict(manifest).items() if name != "files"}
-            rest = {"structure": structure, "about": about, "ledger": windows}
-            self._sealing = self._seals.submit(self._seal, copied, slot, manifest, rest, mark is None)
+            rest = {"structure": structure, "about": about, "places": [place and tuple(place) for place in places]}
+            seal = functools.partial(self._seal, copied, slot, manifest, rest | beside, mark is None)
+            self._sealing = start_thread(seal, "state-seal")
         self._spent += time.perf_counter() - began
-        return Snapshot(manifest, extra_state, state, slot, copied, find_places(tensors_in(source)))
+        return Snapshot(manifest, extra_state, state, slot, copied, places)
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
@@ -176,8 +193,10 @@ class Snapshots:
         before = time.thread_time()
         file = io.BytesIO()
         torch.save(rest, file)
-        self.memory.complete(slot, manifest, file.getvalue())
+        self.memory.complete(slot, manifest, file.getvalue(), self._exchange)
         self._charge_thread(before, on_cpu)
+        if self._exchange:
+            self._spent += self._exchange.cost_s
 
     def _charge_thread(self, before: float, on_cpu: bool) -> None:
         """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
@@ -208,7 +227,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def size_of(structure: Any) -> int:
     """Bytes of a slot that holds these tensors."""
-    return sum(_padded(tensor) for tensor in tensors_in(structure))
+    return sum(padded(tensor) for tensor in tensors_in(structure))
 
 
 def in_buffer(structure: Any, buffer: Any) -> Any:
@@ -217,7 +236,7 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
 
     def place(like: torch.Tensor) -> torch.Tensor:
         nonlocal offset
-        begin, offset = offset, offset + _padded(like)
+        begin, offset = offset, offset + padded(like)
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
@@ -225,7 +244,8 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
     return map_tensors(structure, place)
 
 
-def _padded(tensor: torch.Tensor) -> int:
+def padded(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes in a slot."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 

@@ -10,8 +10,11 @@ import ray
 import torch.distributed as dist
 
 from app.checkpoint import versions
-from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, find_heartbeats, find_snapshot
+from app.checkpoint.node_parts import NodeParts, PartCopy
 from app.checkpoint.node_state import NodeState
+from app.checkpoint.shared_memory import find_heartbeats, find_parts, find_snapshot
+from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot
+from app.elastic.copies import Machine, choose_copy, without_copies
 from app.errors import ConflictError, DamageError, SupersededError
 from app.parallel import finish_together, from_rank_0, gather_objects
 from app.run import Run
@@ -50,14 +53,12 @@ from app.storage.retry import retry_storage
 Result = TypeVar("Result")
 
 
-class Machine(NamedTuple):
-    """What a rank knows of its node."""
+class Found(NamedTuple):
+    """What a rank found on its node, and read, for the start that was chosen."""
 
-    host: str
-    node: str
-    "Ray's id of the node."
-    snapshot: MemorySnapshot | None
-    heartbeats: list[tuple[int, int, float]]
+    snapshot: LoadedSnapshot | None
+    state: NodeState
+    parts: NodeParts
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Start:
     checkpoint: Checkpoint | None
     "In storage; None if `snapshot` is newer."
     snapshot: MemorySnapshot | None
-    "In shared memory."
+    "In shared memory; of a state in parts, the first."
     snapshot_rank: int
     "The lowest rank whose node has `snapshot`."
     nodes: dict[int, str]
@@ -80,22 +81,28 @@ class Start:
     events: list[dict[str, Any]]
     "Of the attempts so far."
     status: Status | None
+    parts: Sequence[PartCopy] = ()
+    "Of the state that `snapshot` is the first part of."
 
 
 def agree_on_start(
     run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, warn: Callable[[str], Any], driver: str = ""
-) -> tuple[Start | None, LoadedSnapshot | None, NodeState]:
+) -> tuple[Start | None, Found]:
     """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
 
-    Also returns the snapshot that this rank found on its node, and the hold on what was read of a checkpoint. The start
-    is None when this job may not train on. Raises like `begin_attempt`.
+    Also returns what this rank found and read. The start is None when this job may not train on. Raises like
+    `begin_attempt`.
     """
     node = ray.get_runtime_context().get_node_id()
-    state = NodeState(run, group, gather_objects(node, group))
-    found = find_snapshot(run.location) if settings.snapshot_cost and state.reads else None
-    mine = Machine(socket.gethostname(), node, found.held if found else None, find_heartbeats(run.location))
+    nodes = gather_objects(node, group)
+    state, node_parts = NodeState(run, group, nodes), NodeParts(group, nodes)
+    looks = settings.snapshot_cost and state.reads
+    found = find_snapshot(run.location) if looks else None
+    parts = find_parts(run.location) if looks and settings.parallel == "fsdp" else ()
+    mine = Machine(socket.gethostname(), node, found.held if found else None, find_heartbeats(run.location), parts)
     machines = gather_objects(mine, group)
-    return begin_attempt(run, owner, settings, machines, driver, group, state.read, warn), found, state
+    start = begin_attempt(run, owner, settings, machines, driver, group, state.read, node_parts.read, warn)
+    return start, Found(found, state, node_parts)
 
 
 def begin_attempt(
@@ -106,15 +113,17 @@ def begin_attempt(
     driver: str = "",
     group: dist.ProcessGroup | None = None,
     read: Callable[[Checkpoint], list[str]] | None = None,
+    read_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: [],
     warn: Callable[[str], Any] = print,
 ) -> Start | None:
     """Claim the next attempt, given each rank's machine, and choose its start; None when this job may not train on.
 
     A checkpoint is chosen by its manifest and the listing, and found to be whole or damaged by whoever loads it: `read`
     does so for a rank, and returns the faults that it saw (default: compares every byte). One that any rank finds
-    damaged is passed over by all of them. All workers of `group` (None: one alone) call this together. Rank 0 raises
-    `StorageError` when storage refuses for longer than `storage_timeout_s`, `ConflictError` when the run was begun anew
-    with other settings meanwhile, and `DamageError` like `refuse_to_begin_anew`.
+    damaged is passed over by all of them, and so is the copy of a part of which `read_parts` returns that it is. All
+    workers of `group` (None: one alone) call this together. Rank 0 raises `StorageError` when storage refuses for
+    longer than `storage_timeout_s`, `ConflictError` when the run was begun anew with other settings meanwhile, and
+    `DamageError` like `refuse_to_begin_anew`.
     """
     limit_s = settings.storage_timeout_s
 
@@ -134,6 +143,11 @@ def begin_attempt(
             seen = finish_together(group, functools.partial(find_damage, checkpoint))
             if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
                 damaged[checkpoint.name] = list(dict.fromkeys(faults))
+                continue
+        elif start and start.parts:
+            mine = finish_together(group, functools.partial(read_parts, start.parts))
+            if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
+                machines = without_copies(machines, faulty)
                 continue
         return on_rank_0(functools.partial(record_choice, run, start)) if start else None
     return None
@@ -188,7 +202,7 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
-    rank, snapshot = choose_snapshot(before, [machine.snapshot for machine in machines])
+    rank, snapshot, parts = choose_copy(before, machines)
     checkpoint: Checkpoint | None = None
     skipped: tuple[str, ...] = ()
     if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
@@ -196,7 +210,7 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
             checkpoint = None  # what looked newer by its name is damaged
         else:
-            snapshot = None
+            snapshot, parts = None, []
     if not snapshot and not checkpoint:
         try:
             ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
@@ -224,6 +238,7 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         heartbeats=[heartbeat for machine in machines for heartbeat in machine.heartbeats],
         events=read_journal(run, "events"),
         status=read_status(run, attempt.driver),
+        parts=parts,
     )
 
 
@@ -259,23 +274,6 @@ def find_gone(attempts: list[Attempt]) -> list[str]:
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.get(TIER) == "storage"]
     return [f"{attempt.starts_from}: gone, attempt {attempt.number} started from it" for attempt in began[-1:]]
-
-
-def choose_snapshot(
-    attempts: list[Attempt], snapshots: list[MemorySnapshot | None]
-) -> tuple[int, MemorySnapshot | None]:
-    """The newest of the ranks' snapshots in the lineage of the newest attempt, and the lowest rank that has it.
-
-    A snapshot of a superseded attempt is not in that lineage, however far it went.
-    """
-    spans = lineage(attempts)
-    candidates = [
-        (snapshot.step, snapshot.evaluated, -rank)
-        for rank, snapshot in enumerate(snapshots)
-        if snapshot and leads_to_newest(snapshot.checkpoint, spans)
-    ]
-    rank = -max(candidates)[2] if candidates else 0
-    return rank, snapshots[rank] if candidates else None
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-from app.checkpoint.memory import LoadedSnapshot, MemorySnapshot, as_bytes
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.sharded import is_sharded, load_model, load_whole
+from app.checkpoint.sharded import is_sharded, load_model, load_parts, load_whole
+from app.checkpoint.slots import as_bytes
 from app.checkpoint.snapshot import in_buffer
 from app.checkpoint.weights import read_weights
-from app.elastic.claim import Start
+from app.elastic.claim import Found, Start
 from app.errors import ConflictError, NotFoundError, SettingsError
 from app.parallel import finish_together, from_rank_0
 from app.run import Run, open_run
@@ -35,38 +36,37 @@ class State:
     tier: str = "beginning"
     ledger: tuple[Any, ...] = ()
     "Windows of consumed rows that are not in storage yet."
-    parts: Checkpoint | None = None
-    "Under fsdp, in place of `model` and `optimizer`: each worker reads its part once the model is sharded."
+    load_parts: Callable[[nn.Module, Optimizer], None] | None = None
+    "Under fsdp, in place of `model` and `optimizer`: loads each worker's part into what is sharded, on all together."
 
 
 def load_start(
     run: Run,
     settings: Settings,
     start: Start,
-    found: LoadedSnapshot | None,
-    node: NodeState,
+    found: Found,
     group: dist.ProcessGroup,
     warn: Callable[[str], Any],
 ) -> State:
     """The state to go on from, on every rank, out of what `agree_on_start` returned. All workers call this together."""
     if not start.checkpoint:
-        node.close()  # of one that was damaged
+        found.state.close()  # of one that was damaged
     if start.snapshot:
-        return _load_snapshot(start.snapshot, start.snapshot_rank, found, node)
+        return _load_snapshot(start, found)
     if not start.checkpoint:
         return State(model=read_init(settings, group, warn)) if settings.init_from else State()
-    checkpoint, state = start.checkpoint, {}
-    if not is_sharded(checkpoint):
-        state = node.load(checkpoint)
-    elif settings.parallel == "fsdp":
-        state = {"parts": checkpoint}
-    else:
+    checkpoint = start.checkpoint
+
+    def together(read: Callable[[], Any]) -> Any:
         limit_s = settings.storage_timeout_s
+        return finish_together(group, lambda: retry_storage(read, limit_s, "reading a checkpoint", warn))
 
-        def load() -> dict[str, Any]:
-            return retry_storage(lambda: load_whole(run, checkpoint), limit_s, "reading a checkpoint", warn)
-
-        state = finish_together(group, load)
+    if not is_sharded(checkpoint):
+        state = found.state.load(checkpoint)
+    elif settings.parallel == "fsdp":
+        state = {"load_parts": lambda *into: together(lambda: load_parts(run, checkpoint, *into))}
+    else:
+        state = together(lambda: load_whole(run, checkpoint))
     return State(
         **state,
         evaluated=checkpoint.evaluated,
@@ -76,13 +76,17 @@ def load_start(
     )
 
 
-def _load_snapshot(chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None, node: NodeState) -> State:
+def _load_snapshot(start: Start, found: Found) -> State:
     """The chosen snapshot, on every rank."""
-    _, data, rest, _ = node.share(chosen, rank, found)
-    state = in_buffer(rest["structure"], as_bytes(data))
+    chosen, state = start.snapshot, dict[str, Any]()
+    assert chosen
+    if start.parts:
+        rest, state = found.parts.describe(), {"load_parts": found.parts.load}
+    else:
+        _, data, rest, _ = found.state.share(chosen, start.snapshot_rank, found.snapshot)
+        state = in_buffer(rest["structure"], as_bytes(data))
     return State(
-        model=state["model"],
-        optimizer=state["optimizer"],
+        **state,
         evaluated=chosen.evaluated,
         metrics=rest["about"]["metrics"],
         taken=chosen.time,

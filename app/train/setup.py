@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from app.background import Background, start_thread
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.files import load_weights
-from app.checkpoint.sharded import load_parts
 from app.checkpoint.snapshot import map_tensors
 from app.data.order import MIN_ROWS
 from app.data.ray_loader import RayLoader
@@ -42,7 +41,6 @@ from app.run.failures import describe_failure, record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
 from app.settings import Settings, differences
-from app.storage.retry import retry_storage
 from app.tasks import Task, load_task
 from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker
@@ -82,13 +80,15 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     memory = open_memory(run, settings, warn)
     dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
     try:
-        start, found, node = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
+        start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
     except SunspotError as error:
         tell_driver(error, control)
         raise
     if start is None:
         yield None
         return
+    if memory:
+        memory.keep(start.snapshot.checkpoint if start.snapshot else None)
     attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
     if rank == 0:
         show_claim(run, first_status(start, plan))
@@ -96,7 +96,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
         watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, note_hang)
         try:
-            state = load_start(run, settings, start, found, node, group, warn)
+            state = load_start(run, settings, start, found, group, warn)
             stack.enter_context(watchdog)
             worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
             place = f"{worker.device} of {socket.gethostname()}"
@@ -124,9 +124,11 @@ def quiet_ray_train() -> None:
 
 
 def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:
-    """Where this worker's copies outlive it: on one worker of each node under DDP, as each has the whole state."""
-    shared = settings.snapshot_cost and settings.parallel == "ddp" and ray.train.get_context().get_local_rank() == 0
-    return NodeMemory(run.location, warn) if shared else None
+    """Where this worker's copies outlive it: under DDP on one worker of each node, as each has the whole state."""
+    first = ray.train.get_context().get_local_rank() == 0
+    if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
+        return None
+    return NodeMemory(run.location, warn if first else print)  # what holds for one of a node holds for all
 
 
 def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank: int, step: int) -> None:
@@ -180,17 +182,8 @@ def make_worker(
     task = load_task(settings)
     model = build_model(plan, task, state, attempt, device)
 
-    def read_parts(optimizer: Optimizer) -> None:
-        def read() -> None:
-            assert state.parts
-            load_parts(run, state.parts, model, optimizer)
-
-        with watchdog.paused():
-            finish_together(
-                group, lambda: retry_storage(read, settings.storage_timeout_s, "reading a checkpoint", warn)
-            )
-
-    optimizer = build_optimizer(settings, task, model, state, read_parts)
+    with watchdog.paused():  # while parts are read
+        optimizer = build_optimizer(settings, task, model, state)
     journals = open_journals(run, start, warn) if rank == 0 else {}
     checkpoints = CheckpointManager(
         run,
@@ -202,6 +195,7 @@ def make_worker(
         rank=rank,
         world_size=world_size,
         memory=memory,
+        nodes=list(start.nodes.values()),
         windows=state.ledger,
         journals=journals,
         warn=warn,
@@ -239,7 +233,7 @@ def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: 
     Of a state in parts, its weights come later (`build_optimizer`).
     """
     settings = plan.settings
-    model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.parts else None
+    model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
     if model is None:
         torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
         model = task.build_model(settings, plan.source)
@@ -249,9 +243,7 @@ def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: 
     return shard_model(model, settings, device)
 
 
-def build_optimizer(
-    settings: Settings, task: Task, model: torch.nn.Module, state: State, read_parts: Callable[[Optimizer], None]
-) -> Optimizer:
+def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, state: State) -> Optimizer:
     """The task's optimizer with the state's; a state in parts is read here, into the model too."""
     optimizer = task.build_optimizer(model, settings)
     peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
@@ -259,8 +251,8 @@ def build_optimizer(
         # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
         own = map_tensors(state.optimizer, torch.clone) if next(model.parameters()).is_cpu else state.optimizer
         optimizer.load_state_dict(shard_optimizer_state(optimizer, own))
-    elif state.parts:
-        read_parts(optimizer)
+    elif state.load_parts:
+        state.load_parts(model, optimizer)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["initial_lr"] = peak
     return optimizer

@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # torch imports it on first use: not in each child
+import torch._dynamo  # torch imports these on first use: not in each child
 import torch.distributed as dist
+import torch.distributed.checkpoint.default_planner
+import torch.distributed.fsdp
+import torch.distributed.tensor
 
-import app.checkpoint.memory
+import app.checkpoint.shared_memory
 import app.checkpoint.weights
 from app.checkpoint import CheckpointManager, NodeMemory
-from app.checkpoint.memory import as_bytes, find_snapshot
+from app.checkpoint.node_parts import NodeParts
 from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import is_sharded, load_parts, load_whole
+from app.checkpoint.shared_memory import find_parts, find_snapshot
+from app.checkpoint.slots import as_bytes
 from app.data.order import MIN_ROWS, Steps
 from app.data.source import read_rows
+from app.elastic.copies import Machine, choose_copy, without_copies
 from app.observe.metrics import Stopwatch
-from app.parallel import build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
+from app.parallel import any_rank, build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
@@ -130,15 +139,9 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     if origin:
         retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint", print)
 
-    rows = {column: torch.from_numpy(values) for column, values in read_rows(source, 0, STEPS * BATCH).items()}
-    steps, prepared = Steps(STEPS * BATCH, BATCH), prepare_alone(model, group)
-    plan = Plan(settings, source, None, steps, STEPS)
-    worker: Any = SimpleNamespace(plan=plan, task=gpt, world_size=group.ranks, device=device)
-    worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
+    plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare_alone(model, group)
     for step in range(group.first, group.upto):
-        begin, end = steps.share(step, group.ranks, rank)
-        batch = {column: values[begin:end] for column, values in rows.items()}
-        accumulate_gradients(worker, prepared, batch, BATCH, Stopwatch(device))
+        find_gradients(plan, prepared, step, group.ranks, rank)
         optimizer.step()
         optimizer.zero_grad()
     journals = {"events": Journal(open_run(root, name), "events", attempt.number)} if rank == 0 else {}
@@ -158,13 +161,23 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     dist.destroy_process_group()
 
 
+def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int, rank: int) -> None:
+    """Forward and backward of a rank's share of a step."""
+    rows = {column: torch.from_numpy(values) for column, values in read_rows(plan.source, 0, STEPS * BATCH).items()}
+    worker: Any = SimpleNamespace(plan=plan, task=gpt, world_size=ranks, device=torch.device("cpu"))
+    worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
+    begin, end = plan.steps.share(step, ranks, rank)
+    batch = {column: values[begin:end] for column, values in rows.items()}
+    accumulate_gradients(worker, prepared, batch, BATCH, Stopwatch(worker.device))
+
+
 def share_copy(root: str, rank: int) -> None:
     """A copy in the memory of one node reaches three ranks on two nodes; what each changes is its own."""
     dist.init_process_group("gloo", init_method=f"file://{root}/share", rank=rank, world_size=3)
     world, places = dist.group.WORLD, ["a", "a", "b"]
     assert world
-    app.checkpoint.memory.SHARED_MEMORY = Path(root, places[rank])
-    app.checkpoint.memory.SHARED_MEMORY.mkdir(exist_ok=True)
+    app.checkpoint.shared_memory.SHARED_MEMORY = Path(root, places[rank])
+    app.checkpoint.shared_memory.SHARED_MEMORY.mkdir(exist_ok=True)
     content = bytes(range(256)) * 16
     if rank == 0:
         memory = NodeMemory("run")
@@ -207,6 +220,93 @@ def main(root: str) -> None:
             assert claim(run, attempts, attempt)
             fork(group.ranks, functools.partial(train, root, name, attempt, group))
     fork(3, functools.partial(share_copy, root))
+    lose_nodes(root)
+
+
+LOSSES = {"replaced": "adc", "smaller": "ac", "damaged": "adc", "adjacent": "ade"}
+"""The nodes of the groups that come after the one on a, b and c, which kept copies of steps 2 and 4."""
+
+
+def lose_nodes(root: str) -> None:
+    """A group keeps copies of its parts, and is gone; others go on from what is left in the memory of their nodes."""
+    memory = Path(root, "memory")
+    fork(3, functools.partial(train_in_memory, root, "uninterrupted", "abc"))
+    shutil.rmtree(memory / "b")
+    kept = shutil.copytree(memory, Path(root, "kept"))
+    for name, nodes in LOSSES.items():
+        shutil.rmtree(memory)
+        shutil.copytree(kept, memory)
+        if name == "damaged":
+            [marker] = [path for path in memory.glob("a/**/slot-*.json") if json.loads(path.read_text())["step"] == 4]
+            with marker.with_suffix(".data").open("r+b") as file:
+                file.write(b"damaged")
+        fork(len(nodes), functools.partial(train_in_memory, root, name, nodes))
+
+
+def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
+    """What one rank does in a group on these nodes, without storage; its model is in the file `name`.pt in the end."""
+    ranks, memory, device = len(nodes), Path(root, "memory", nodes[rank]), torch.device("cpu")
+    dist.init_process_group("gloo", init_method=f"file://{root}/{name}", rank=rank, world_size=ranks)
+    world = dist.group.WORLD
+    assert world
+    memory.mkdir(parents=True, exist_ok=True)
+    app.checkpoint.shared_memory.SHARED_MEMORY = memory
+    first = Attempt(1, "me", None, 0)
+    node_memory, node_parts = NodeMemory("run"), NodeParts(world, list(nodes))
+    dist.barrier()
+    machines = gather_objects(Machine(nodes[rank], nodes[rank], None, [], find_parts("run")), world)
+    _, held, chosen = choose_copy([first], machines)
+    if faulty := [copy for copies in gather_objects(node_parts.read(chosen), world) for copy in copies]:
+        _, held, chosen = choose_copy([first], without_copies(machines, faulty))
+        assert not node_parts.read(chosen)
+    step = held.step if held else 0
+    node_memory.keep(held and held.checkpoint)
+    assert {part.step for part in find_parts("run")} <= {step}
+
+    settings = settings_of("fsdp")
+    source, _ = gpt.find_sources(settings)
+    torch.manual_seed(0)
+    model = shard_model(gpt.build_model(settings, source), settings, device)
+    optimizer = gpt.build_optimizer(model, settings)
+    if held:
+        assert node_parts.describe()["about"]["metrics"] == {"loss": held.step}
+        node_parts.load(model, optimizer)
+    plan = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS)
+    checkpoints = CheckpointManager(
+        open_run(root, "run"),
+        first,
+        plan,
+        model,
+        optimizer,
+        group=world,
+        rank=rank,
+        world_size=ranks,
+        memory=node_memory,
+        nodes=list(nodes),
+    )
+
+    def copy() -> None:
+        before, tries = node_memory._newest, 0
+        while any_rank(world, node_memory._newest is before)[0]:
+            checkpoints.save(step, {"loss": step}, to_storage=False)
+            checkpoints._snapshots.wait_until_complete()
+            tries += 1
+            assert tries < 1000
+            time.sleep(0.01)
+
+    while step < STEPS:
+        find_gradients(plan, prepare(model), step, ranks, rank)
+        step += 1
+        checkpoints.wait_for_copy()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.took_step(step, None)
+        if step in (2, 4):
+            copy()
+    state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    if rank == 0:
+        torch.save({"from": held.step if held else 0, "model": state}, Path(root, f"{name}.pt"))
+    dist.barrier()
 
 
 def fork(ranks: int, act: Callable[[int], None]) -> None:

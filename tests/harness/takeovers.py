@@ -21,11 +21,13 @@ import torch
 
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.files import load_state
-from app.checkpoint.memory import find_snapshot
+from app.checkpoint.node_parts import NodeParts
 from app.checkpoint.node_state import NodeState
+from app.checkpoint.shared_memory import find_snapshot
 from app.data.order import Order, Steps
 from app.data.source import EmptySource
-from app.elastic.claim import Machine, begin_attempt
+from app.elastic.claim import Found, begin_attempt
+from app.elastic.copies import Machine
 from app.elastic.restore import load_start
 from app.errors import SupersededError
 from app.plan import Plan
@@ -82,7 +84,7 @@ def train(storage: str, owner: str, has_memory: bool) -> int:
     start = begin_attempt(run, owner, settings, machines, read=node.read)
     if start is None:
         return SUPERSEDED
-    state = load_start(run, settings, start, found, node, None, print)  # type: ignore[arg-type]  # a worker alone
+    state = load_start(run, settings, start, Found(found, node, NodeParts(None, [owner])), None, print)  # type: ignore[arg-type]  # a worker alone
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     if state.model:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -30,6 +32,7 @@ from app.checkpoint import CheckpointManager
 from app.checkpoint.files import load_state
 from app.checkpoint.pieces import Piece, group_neighbours, read_index, read_into
 from app.checkpoint.sharded import load_model, load_parts, load_whole
+from app.checkpoint.shared_memory import find_parts
 from app.checkpoint.weights import refuse_other_than_tensors
 from app.data.order import Steps
 from app.data.source import EmptySource, read_rows, rows_in
@@ -42,20 +45,25 @@ from app.run import Run, open_run
 from app.run.attempts import Attempt, claim, lineage, read_attempts
 from app.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
 from app.run.history import Journal, read_journal
+from app.run.incidents import Cause
 from app.settings import Settings
 from app.tasks import gpt
 from submitter.commands.checkpoints.gc import ABANDONED_S
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.fsdp_ranks import SHARD_BYTES, STEPS, settings_of
-from tests.harness.program import Program
+from tests.harness.nodes import start_node
+from tests.harness.program import WORKER_NODE, Program
 from tests.harness.runs import age, begin
 from tests.harness.training import (
     assert_audit_clean,
+    assert_complete,
     kill_all,
     newest,
     the_run,
+    wait_for_receipts,
     wait_for_step,
+    wait_until,
     weights,
     worker_processes,
 )
@@ -120,6 +128,22 @@ def test_the_last_checkpoint_has_the_whole_model_too(groups: Path) -> None:
     whole = torch.load(run.storage.locate(run.key("checkpoints", final.name, "model.pt")), weights_only=True)
     assert_close(whole, load_whole(run, final)["model"], rtol=0, atol=0)
     gpt.build_model(settings_of("ddp"), gpt.find_sources(settings_of("ddp"))[0]).load_state_dict(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        pytest.param("replaced", 4, id="another node in its place"),
+        pytest.param("smaller", 4, id="a rank less"),
+        pytest.param("damaged", 2, id="a copy damaged: the one before"),
+        pytest.param("adjacent", 0, id="its neighbour, too: nothing is left"),
+    ],
+)
+def test_the_loss_of_one_node_goes_back_to_memory(name: str, step: int, groups: Path) -> None:
+    """Node b of a, b and c is lost; the weights two steps later are those of a group that nothing happened to."""
+    lost, uninterrupted = (torch.load(groups / f"{each}.pt") for each in (name, "uninterrupted"))
+    assert lost["from"] == step
+    assert_close(lost["model"], uninterrupted["model"], **(TOLERANCE if name == "smaller" else {"rtol": 0, "atol": 0}))
 
 
 @pytest.mark.parametrize("name", ["to-fsdp", "to-ddp"])
@@ -489,6 +513,41 @@ def test_a_killed_run_goes_on_at_another_world_size_with_the_weights_of_ddp(prog
     # From there on the ranks were three, and Adam makes something of every rounding.
     assert newest(run).metrics["test_loss"] == pytest.approx(newest(ddp).metrics["test_loss"], rel=1e-3)
     assert_close(weights(run), load_whole(run, newest(run))["model"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_lost_node_costs_the_steps_since_the_copies_in_memory(
+    program: Program, ray_address: str, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(read_text(REFERENCE)[:300_000])
+    elastic = {"NUM_WORKERS": "1..2", "RESOURCES_PER_WORKER": '{"CPU": 1, "training-worker": 1}'}
+    settings = {**GPT, **elastic, "DATASET": text, "PARALLEL": "fsdp", "EPOCHS": 4, "CHECKPOINT_EVERY_STEPS": 0}
+    run = the_run(program)
+    with start_node(ray_address, **WORKER_NODE) as going:
+        process = program.start(**settings)
+
+        def kept() -> bool:
+            """Both parts, on both nodes."""
+            copies = Counter(held.step for held in find_parts(run.location))
+            return any(step > 20 and count == 4 for step, count in copies.items())
+
+        wait_until(kept, process)
+        children = psutil.Process(going.pid).children(recursive=True)
+        [worker] = [child for child in children if child.name().startswith("ray::RayTrain")]
+        [lock] = [file.path for file in worker.open_files() if file.path.endswith("/lock") and "sunspot" in file.path]
+        going.lose()
+        shutil.rmtree(Path(lock).parent)  # both nodes of this test have the same memory
+        lost = wait_for_receipts(run, 2, process)[-1]
+        output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert lost.cause in (Cause.NODE_LOST, Cause.WORKER_LOST)  # whichever Ray tells first
+    assert (lost.tier, lost.world_before, lost.world_after) == ("memory", 2, 1)
+    assert lost.last_step > 20
+    assert lost.replayed <= lost.last_step - 20, "with no checkpoint in storage, all steps would have been lost"
+    assert newest(run).step == 528
+    assert_complete(run)
+    assert_audit_clean(program)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from hypothesis.stateful import (
 )
 
 import app.checkpoint.commit
-import app.checkpoint.memory
+import app.checkpoint.shared_memory
 import app.elastic.claim
 import app.run
 import app.storage.deadline
@@ -44,9 +44,12 @@ import app.storage.retry
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import read_file, upload
 from app.checkpoint.ledger import Ledger
-from app.checkpoint.memory import LoadedSnapshot, NodeMemory, find_snapshot
+from app.checkpoint.memory import NodeMemory
+from app.checkpoint.shared_memory import find_snapshot
+from app.checkpoint.slots import LoadedSnapshot
 from app.checkpoint.snapshot import Snapshot
-from app.elastic.claim import Machine, Start, begin_attempt
+from app.elastic.claim import Start, begin_attempt
+from app.elastic.copies import Machine
 from app.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
 from app.run import Run
 from app.run.attempts import (
@@ -270,7 +273,7 @@ class Protocol(RuleBasedStateMachine):
     def train(self, process: Process, owner: str, node: int) -> None:
         """One start of a worker group with one worker: as app/train/setup.py and app/train/loop.py have it."""
         run = Run(process.storage, RUN)
-        app.checkpoint.memory.SHARED_MEMORY = self.folder / str(node)
+        app.checkpoint.shared_memory.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location, str)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
@@ -496,7 +499,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.storage.base, "start_thread", run_inline)
     monkeypatch.setattr(app.storage.deadline, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
-    monkeypatch.setattr(app.checkpoint.memory, "SHARED_MEMORY", app.run.SHARED_MEMORY)  # changed by each start
+    monkeypatch.setattr(app.checkpoint.shared_memory, "SHARED_MEMORY", app.run.SHARED_MEMORY)  # changed by each start
 
 
 def explore(machine: type[Protocol], examples: int, **options: Any) -> None:

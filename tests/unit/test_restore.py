@@ -6,17 +6,22 @@ import importlib.util
 import pickle
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import app.elastic.restore
-from app.checkpoint.memory import MemorySnapshot
-from app.elastic.claim import Machine, Start, begin_attempt, choose_snapshot
+from app.checkpoint.node_parts import PartCopy
+from app.checkpoint.slots import MemorySnapshot
+from app.elastic.claim import Start, begin_attempt
+from app.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
 from app.elastic.receipts import first_incident, make_receipt
 from app.elastic.restore import State, choose_init, load_init, read_init
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
@@ -67,6 +72,74 @@ def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
     # From here on, step 9 of the first attempt is outside the lineage.
     found = begun(run, copy(1, 9))
     assert (found.attempt.step, found.snapshot) == (5, None)
+
+
+def part(number: int, of: int, step: int, file: str = "file") -> MemorySnapshot:
+    return replace(copy(1, step), part=number, parts=of, file=file)
+
+
+def holders(*nodes: tuple[MemorySnapshot, ...]) -> list[Machine]:
+    return [Machine("host", f"node-{rank}", None, [], parts) for rank, parts in enumerate(nodes)]
+
+
+OLD, NEW = [[part(number, 2, step) for number in range(2)] for step in (7, 9)]
+LEFT = [(*OLD, NEW[0]), (NEW[1],), (NEW[0],)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "damaged", "step", "ranks"),
+    [
+        pytest.param([(*OLD, NEW[0]), (OLD[1],)], [], 7, [0, 1], id="no part 1 of the newest"),
+        pytest.param(LEFT, [], 9, [0, 1], id="the newest"),
+        pytest.param(LEFT, [0], 9, [2, 1], id="a copy damaged, but there is another"),
+        pytest.param(LEFT, [0, 2], 7, [0, 0], id="both copies damaged"),
+        pytest.param(LEFT, [1], 7, [0, 0], id="the only copy damaged"),
+        pytest.param([(OLD[0], NEW[0]), (NEW[0],)], [], 5, [], id="nothing whole but storage"),
+    ],
+)
+def test_a_state_in_parts_counts_when_all_parts_are_there(
+    nodes: list[tuple[MemorySnapshot, ...]], damaged: list[int], step: int, ranks: list[int], run: Run
+) -> None:
+    """`damaged` are the ranks that find the newest so."""
+    commit(run, start(run, "me"), 5)
+
+    def read(parts: Sequence[PartCopy]) -> list[PartCopy]:
+        assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
+        return [each for each in parts if each.rank in damaged and each.held.step == 9]
+
+    found = begin_attempt(run, "me", Settings(global_batch_size=5), holders(*nodes), read_parts=read)
+    assert found
+    assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
+    assert found.attempt.metadata["tier"] == ("memory" if ranks else "storage")
+    assert [each.rank for each in found.parts] == ranks
+    assert {each.held.step for each in found.parts} <= {step}
+
+
+def test_the_newer_of_a_whole_state_and_one_in_parts_is_taken(run: Run) -> None:
+    attempts = [start(run, "me")]
+    for whole, expected in [(8, (1, 9, 1)), (9, (0, 9, 0)), (10, (0, 10, 0))]:
+        machines = [Machine("a", "a", copy(1, whole), []), Machine("b", "b", None, [], (part(0, 1, 9),))]
+        rank, held, parts = choose_copy(attempts, machines)
+        assert (rank, held and held.step, len(parts)) == expected
+
+
+@given(st.data(), st.integers(1, 4), st.lists(st.sampled_from("abc"), min_size=1, max_size=5))
+def test_the_newest_state_is_taken_of_which_every_part_is_left(
+    data: st.DataObject, parts: int, nodes: list[str]
+) -> None:
+    each = st.tuples(st.integers(1, 3), st.integers(0, parts - 1), st.sampled_from(nodes))
+    left = data.draw(st.sets(each, max_size=20))
+    machines = [
+        Machine(node, node, None, [], tuple(part(p, parts, s, f"{s}-{p}") for s, p, n in sorted(left) if n == node))
+        if nodes.index(node) == rank
+        else Machine(node, node, None, [])
+        for rank, node in enumerate(nodes)
+    ]
+    whole = [step for step in (1, 2, 3) if {p for s, p, _ in left if s == step} == set(range(parts))]
+    chosen = choose_parts([Attempt(1, "me", None, 0)], machines)
+    assert [each.held.part for each in chosen] == (list(range(parts)) if whole else [])
+    assert {each.held.step for each in chosen} == set(whole[-1:])
+    assert all((each.held.step, each.held.part, nodes[each.rank]) in left for each in chosen)
 
 
 def test_a_copy_of_a_superseded_attempt_is_left(run: Run) -> None:

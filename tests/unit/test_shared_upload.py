@@ -17,8 +17,8 @@ import app.checkpoint.shared_upload
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.files import load_state
 from app.checkpoint.layout import Layout, crc32_of, layout_from_json, layout_to_json, read_spans
-from app.checkpoint.memory import Slot
 from app.checkpoint.shared_upload import SharedWriter, ShareSender
+from app.checkpoint.slots import Slot
 from app.checkpoint.snapshot import Snapshot, in_buffer, size_of, tensors_in
 from app.data.order import Steps
 from app.data.source import EmptySource

@@ -19,10 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import app.checkpoint.memory
+import app.checkpoint.shared_memory
 import app.checkpoint.snapshot
 from app.checkpoint.manager import SnapshotInterval
-from app.checkpoint.memory import MOST_SLOTS, NodeMemory, Slot, as_bytes, find_heartbeats, find_snapshot
+from app.checkpoint.memory import MOST_SLOTS, NodeMemory
+from app.checkpoint.shared_memory import find_heartbeats, find_parts, find_snapshot
+from app.checkpoint.slots import Slot, as_bytes
 from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
 from app.run.attempts import checkpoint_name
 from app.run.checkpoints import Checkpoint
@@ -36,7 +38,7 @@ INPUTS = 2000 if settings().max_examples > 100 else 100
 
 @pytest.fixture(autouse=True)
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(app.checkpoint.memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(app.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -73,7 +75,7 @@ class Trainee:
             self.model,
             self.optimizer,
             {"step": step},
-            [(1, 1, step, [])],
+            {"ledger": [(1, 1, step, [])]},
             stepped={id(parameter) for parameter in self.model.parameters()},
             needed=for_storage,
             for_storage=for_storage,
@@ -277,7 +279,7 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
 
 
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.checkpoint.memory, "memory_left", lambda: 1000)
+    monkeypatch.setattr(app.checkpoint.shared_memory, "memory_left", lambda: 1000)
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
@@ -355,6 +357,78 @@ def test_memory_that_cuda_does_not_pin_is_told_of_once(monkeypatch: pytest.Monke
     assert "not pinned, and take longer: error 2: out of memory" in warning
 
 
+class Exchange:
+    """With the one neighbour that there is, who answers what it is told to."""
+
+    rank, world_size, cost_s = 1, 2, 0.0
+
+    def __init__(self) -> None:
+        self.answers: list[bool | RuntimeError] = []
+
+    def share(self, *_: Any) -> bool:
+        answer = self.answers.pop(0)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+
+class Part(Trainee):
+    """A trainee whose state is one of two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange: Any = Exchange()
+        self.snapshots = Snapshots(self.memory, self.exchange)
+
+    def copy(self, step: int, answer: bool | RuntimeError) -> set[int]:
+        """The steps of which this part is there then."""
+        self.exchange.answers.append(answer)
+        self.train()
+        assert self.take(step)
+        self.snapshots.wait_until_complete()
+        return {held.step for held in find_parts(RUN)}
+
+
+def test_a_part_stays_until_all_workers_have_a_newer_one() -> None:
+    part = Part()
+    assert part.copy(1, True) == {1}
+    for step in (2, 3, 4):
+        assert part.copy(step, False) == {1, step}, "others have 1, but maybe no newer one"
+    assert part.copy(5, True) == {1, 5}
+    assert part.copy(6, True) == {5, 6}
+    assert {(held.part, held.parts) for held in find_parts(RUN)} == {(1, 2)}
+    assert find_snapshot(RUN) is None, "a part is no state"
+    [lost, regained] = part.warnings
+    assert "the copy at step 2 is not kept in shared memory: a worker could not keep its part" in lost
+    assert regained == "copies in shared memory go on at step 5"
+
+
+def test_without_its_neighbour_a_worker_makes_no_more_copies_and_keeps_those_there_are() -> None:
+    part = Part()
+    part.copy(1, True)
+    assert part.copy(2, RuntimeError("Connection closed by peer")) == {1, 2}
+    assert not part.memory.shared
+    [warning] = part.warnings
+    assert "parts cannot be exchanged: Connection closed by peer" in warning
+    snapshot = part.take(3, for_storage=True)
+    assert snapshot
+    snapshot.copied.result()
+    assert 1 in {held.step for held in find_parts(RUN)}
+
+
+def test_the_next_process_keeps_the_parts_that_the_group_goes_on_from() -> None:
+    part = Part()
+    for step in (1, 2, 3):
+        part.copy(step, True)
+    part.die()
+    later = Part()
+    assert {held.step for held in find_parts(RUN)} == {2, 3}, "of the newest, another worker may have none"
+    later.memory.keep(checkpoint_name(2, 1))
+    assert {held.step for held in find_parts(RUN)} == {2}
+    assert later.copy(4, False) == {2, 4}
+    assert later.copy(5, True) == {5}
+
+
 @pytest.mark.parametrize("kind", ["another user's", "a link"])
 def test_another_users_directory_is_never_used(kind: str, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anybody may make a directory of that name, and put a copy of weights there."""
@@ -398,7 +472,7 @@ def test_heartbeats_outlive_the_process() -> None:
 
 
 def _train_and_kill_yourself(root: str) -> None:
-    app.checkpoint.memory.SHARED_MEMORY = Path(root)
+    app.checkpoint.shared_memory.SHARED_MEMORY = Path(root)
     trainee = Trainee()
     trainee.train()
     trainee.take(7)

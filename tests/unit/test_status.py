@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from app.driver import report_result
-from app.elastic.claim import Machine, begin_attempt
+from app.elastic.claim import begin_attempt
+from app.elastic.copies import Machine
 from app.errors import StorageError, SupersededError, TrackingError
 from app.predict.held_out import keep_predictions
 from app.run import Run, open_run

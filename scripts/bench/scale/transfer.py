@@ -28,8 +28,8 @@ from unittest.mock import patch
 import torch
 
 from app.checkpoint.files import write_whole
-from app.checkpoint.memory import Slot
 from app.checkpoint.node_state import NodeState
+from app.checkpoint.slots import Slot
 from app.checkpoint.snapshot import Snapshot
 from app.run import Run
 from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts

@@ -1,0 +1,133 @@
+"""Each part of a sharded state is on two nodes, or it counts as being on none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import app.checkpoint.neighbours
+from app.checkpoint.neighbours import PartExchange, find_keepers
+from app.checkpoint.slots import MemorySnapshot, Slot, list_snapshots
+from app.run.attempts import checkpoint_name
+from app.run.checkpoints import Checkpoint
+from tests.harness.process_group import in_processes
+
+SIZES = [2500, 700, 1000]
+"""Of the parts, in bytes; a message has a thousand at most."""
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_the_loss_of_any_node_takes_no_part_along(nodes: list[str]) -> None:
+    keepers = find_keepers(nodes)
+    for lost in set(nodes) if len(set(nodes)) > 1 else ():
+        for rank, keeper in enumerate(keepers):
+            assert nodes[rank] != lost or nodes[keeper] != lost
+    if len(set(nodes)) == 1:
+        assert keepers == list(range(len(nodes)))
+
+
+def test_neighbours_spread_over_the_ranks_of_a_node() -> None:
+    assert find_keepers(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert find_keepers(["a", "b", "b", "b"]) == [1, 0, 0, 0]
+
+
+class Worker:
+    """One of three, each on a node of its own, whose `rank` has room for a neighbour's part, or none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank, self.room = dist.get_rank(), True
+        self.folder = folder / str(self.rank)
+        self.folder.mkdir()
+        self.exchange = PartExchange(["a", "b", "c"], self.make_slot)
+        self.slots = [Slot(SIZES[self.rank], self.folder / f"slot-{number}.data") for number in range(2)]
+
+    def make_slot(self, size: int, taken: list[Slot]) -> Slot:
+        if not self.room:
+            raise OSError("no room")
+        return Slot(size, self.folder / f"ward-{len(taken)}.data")
+
+    def share(self, step: int, own: bool = True) -> bool:
+        slot = self.slots[step % 2]
+        slot.unmark()
+        slot.map[:] = bytes([16 * step + self.rank]) * slot.size
+        manifest, rest = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"rest {self.rank}".encode()
+        return self.exchange.share(slot, slot.mark(manifest, rest, self.rank, 3) if own else None, rest)
+
+    def held(self) -> set[tuple[int, int, int, str]]:
+        """Step, part, the value of its bytes, and what is beside them."""
+
+        def describe(held: MemorySnapshot) -> tuple[int, int, int, str]:
+            [value] = set(content := Path(held.file).read_bytes())
+            assert len(content) == SIZES[held.part]
+            return held.step, held.part, value, Path(held.file).with_suffix(".rest").read_text()
+
+        return {describe(held) for held in list_snapshots(self.folder)}
+
+
+def expected(step: int, *parts: int) -> set[tuple[int, int, int, str]]:
+    return {(step, part, 16 * step + part, f"rest {part}") for part in parts}
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.checkpoint.neighbours, "CHUNK", 1000)
+
+
+def test_a_copy_counts_when_all_parts_are_where_they_should_be(tmp_path: Path, small_messages: None) -> None:
+    def act(group: Any) -> None:
+        worker = Worker(tmp_path)
+        rank, ward = worker.rank, (worker.rank - 1) % 3
+        worker.room = rank != 2
+        assert not worker.share(1), "rank 2 has no room"
+        assert worker.held() == expected(1, rank)
+        worker.room = True
+        assert worker.share(2)
+        assert worker.held() == expected(2, rank, ward) | expected(1, rank)
+        assert not worker.share(3, own=rank != 0), "rank 0 could not mark its own"
+        assert worker.held() >= expected(2, rank, ward)
+        assert worker.share(4)
+        assert worker.share(5)
+        assert worker.held() == expected(5, rank, ward) | expected(4, rank, ward)
+        assert worker.exchange.copies == 4
+
+    in_processes(tmp_path, 3, act)
+
+
+def test_a_neighbour_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_path: Path) -> None:
+    def act(group: Any) -> str:
+        worker = Worker(tmp_path)
+        assert worker.share(1)
+        if worker.rank == 1:
+            return "died"
+        with pytest.raises(RuntimeError):
+            worker.share(2)
+        assert worker.held() >= expected(1, worker.rank, (worker.rank - 1) % 3)
+        return "ended"
+
+    assert in_processes(tmp_path, 3, act) == ["ended", "died", "ended"]
+
+
+def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt = Slot.adopt
+
+    def spoil(slot: Slot, snapshot: MemorySnapshot, rest: bytes) -> None:
+        if (snapshot.part, snapshot.step) == (0, 2):
+            slot.map[5:6] = b"x"
+        adopt(slot, snapshot, rest)
+
+    monkeypatch.setattr(Slot, "adopt", spoil)
+
+    def act(group: Any) -> None:
+        worker = Worker(tmp_path)
+        ward = (worker.rank - 1) % 3
+        assert worker.share(1)
+        assert not worker.share(2)
+        assert worker.held() >= expected(1, worker.rank, ward)
+        assert (worker.held() >= expected(2, ward)) == (ward != 0)
+
+    in_processes(tmp_path, 3, act)
