@@ -20,7 +20,7 @@ from app.elastic.restore import State
 from app.parallel import StepActions, StepConsensus
 from app.plan import Plan
 from app.run import open_run
-from app.run.attempts import lineage
+from app.run.attempts import Attempt, lineage
 from app.run.history import Journal, newest_record, read_journal
 from app.run.incidents import Cause, read_receipts
 from app.run.ranks import each_rank_record
@@ -29,7 +29,7 @@ from app.settings import Settings
 from app.train.reporter import Reporter
 from app.train.step import after_step
 from app.train.worker import Worker
-from tests.harness.runs import begin, start
+from tests.harness.runs import begin, consumed, record_audit, start
 
 
 def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
@@ -42,6 +42,8 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     monkeypatch.setattr(app.train.reporter.ray, "get", lambda *_, **__: incident | {"world_before": 0, "paused_s": 0.0})
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
+    for first in (1, 4):  # left unmerged by one before it
+        record_audit(run, Attempt(0, "job", None, 0), consumed(first, first + 2))
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
     begun = Start(attempt, [], None, None, 0, {0: "node"}, [], [], None)
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
@@ -82,3 +84,4 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     status = read_status(run)
     assert status is not None
     assert (status.step, status.loss) == (12, 11.0)
+    assert len(run.storage.list(run.key("audit"))) == 1
