@@ -4,7 +4,7 @@ training thread   `save` lists the state's tensors and goes on; `wait_for_copy` 
 copy thread       copies the tensors to the node's shared memory (snapshot.py, memory.py)
 seal thread       marks the copy there as complete, with its checksum; under FSDP another node gets it (neighbours.py)
 commit thread     uploads the copy, verifies it and writes the manifest (commit.py; files.py for a whole state,
-                  sharded.py for one worker's part of it)
+                  shared_upload.py for one that all nodes upload, sharded.py for one worker's part of it)
 """
 
 import dataclasses
@@ -51,8 +51,9 @@ COPIES_MEASURED = 3
 class CheckpointManager:
     """Saves the state of a worker group; every worker has one.
 
-    Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy. Under
-    FSDP each copies and commits its part. Workers call `save` and `close` together.
+    Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy, of
+    which the others upload a share. Under FSDP each copies and commits its part. Workers call `save` and `close`
+    together.
     """
 
     def __init__(
