@@ -3,6 +3,8 @@
 ray._private.state.state.get_draining_nodes   which nodes are preempted, and until when: no public API tells
 ray._private.state.actors                     whether a Ray Train controller lives: the public ray.util.state asks the
                                               dashboard, which local sessions do not have
+ray._raylet.PlacementGroupID                  to give back what a failed controller had reserved: the public API removes
+                                              only groups that one has made oneself
 ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes worker groups; ours counts neither
                                               preempted nor unreachable nodes
 """
@@ -52,6 +54,29 @@ def draining_nodes() -> dict[str, float | None]:
         _warn_once(f"losing a node that was told to go costs steps: this Ray does not tell which those are ({error})")
         return {}
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}
+
+
+def reserved_groups() -> set[str]:
+    """The ids of this job's placement groups; none in an actor, as its job may have other trainings."""
+    context = ray.get_runtime_context()
+    if context.get_actor_id():
+        return set()
+    # An id ends with that of its job.
+    ids = (
+        group["placement_group_id"]
+        for group in ray.util.placement_group_table().values()
+        if group["state"] != "REMOVED"
+    )
+    return {id for id in ids if id.endswith(context.get_job_id())}
+
+
+def give_back(groups: set[str]) -> None:
+    """Remove placement groups, by their ids, with whatever still runs in them."""
+    from ray._raylet import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    for group in groups:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
 def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:

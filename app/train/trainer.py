@@ -19,7 +19,7 @@ from app.errors import SunspotError
 from app.observe.progress import shown_progress
 from app.observe.prometheus import exported_run
 from app.plan import Plan, Resources, choose_resources
-from app.ray_internals import install_coordinator, reachable_nodes
+from app.ray_internals import give_back, install_coordinator, reachable_nodes, reserved_groups
 from app.ray_session import ray_session
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts
@@ -71,6 +71,7 @@ def fit(
     failure: Exception | None = None
     with ray_session():
         for attempt in range(1, DRIVER_TRIES + 1):
+            reserved = reserved_groups()
             try:
                 failure = None
                 fit_once(plan, run, owner, driver, stop_request, incident)
@@ -81,6 +82,8 @@ def fit(
                         f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
                     )
                     time.sleep(DRIVER_BACKOFF_S * attempt)
+                    # One that fails while it ends its workers leaves their places reserved: no new group would start.
+                    give_back(reserved_groups() - reserved)
                     incident = {"cause": Cause.DRIVER_LOST, "detail": "Ray's controller failed"}
                     continue
             except TrainingFailedError as error:

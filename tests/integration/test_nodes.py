@@ -15,7 +15,7 @@ from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinato
 from app import ray_internals
 from app.elastic import nodes as elastic_nodes
 from app.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
-from app.ray_internals import COORDINATOR, draining_nodes, install_coordinator
+from app.ray_internals import COORDINATOR, draining_nodes, give_back, install_coordinator, reserved_groups
 from app.run.incidents import Cause
 from app.settings import Workers
 from tests.harness.nodes import start_node
@@ -330,3 +330,26 @@ def test_a_ray_with_other_internals_is_no_obstacle(
     assert draining_nodes() == {}
     assert capsys.readouterr().out.count("warning: ") == 2, "one for each of the two uses"
     remove_coordinator()
+
+
+def test_what_a_failed_controller_had_reserved_is_given_back(ray_address: str) -> None:
+    @ray.remote(num_cpus=0)
+    class Controller:
+        def reserve(self) -> None:
+            ray.get(ray.util.placement_group([{"CPU": 1}] * 3).ready())
+
+        def seen(self) -> set[str]:
+            return reserved_groups()
+
+    before = reserved_groups()
+    controller = Controller.remote()
+    ray.get(controller.reserve.remote())
+    assert ray.get(controller.seen.remote()) == set(), "in an actor, they may be another trial's"
+    ray.kill(controller)
+    time.sleep(1)
+    [left] = reserved_groups() - before
+    give_back({left})
+    again = ray.util.placement_group([{"CPU": 1}] * 3)
+    ray.get(again.ready(), timeout=20)
+    assert reserved_groups() - before == {again.id.hex()}
+    give_back({again.id.hex()})
