@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format bench image wheel smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format bench bench-gpu image wheel smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -51,6 +51,9 @@ format: .venv/dev  ## put the code into its one form
 
 bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
 	@$(SETTINGS) $(BIN)/python -m scripts.bench
+
+bench-gpu: .venv/dev  ## the figures of one GPU, each printed as soon as it is known; ON=cpu tries it out
+	@$(BIN)/python -m scripts.bench.gpu $(if $(ON),--device $(ON))
 
 image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightning and tracking: EXTRAS=1
 	docker build --build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) -f docker/Dockerfile -t $(IMAGE) .

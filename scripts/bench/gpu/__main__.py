@@ -1,0 +1,49 @@
+"""Run the subjects one after the other; one that fails, or lacks a package, is named and does not end the others."""
+
+import argparse
+import importlib
+import logging
+import os
+import platform
+import sys
+import time
+import traceback
+import warnings
+from importlib.util import find_spec
+
+import torch
+
+NEEDED = ("ray", "pyarrow", "pydantic")
+
+SUBJECTS = {"ceilings": (), "syncs": NEEDED, "recovery": NEEDED, "checkpoints": NEEDED, "steps": NEEDED}
+"""Each a module of this package, with the packages it needs beside torch; the longest comes last."""
+
+
+def main() -> int:
+    """Measure; 1 if a subject failed."""
+    parser = argparse.ArgumentParser("bench-gpu", description=__doc__)
+    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], help="default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    began, failed = time.monotonic(), False
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
+    print(f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}", flush=True)
+    for subject in arguments.subjects or SUBJECTS:
+        if missing := [package for package in SUBJECTS[subject] if not find_spec(package)]:
+            print(f"\n{subject}: left out, as {', '.join(missing)} cannot be imported", flush=True)
+            failed = True
+            continue
+        print(f"\n{subject} ({time.monotonic() - began:.0f} s)", flush=True)
+        try:
+            importlib.import_module(f"scripts.bench.gpu.{subject}").measure(torch.device(arguments.device))
+        except Exception:  # the figures of the others are worth having
+            traceback.print_exc(file=sys.stdout)
+            failed = True
+    print(f"\n{time.monotonic() - began:.0f} s in all", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")  # of PyTorch's own checkpoints
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The step beside plain PyTorch of the same batch, in alternating pairs, and what each option brings."""
+
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from app.ray_session import ray_session
+from scripts.bench.gpu.ceilings import matrix_rate
+from scripts.bench.gpu.workloads import Workload, ours, plain, workloads
+
+PAIRS = 3
+
+LADDER = {"fp32": {"PRECISION": "fp32"}, "bf16": {"PRECISION": "bf16"}}
+"""Settings, each with what was before."""
+
+
+def measure(device: torch.device) -> None:
+    """Print a line for each workload, then one for each rung of the ladder."""
+    ceiling = matrix_rate(device, torch.bfloat16)
+    with ray_session():
+        for workload in workloads(device):
+            precision = "bf16" if workload.tokens else "fp32"
+            pairs = [
+                (plain(workload, device, precision), ours(workload, device, PRECISION=precision)) for _ in range(PAIRS)
+            ]
+            theirs, mine = (median(pair[side] for pair in pairs) for side in (0, 1))
+            ratios = sorted(b / a for a, b in pairs)
+            print(
+                f"{workload.name:30} {precision}  plain {theirs:8.3f} ms  ours {mine:8.3f} ms  "
+                f"{median(ratios):.3f}x ({ratios[0]:.3f} to {ratios[-1]:.3f})  "
+                f"{workload.rate(mine):,.0f} {workload.rate_unit}{utilization(workload, mine, ceiling)}",
+                flush=True,
+            )
+        for workload in workloads(device):
+            fewer = replace(workload, steps=min(workload.steps, 400))
+            steps = {name: ours(fewer, device, **chosen) for name, chosen in LADDER.items()}
+            rungs = ", ".join(f"{name} {step_ms:.3f} ms" for name, step_ms in steps.items())
+            print(f"{workload.name:30} {rungs}", flush=True)
+
+
+def utilization(workload: Workload, step_ms: float, ceiling: float) -> str:
+    """The share of the measured matrix rate, counting 6 operations a weight and token, and 12 x layers x width x
+    context a token for attention (Chowdhery et al., PaLM, 2022, appendix B); empty for images.
+    """
+    if not workload.tokens:
+        return ""
+    layers, width, context = (int(workload.args[name]) for name in ("layers", "width", "context"))
+    weights = 12 * layers * width**2 + (context + 256) * width
+    operations = workload.rate(step_ms) * (6 * weights + 12 * layers * width * context)
+    return f"  {operations / ceiling:.1%} of the bf16 product"

@@ -1,0 +1,155 @@
+"""The models that are measured, trained by the product and by a plain loop on the same rows."""
+
+import io
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from app.data.text import REFERENCE, read_text
+from app.data.torch_loader import load_rows
+from app.plan import make_plan
+from app.run import open_run
+from app.run.attempts import new_owner
+from app.run.history import read_journal
+from app.settings import Settings, load_settings
+from app.tasks import load_task
+from app.train.trainer import fit
+
+WARM_UP_S = 3.0
+"""Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A task at one batch size."""
+
+    name: str
+    task: str
+    batch: int
+    steps: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+    "Of a row; 0: rows are images."
+
+    def settings(self, storage: str, data: str, device: torch.device, **more: str) -> Settings:
+        """One worker, no checkpoint before the end, a record four times a second."""
+        return load_settings(
+            {
+                "TASK": self.task,
+                "TASK_ARGS": json.dumps(self.args),
+                "DATASET": dataset(self, data),
+                "STORAGE_PATH": storage,
+                "NUM_WORKERS": "1",
+                "USE_GPU": str(device.type == "cuda").lower(),
+                "GLOBAL_BATCH_SIZE": str(self.batch),
+                "MAX_STEPS": str(self.steps),
+                "CHECKPOINT_EVERY_S": "0",
+                "REPORT_EVERY_S": "0.25",
+                "PREDICT_ROWS": "0",
+                **more,
+            }
+        )
+
+    @property
+    def rate_unit(self) -> str:
+        return "tokens/s" if self.tokens else "rows/s"
+
+    def rate(self, step_ms: float) -> float:
+        """Tokens or rows a second."""
+        return 1000 * self.batch * (self.tokens or 1) / step_ms
+
+
+def workloads(device: torch.device) -> list[Workload]:
+    """ResNet-18 on digits, and a GPT of the size of GPT-2 small with a vocabulary of bytes, hence more layers."""
+    if device.type != "cuda":
+        small = {"layers": 2, "width": 64, "heads": 2, "context": 64}
+        return [
+            Workload("ResNet-18, 32", "app.tasks.mnist", 32, 60),
+            Workload("GPT, 0.1 M", "app.tasks.gpt", 8, 300, small, 64),
+        ]
+    gpt = {"layers": 17, "width": 768, "heads": 12, "context": 1024}
+    return [
+        Workload("ResNet-18, 128", "app.tasks.mnist", 128, 1500),
+        Workload("ResNet-18, 1,024", "app.tasks.mnist", 1024, 600),
+        Workload("ResNet-18, 4,096", "app.tasks.mnist", 4096, 200),
+        Workload("GPT, 121 M, 2 x 1,024 tokens", "app.tasks.gpt", 2, 400, gpt, 1024),
+        Workload("GPT, 121 M, 32 x 1,024 tokens", "app.tasks.gpt", 32, 60, gpt, 1024),
+    ]
+
+
+@contextmanager
+def folders() -> Iterator[tuple[str, str]]:
+    """Empty folders for storage and for data."""
+    with tempfile.TemporaryDirectory() as root:
+        yield f"{root}/storage", f"{root}/data"
+
+
+def dataset(workload: Workload, data: str) -> str:
+    """A dataset of exactly one epoch of the workload: an evaluation or a second epoch would be measured, too."""
+    Path(data).mkdir(exist_ok=True)
+    if workload.tokens:
+        path = Path(data, f"{workload.batch}.txt")
+        text = read_text(REFERENCE)
+        wanted = int(workload.batch * workload.steps * workload.tokens * 1.2)
+        path.write_bytes((text * (1 + wanted // len(text)))[:wanted])
+        return str(path)
+    path = Path(data, f"{workload.batch}.parquet")
+    if not path.exists():
+        table = pq.read_table(Path(__file__).parents[3] / "app" / "data" / "sample.parquet")
+        rows = workload.batch * workload.steps
+        pq.write_table(pa.concat_tables([table] * (1 + rows // len(table))).slice(0, rows), path, row_group_size=8192)
+    return str(path)
+
+
+def ours(workload: Workload, device: torch.device, **more: str) -> float:
+    """Milliseconds of a step of a run, from its first record after the warm-up to its last."""
+    with folders() as (storage, data):
+        settings = workload.settings(storage, data, device, **more)
+        plan = make_plan(settings, load_task(settings))
+        run = open_run(storage, settings.run_name)
+        with redirect_stdout(io.StringIO()):
+            fit(plan, run, new_owner(run, ""))
+        records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]
+    warm = [record for record in records if record["time"] > records[0]["time"] + WARM_UP_S]
+    first, last = (warm or records)[0], records[-1]
+    return 1000 * (last["time"] - first["time"]) / (last["step"] - first["step"])
+
+
+def plain(workload: Workload, device: torch.device, precision: str) -> float:
+    """Milliseconds of a step of the loop anyone would write first, with all rows on the device already."""
+    with folders() as (storage, data):
+        settings = workload.settings(storage, data, device)
+        task = load_task(settings)
+        plan = make_plan(settings, task)
+        rows = {name: column.to(device) for name, column in load_rows(plan.source).items()}
+    model = task.build_model(settings, plan.source).to(device)
+    optimizer = task.build_optimizer(model, settings)
+    order = torch.randperm(plan.steps.rows, device=device)
+    begins: list[tuple[int, float]] = []
+    for step in range(workload.steps):
+        chosen = order[step * workload.batch : (step + 1) * workload.batch]
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            losses, _ = task.loss(model, {name: column[chosen] for name, column in rows.items()})
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            synchronize(device)
+            begins.append((step, time.perf_counter()))
+    warm = [mark for mark in begins if mark[1] > begins[0][1] + WARM_UP_S]
+    (first, began), (last, ended) = (warm or begins)[0], begins[-1]
+    return 1000 * (ended - began) / (last - first)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
