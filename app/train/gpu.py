@@ -5,8 +5,8 @@ import runpy
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
-from app.errors import shorten
-from app.storage.probe import Check, Result
+from app.errors import SunspotError, shorten
+from app.storage.probe import Check, Result, failure
 
 LEAST_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver for each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""
@@ -51,8 +51,7 @@ def try_gpu() -> Check:
     """Multiply matrices on the GPU and compare with what must come out."""
     name = "GPU"
     if problem := find_gpu_problem():
-        said, _, fix = problem.rpartition("; ")
-        return Check(name, Result.FAILED, said or fix, fix if said else "")
+        return failure(name, SunspotError(problem))
     import torch  # takes seconds, and what is above none
 
     try:

@@ -16,7 +16,7 @@ from app.formatting import in_words
 from app.storage.probe import Check, Result
 from submitter.cluster.api import Cluster, UnreachableError
 from submitter.cluster.views import pod_view
-from submitter.manifest.pods import RUN_LABEL, ray_container
+from submitter.manifest.pods import RUN_LABEL
 from submitter.manifest.render import Rendered
 from submitter.output import warn
 
@@ -65,7 +65,7 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     pod = template["spec"]
     pod |= {"restartPolicy": "Never", "activeDeadlineSeconds": int(WITHIN_S), "terminationGracePeriodSeconds": 1}
     pod.pop("topologySpreadConstraints", None)  # it counts the pods of the run
-    container = ray_container(group | {"template": template})
+    container = pod["containers"][0]
     pod["containers"] = [container]  # others would keep the pod from ending
     gpu = ["--gpu"] if int(group.get("resources", {}).get("GPU", 0)) else []
     container |= {

@@ -47,7 +47,11 @@ def seconds(act: Callable[[], object], device: torch.device) -> float:
     for _ in range(3 + REPEATS):
         began = time.perf_counter()
         act()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return median(times[3:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

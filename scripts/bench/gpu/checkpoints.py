@@ -23,7 +23,7 @@ from app.plan import Plan
 from app.run import open_run
 from app.run.attempts import Attempt, claim, read_attempts
 from app.settings import Settings
-from scripts.bench.gpu.workloads import synchronize
+from scripts.bench.gpu.ceilings import synchronize
 
 SAVES = 4
 """Of each way; the first allocates and is left out."""

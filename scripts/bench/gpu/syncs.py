@@ -1,9 +1,7 @@
 """Where the host waits for the GPU during steps, counted by PyTorch's own synchronization warnings."""
 
-import io
 import tempfile
 from collections import Counter
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +21,7 @@ def measure(device: torch.device) -> None:
             out = Path(folder, "waits")
             args = {**workload.args, "counted_task": workload.task, "waits": str(out)}
             counted = replace(workload, task="scripts.bench.gpu.counted_task", args=args, steps=200)
-            with redirect_stdout(io.StringIO()):
-                ours(counted, device, REPORT_EVERY_S="3600", SNAPSHOT_COST="0")
+            ours(counted, device, REPORT_EVERY_S="3600", SNAPSHOT_COST="0")
             waits = Counter(out.read_text().splitlines())
             print(f"{workload.name}: {sum(waits.values()) / counted.steps:.2f} waits a step", flush=True)
             for place, times in waits.most_common(8):

@@ -23,6 +23,7 @@ from app.run.history import read_journal
 from app.settings import Settings, load_settings
 from app.tasks import load_task
 from app.train.trainer import fit
+from scripts.bench.gpu.ceilings import synchronize
 
 WARM_UP_S = 3.0
 """Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
@@ -148,8 +149,3 @@ def plain(workload: Workload, device: torch.device, precision: str) -> float:
     warm = [mark for mark in begins if mark[1] > begins[0][1] + WARM_UP_S]
     (first, began), (last, ended) = (warm or begins)[0], begins[-1]
     return 1000 * (ended - began) / (last - first)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
