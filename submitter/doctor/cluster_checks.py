@@ -20,6 +20,9 @@ OPERATOR = "app.kubernetes.io/component=kuberay-operator"
 
 LEAST_OPERATOR = (1, 7)
 
+STATUS_TIMEOUT, DEFAULT_STATUS_TIMEOUT_S = "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", 300
+"""The operator's variable for how long a head may not answer, and what holds without it (`utils/constant.go`)."""
+
 LEVEL = "pod-security.kubernetes.io/enforce"
 
 
@@ -75,13 +78,29 @@ def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         fix = "install it, or see why it does not run; one with other labels has to be let in by k8s/base/network.yaml"
         yield Check(name, Result.WARNING, f"no pod labelled {OPERATOR} runs in any namespace", fix)
         return
-    image = running[0]["spec"]["containers"][0]["image"]
+    container = running[0]["spec"]["containers"][0]
+    image = container["image"]
     where = f"{image} in namespace {running[0]['metadata'].get('namespace', '')}"
     found = re.search(r":v?(\d+)\.(\d+)", image)
     if found and (int(found[1]), int(found[2])) < LEAST_OPERATOR:
         yield Check(name, Result.WARNING, where, "upgrade it: what is rendered is for 1.7 or later")
     else:
         yield Check(name, Result.OK, where)
+    yield _check_status_timeout(container, rendered)
+
+
+def _check_status_timeout(operator: dict[str, Any], rendered: Rendered) -> Check:
+    """Whether a lost head has the time that the profile gives a new one: after it, no retry is left."""
+    name = "time for a new head"
+    said = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
+    limit_s = int(said) if said.isdecimal() and int(said) else DEFAULT_STATUS_TIMEOUT_S
+    needed_s = rendered.manifest["spec"]["preRunningDeadlineSeconds"]
+    seen = f"KubeRay gives up a run whose head has not answered for {limit_s} s, for good"
+    if limit_s >= needed_s:
+        return Check(name, Result.OK, seen)
+    seen += f"; with its node and image, a new head may take {needed_s} s (preRunningDeadlineSeconds)"
+    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}; else such a run has to be started again"
+    return Check(name, Result.WARNING, seen, fix)
 
 
 def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:

@@ -61,7 +61,8 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     operator = pod("kuberay-operator", "")
     operator["metadata"]["namespace"] = "ray"
-    operator["spec"]["containers"] = [{"image": "quay.io/kuberay/operator:v1.7.0"}]
+    patient = {"name": "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", "value": "600"}
+    operator["spec"]["containers"] = [{"image": "quay.io/kuberay/operator:v1.7.0", "env": [patient]}]
     cluster.documents = {
         "/version": {"gitVersion": "v1.34.4"},
         CORE: {"metadata": {"name": "sunspot", "labels": labels}},
@@ -98,6 +99,7 @@ def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
     assert set(found) == {
         *("API server", "KubeRay", "KubeRay operator", "namespace", "permissions", "Secret sunspot-storage"),
         *("ServiceAccount sunspot-train", "NetworkPolicy", "PodDisruptionBudget", "manifest", "nodes for head"),
+        "time for a new head",
         *("nodes for workers", "quota", "storage access", "storage latency", "clock", "storage throughput", "versions"),
         "unfinished uploads",
     }
@@ -109,7 +111,7 @@ def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
     assert s3.leftover_uploads(sunspot.run.storage.bucket) == []  # type: ignore[attr-defined]
     assert sunspot("doctor") == 0
     assert "ok       API server: http://127.0.0.1" in sunspot.out
-    assert "ready for a run: 19 checks, 0 with a warning" in sunspot.out
+    assert "ready for a run: 20 checks, 0 with a warning" in sunspot.out
 
 
 def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeCluster) -> None:
@@ -145,6 +147,15 @@ def make_old(cluster: FakeCluster) -> None:
     operator["spec"]["containers"][0]["image"] = "quay.io/kuberay/operator:v1.6.2"
 
 
+def set_status_timeout(value: str | None) -> Any:
+    def act(cluster: FakeCluster) -> None:
+        [operator] = cluster.documents["/api/v1/pods"]["items"]
+        env = [] if value is None else [{"name": "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", "value": value}]
+        operator["spec"]["containers"][0]["env"] = env
+
+    return act
+
+
 def fill_quota(used: str, hard: str) -> Any:
     def act(cluster: FakeCluster) -> None:
         status = {"hard": {"requests.memory": hard, "requests.nvidia.com/gpu": "0"}, "used": {"requests.memory": used}}
@@ -166,6 +177,21 @@ def fill_quota(used: str, hard: str) -> Any:
             "has to be let in",
         ),
         ("KubeRay operator", make_old, "warning", "operator:v1.6.2", "upgrade it"),
+        (
+            "time for a new head",
+            set_status_timeout(None),
+            "warning",
+            "not answered for 300 s, for good; with its node and image, a new head may take 600 s",
+            "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS=600",
+        ),
+        (
+            "time for a new head",
+            set_status_timeout("soon"),
+            "warning",
+            "for 300 s, for good",
+            "the operator's container",
+        ),
+        ("time for a new head", set_status_timeout("1800"), "ok", "for 1800 s, for good", ""),
         ("KubeRay operator", lambda c: c.forbidden.add("/api/v1/pods"), "warning", "may not see", "owns the cluster"),
         (
             "namespace",
@@ -339,7 +365,7 @@ def test_a_bucket_that_refuses_or_is_not_there(sunspot: Command, fit: FakeCluste
     assert "AccessDenied" in found["storage"]["seen"]
     assert "s3:PutObject" in found["storage"]["fix"]
     assert found["manifest"]["result"] == "ok"
-    assert "not ready for a run: 1 of 14 checks failed (storage first)" in sunspot.err
+    assert "not ready for a run: 1 of 15 checks failed (storage first)" in sunspot.err
 
 
 def test_a_server_without_conditional_writes(sunspot: Command, fit: FakeCluster, s3_proxy: FaultProxy) -> None:
@@ -457,7 +483,7 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
     manifest = render("gke-spot", {"RUN_NAME": "run", "STORAGE_PATH": "s3://b/p"}, image="i:1").manifest
     head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
     assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
-    assert {toleration["key"] for toleration in worker["tolerations"]} == {
+    assert {toleration["key"] for toleration in worker["tolerations"] if "tolerationSeconds" not in toleration} == {
         "cloud.google.com/gke-spot",
         "nvidia.com/gpu",
     }

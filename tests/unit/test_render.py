@@ -67,6 +67,12 @@ backoff_limit: 5
 """
 """A user's own profile with every key that a shipped one does not have."""
 
+OF_LOST_NODES = [
+    {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    for key in ("not-ready", "unreachable")
+]
+"""What every pod tolerates: a node that does not answer, for that long."""
+
 
 def load(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = yaml.safe_load(path.read_text())
@@ -492,7 +498,13 @@ def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
     required = head["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     expressions = [term["matchExpressions"] for term in required["nodeSelectorTerms"]]
     assert expressions == [[{"key": spot.label, "operator": "NotIn", "values": [spot.value]}]]
-    assert "tolerations" not in head
+    assert head["tolerations"] == OF_LOST_NODES
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_pods_of_a_node_that_does_not_answer_go_soon(profile: str) -> None:
+    for pod in pods_of(render(profile, {})):
+        assert pod["tolerations"][:2] == OF_LOST_NODES
 
 
 @pytest.mark.parametrize("profile", GPU_PROFILES)
@@ -571,7 +583,7 @@ def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
         assert group["template"]["metadata"]["annotations"]["example.com/owner"] == "me"
     head, workers, data = pods_of(full)
     assert head["nodeSelector"] == {"pool": "cpu"}
-    assert head["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+    assert head["tolerations"] == [*OF_LOST_NODES, {"key": "dedicated", "operator": "Exists"}]
     assert head["containers"][0]["resources"]["limits"]["memory"] == "16Gi"
     assert workers["nodeSelector"] == {
         "cloud.google.com/gke-spot": "true",
