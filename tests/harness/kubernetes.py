@@ -18,6 +18,23 @@ import pytest
 JOBS = "/apis/ray.io/v1/namespaces/sunspot/rayjobs"
 CORE = "/api/v1/namespaces/sunspot"
 
+DEPLOYMENT_STATUSES = (
+    "",
+    "Initializing",
+    "Waiting",
+    "Running",
+    "Complete",
+    "Failed",
+    "ValidationFailed",
+    "Suspending",
+    "Suspended",
+    "Retrying",
+)
+"""What a RayJob's `jobDeploymentStatus` may be (KubeRay 1.7), in any combination with:"""
+
+JOB_STATUSES = ("", "PENDING", "RUNNING", "STOPPED", "SUCCEEDED", "FAILED")
+"""its `jobStatus`."""
+
 Fault = Callable[["_Handler"], None]
 """Meets a request in the server's place."""
 

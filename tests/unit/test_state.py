@@ -12,23 +12,10 @@ import pytest
 from app.run.status import RunState, Status
 from submitter.cluster.state import judge
 from submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
-from tests.harness.kubernetes import pod, rayjob, timestamp
+from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, timestamp
 
 NOW = time.time()
 CREATED = NOW - 300
-DEPLOYMENT = (
-    "",
-    "Initializing",
-    "Waiting",
-    "Running",
-    "Complete",
-    "Failed",
-    "ValidationFailed",
-    "Suspending",
-    "Suspended",
-    "Retrying",
-)
-RAY = ("", "PENDING", "RUNNING", "STOPPED", "SUCCEEDED", "FAILED")
 LETTERS = {
     "P": RunState.PENDING,
     "S": RunState.STARTING,
@@ -51,7 +38,7 @@ ALIKE = {
     "Suspended": "PPPPPP",
     "Retrying": "TTTTTT",
 }
-"""By jobDeploymentStatus: the run's state for each jobStatus in the order of RAY."""
+"""By jobDeploymentStatus: the run's state for each jobStatus in the order of JOB_STATUSES."""
 
 EXPECTED = {
     "nothing": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
@@ -62,10 +49,10 @@ EXPECTED = {
     "failed": {**ALIKE, "Running": "FFFFFF", "Complete": "FFFFFF"},
     "lost": {**ALIKE, "Running": "TTSGRF", "Complete": "LLLDYF"},
     "stopped": {**ALIKE, "Running": "TTGGGF", "Complete": "DDDDDD"},
-    "stopped, as was asked": dict.fromkeys(DEPLOYMENT, "DDDDDD"),
-    "succeeded": dict.fromkeys(DEPLOYMENT, "YYYYYY"),
+    "stopped, as was asked": dict.fromkeys(DEPLOYMENT_STATUSES, "DDDDDD"),
+    "succeeded": dict.fromkeys(DEPLOYMENT_STATUSES, "YYYYYY"),
     "another's, from before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
-    "another's, that trains now": dict.fromkeys(DEPLOYMENT, "RRRRRR"),
+    "another's, that trains now": dict.fromkeys(DEPLOYMENT_STATUSES, "RRRRRR"),
 }
 """By what lies in storage."""
 
@@ -94,7 +81,7 @@ def in_storage(kind: str) -> Status | None:
     return status(RunState(name), age={"": 5, " a while ago": 100, " in the try before": 290}.get(when, 5))
 
 
-CASES = list(itertools.product(EXPECTED, DEPLOYMENT, RAY))
+CASES = list(itertools.product(EXPECTED, DEPLOYMENT_STATUSES, JOB_STATUSES))
 
 
 def test_every_combination() -> None:
@@ -103,7 +90,7 @@ def test_every_combination() -> None:
         view = job(deployment, ray, startTime=timestamp(NOW - 200))
         stopped = stored == "stopped, as was asked"
         state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=stopped)
-        assert state is LETTERS[EXPECTED[stored][deployment][RAY.index(ray)]], case
+        assert state is LETTERS[EXPECTED[stored][deployment][JOB_STATUSES.index(ray)]], case
         assert reason, case
         assert "\n" not in reason, case
 
@@ -120,7 +107,7 @@ def test_a_request_to_stop_never_hides_an_end() -> None:
             assert after is (before if before.terminal or taken_over else RunState.STOPPING), case
 
 
-@pytest.mark.parametrize("ray", RAY)
+@pytest.mark.parametrize("ray", JOB_STATUSES)
 def test_while_tries_are_left_a_failure_is_no_end(ray: str) -> None:
     tries = {"spec": {"backoffLimit": 2}}
     failed = status(RunState.FAILED, reason="the disk is full")

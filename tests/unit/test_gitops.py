@@ -1,0 +1,161 @@
+"""What Argo CD and Flux make of RayJobs and RayClusters: the checks in k8s/gitops, run on every status there is."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import yaml
+from cel_expr_python import cel
+from lupa import lua51
+
+from app.run.status import RunState
+from submitter.cluster.state import judge
+from submitter.cluster.views import job_view
+from submitter.manifest.profile import manifests
+from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, rayjob
+
+CASES = list(itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES))
+
+
+def load(file: str) -> Any:
+    return yaml.safe_load((manifests() / "gitops" / file).read_text())
+
+
+def argo_cd(thing: dict[str, Any]) -> tuple[str, str]:
+    """Health and message, by Lua 5.1 with the libraries that Argo CD has (util/lua/lua.go)."""
+    lua = lua51.LuaRuntime()
+    lua.execute("debug.setmetatable('', nil)")
+    for library in ("string", "math", "io", "os", "debug", "coroutine", "python"):
+        lua.globals()[library] = None
+    lua.globals().obj = lua.table_from(thing, recursive=True)
+    health = lua.execute(load("argocd-cm.yaml")["data"][f"resource.customizations.health.ray.io_{thing['kind']}"])
+    assert set(health) <= {"status", "message"}
+    return health.status, health.message
+
+
+def flux(thing: dict[str, Any]) -> str:
+    """Health, by expressions without types and in the order that Flux has (runtime/cel/status_evaluator.go)."""
+    [check] = [check for check in load("flux.yaml")["spec"]["healthCheckExprs"] if check["kind"] == thing["kind"]]
+    assert thing["apiVersion"] == check["apiVersion"]
+    for health in ("failed", "current"):
+        value = cel.NewEnv().compile(check[health], disable_check=True).eval(data=thing)
+        if value.type() != cel.Type.BOOL:
+            return "unknown"
+        if value.plain_value():
+            return health
+    return "in progress"
+
+
+def with_status(thing: dict[str, Any], **status: Any) -> dict[str, Any]:
+    """As the API server shows it, which leaves out what is empty."""
+    return {**thing, "status": {key: value for key, value in status.items() if value}}
+
+
+def a_rayjob(deployment: str, ray: str, **more: Any) -> dict[str, Any]:
+    return with_status(rayjob("digits-1"), jobDeploymentStatus=deployment, jobStatus=ray, **more)
+
+
+def a_cluster(**conditions: tuple[bool, str]) -> dict[str, Any]:
+    found = [
+        {"type": name, "status": str(true), "reason": "Any", "message": message}
+        for name, (true, message) in conditions.items()
+    ]
+    return with_status({"apiVersion": "ray.io/v1", "kind": "RayCluster"}, conditions=found)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "argo_says", "flux_says"),
+    [
+        ("", "Progressing", "unknown"),
+        ("Initializing", "Progressing", "in progress"),
+        ("Waiting", "Progressing", "in progress"),
+        ("Running", "Progressing", "current"),
+        ("Failed", "Degraded", "failed"),
+        ("ValidationFailed", "Degraded", "failed"),
+        ("Suspending", "Progressing", "in progress"),
+        ("Suspended", "Suspended", "current"),
+        ("Retrying", "Progressing", "in progress"),
+    ],
+)
+def test_a_job_that_has_not_completed(deployment: str, argo_says: str, flux_says: str) -> None:
+    """What the Ray job of a try is does not matter: another may follow."""
+    for ray in JOB_STATUSES:
+        job = a_rayjob(deployment, ray)
+        assert argo_cd(job) == (argo_says, ": ".join(filter(None, [deployment, ray])))
+        assert flux(job) == flux_says
+
+
+@pytest.mark.parametrize("ray", JOB_STATUSES)
+def test_a_job_that_has_completed_is_well_if_it_succeeded(ray: str) -> None:
+    job = a_rayjob("Complete", ray)
+    assert argo_cd(job)[0] == ("Healthy" if ray == "SUCCEEDED" else "Degraded")
+    assert flux(job) == ("current" if ray == "SUCCEEDED" else "failed")
+
+
+def test_they_agree_with_the_command() -> None:
+    for case in CASES:
+        job = a_rayjob(*case)
+        state, _ = judge(job_view(job))
+        assert (argo_cd(job)[0] == "Healthy") is (state is RunState.SUCCEEDED), case
+        assert argo_cd(job)[0] != "Degraded" or state.terminal, case
+        assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case
+
+
+def test_a_job_that_no_operator_has_seen() -> None:
+    assert argo_cd(rayjob("digits-1")) == ("Progressing", "")
+    assert flux(rayjob("digits-1")) == "unknown"
+
+
+def test_the_message_has_the_operators_reason() -> None:
+    message = "Job status checks have been failing since 2026-11-20 10:00:00; exceeded timeout of 300s"
+    job = a_rayjob("Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded", message=message)
+    assert argo_cd(job) == ("Degraded", f"Failed: RUNNING: JobStatusCheckTimeoutExceeded: {message}")
+
+
+PROVISIONING = (False, "RayCluster Pods are being provisioned for first time")
+PROVISIONED = (True, "All Ray Pods are ready for the first time")
+REFUSED = (True, 'pods "head" is forbidden: exceeded quota: sunspot')
+
+
+@pytest.mark.parametrize(
+    ("cluster", "argo_says", "flux_says"),
+    [
+        (a_cluster(), ("Progressing", None), "unknown"),
+        (
+            a_cluster(HeadPodReady=(False, "Head Pod not found"), RayClusterProvisioned=PROVISIONING),
+            ("Progressing", PROVISIONING[1]),
+            "in progress",
+        ),
+        (a_cluster(HeadPodReady=(True, ""), RayClusterProvisioned=PROVISIONED), ("Healthy", PROVISIONED[1]), "current"),
+        (
+            a_cluster(HeadPodReady=(False, "Head Pod not found"), RayClusterProvisioned=PROVISIONED),
+            ("Progressing", "Head Pod not found"),
+            "in progress",
+        ),
+        (a_cluster(ReplicaFailure=REFUSED, RayClusterProvisioned=PROVISIONING), ("Degraded", REFUSED[1]), "failed"),
+        (
+            a_cluster(RayClusterSuspended=(True, ""), RayClusterProvisioned=(False, "RayCluster has been suspended")),
+            ("Suspended", "RayCluster has been suspended"),
+            "current",
+        ),
+        (
+            a_cluster(RayClusterSuspended=(False, ""), HeadPodReady=(True, ""), RayClusterProvisioned=PROVISIONED),
+            ("Healthy", PROVISIONED[1]),
+            "current",
+        ),
+    ],
+)
+def test_a_cluster(cluster: dict[str, Any], argo_says: tuple[str, str], flux_says: str) -> None:
+    assert argo_cd(cluster) == argo_says
+    assert flux(cluster) == flux_says
+
+
+def test_neither_puts_back_what_kueue_writes() -> None:
+    """All of a RayJob's spec, which its name stands for, and nothing else."""
+    application, kustomization = load("application.yaml")["spec"], load("flux.yaml")["spec"]
+    rayjobs = {"group": "ray.io", "kind": "RayJob"}
+    assert application["ignoreDifferences"] == [{**rayjobs, "jsonPointers": ["/spec"]}]
+    assert "RespectIgnoreDifferences=true" in application["syncPolicy"]["syncOptions"]
+    assert kustomization["ignore"] == [{"paths": ["/spec"], "target": rayjobs}]
