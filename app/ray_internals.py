@@ -5,12 +5,16 @@ ray._private.state.actors                     whether a Ray Train controller liv
                                               dashboard, which local sessions do not have
 ray._raylet.PlacementGroupID                  to give back what a failed controller had reserved: the public API removes
                                               only groups that one has made oneself
-ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes worker groups; ours counts neither
-                                              preempted nor unreachable nodes
+ray._raylet.GcsClient.drain_node              to give back nodes of a group that better ones have come for: of the
+                                              public API, only `ray start` drains, and its own node
+ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes worker groups and asks for nodes; ours
+                                              counts neither preempted nor unreachable nodes, and asks for
+                                              those of each group
 """
 
 import functools
 import socket
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +41,8 @@ CONNECTIONS = 32
 ROUNDING = 1e-6
 """Added to amounts before a division, as Ray Train does not: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
 
+NO_DEADLINE = 0
+
 TRAIN_REQUESTER = "train-"
 """Prefix of the names by which Ray Train's controllers are known to the coordinator."""
 
@@ -54,6 +60,20 @@ def draining_nodes() -> dict[str, float | None]:
         _warn_once(f"losing a node that was told to go costs steps: this Ray does not tell which those are ({error})")
         return {}
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}
+
+
+def drain_nodes(nodes: Iterable[str]) -> None:
+    """Have nodes, by Ray's id, end as soon as nothing runs on them any more; nothing new begins there."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    for node in nodes:
+        client = GcsClient(address=ray.get_runtime_context().gcs_address)
+        accepted, why = client.drain_node(
+            node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "better nodes have come", NO_DEADLINE
+        )
+        if not accepted:
+            print(f"warning: node {node[:12]} is not given back: {why}", flush=True)
 
 
 def reserved_groups() -> set[str]:
@@ -131,13 +151,44 @@ def install_coordinator() -> float:
         return RAY_TICK_S
 
 
+def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
+    """Ask Ray's autoscaler for nodes for so many workers of each group, which is a resource of its nodes.
+
+    Only our coordinator can.
+    """
+    coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
+    ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)
+
+
 def _create_coordinator() -> None:
     """Create ours, with Ray's own options, unless there is one."""
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import _AutoscalingCoordinatorActor
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        _AutoscalingCoordinatorActor,
+        _default_send_resources_request,
+    )
 
     class Coordinator(_AutoscalingCoordinatorActor):
         def __init__(self) -> None:
-            super().__init__(get_cluster_nodes=_staying_nodes)
+            self._per_worker: dict[str, float] = {}
+            self._of_groups: dict[str, int] = {}
+            super().__init__(get_cluster_nodes=_staying_nodes, send_resources_request=self._send)
+
+        def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
+            """Ask for nodes of these groups instead of any that workers fit on."""
+            with self._lock:
+                self._per_worker, self._of_groups = per_worker, workers
+                self._merge_and_send_requests()
+
+        def _send(self, bundles: list[Any], label_selectors: list[Any] | None = None) -> None:
+            if self._of_groups:
+                others = [place for place, bundle in enumerate(bundles) if bundle != self._per_worker]
+                bundles = [bundles[place] for place in others]
+                label_selectors = label_selectors and [label_selectors[place] for place in others]
+                for group, workers in self._of_groups.items():
+                    bundles += [{**self._per_worker, group: 1.0}] * workers
+                    if label_selectors:
+                        label_selectors += [{}] * workers
+            _default_send_resources_request(bundles, label_selectors)
 
         def get_reserved_resources(self, requester_id: str, recompute: bool = False) -> Any:
             if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time: an old answer will do

@@ -48,6 +48,22 @@ class Workers(NamedTuple):
         return f"{self.least}..{self.most}" if self.elastic else str(self.least)
 
 
+class NodeGroup(BaseModel):
+    """Nodes of one kind, known by a resource of Ray's that is called as the group."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    most: int = Field(ge=1)
+    "Training workers on them at most."
+    after_s: float = Field(ge=0)
+    "How long the groups before must lack nodes until this one stands in, and have enough until it steps back."
+
+
+def _parse_groups(value: Any) -> Any:
+    return parse_json(value) if isinstance(value, str) else value
+
+
 def _parse_workers(value: Any) -> Workers:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
     if not match:
@@ -100,6 +116,12 @@ JsonObject = Annotated[
 ]
 
 Origin = Annotated[str, AfterValidator(_check_origin)]
+
+NodeGroups = Annotated[
+    tuple[NodeGroup, ...],
+    BeforeValidator(_parse_groups),
+    PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
+]
 
 WorkerCount = Annotated[Workers, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
@@ -241,6 +263,12 @@ class Settings(BaseModel):
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption until Ray ends what runs on the node; 0: unknown."
+
+    node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
+    "Set by the manifest for several groups of nodes: where workers go, first choice first."
+
+    nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
+    "Seconds that a run with several groups waits for its first nodes; the manifest sets its own deadline here."
 
     job_id: str = _setting("", "the identity of the cluster job, or empty")
     "Set by the manifest: the same for every retry of one job. Empty: each process is a job of its own."

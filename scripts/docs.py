@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from app.settings import IDENTITY, PREFIX, describe_settings
 from submitter.cli import make_parser
-from submitter.manifest.profile import DataWorkers, Machine, Profile, SecretKey, Spot, Worker
+from submitter.manifest.profile import DataWorkers, Machine, Profile, SecretKey, Spot, Worker, WorkerGroup
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "The file": (Profile, ""),
     "`head`": (Machine, "The pod of the head."),
     "`worker`": (Worker, "A training pod: all keys of `head`, and"),
+    "`workers`": (WorkerGroup, "A group of training pods: all keys of `worker`, and"),
     "`data_workers`": (DataWorkers, "CPU pods for Ray Data (`LOADER=ray`): all keys of `head`, and"),
     "`spot`": (Spot, "How spot nodes are known: workers go to them, the head never."),
     "`env_secrets`": (SecretKey, "Each variable's value in a Secret."),
@@ -117,7 +118,8 @@ def commands_page() -> str:
 
 def _profile_sections() -> Iterator[str]:
     for title, (model, about) in SECTIONS.items():
-        above = set(Machine.model_fields) if model in (Worker, DataWorkers) else set()
+        [parent] = model.__bases__
+        above = set(getattr(parent, "model_fields", ()))
         own = [name for name in model.model_fields if name not in above]
         documentation = _documentation(model)
         yield f"\n### {title}\n"

@@ -16,6 +16,7 @@ A preemption, from the notice to the first step of the new worker group:
 12. restore.load_start                    gives that state to every rank; train.loop.train_loop takes the first step
 13. receipts.make_receipt                 says what the restart cost (train.reporter.Reporter.took_step)
 
-Scaling up differs in step 3: NodeMonitor finds more nodes. Without a notice, a restart begins at step 10, after
-`nodes.find_lost` and `receipts.FailureRecorder` have noted the loss, or `watchdog.Watchdog` has ended a hung rank.
+Scaling up, and moving to better nodes, differ in step 3: NodeMonitor finds them. Without a notice, a restart begins at
+step 10, after `nodes.find_lost` and `receipts.FailureRecorder` have noted the loss, or `watchdog.Watchdog` has
+ended a hung rank.
 """

@@ -1,4 +1,4 @@
-"""Watches the cluster's nodes for what matters to the workers: a preemption, a loss, or room to scale up."""
+"""Watches the cluster's nodes for what matters to the workers: a preemption, a loss, better nodes, room to scale up."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +9,10 @@ from typing import Any
 import ray
 
 from app.background import Background
-from app.errors import shorten
-from app.ray_internals import ROUNDING, draining_nodes, reachable_nodes
+from app.elastic.groups import GroupChoice, find_spare, room_of_groups
+from app.errors import SunspotError, shorten
+from app.formatting import in_words
+from app.ray_internals import ROUNDING, ask_of_groups, drain_nodes, draining_nodes, reachable_nodes
 from app.run.incidents import Cause
 from app.settings import Workers
 
@@ -44,12 +46,15 @@ class NodeEvent:
     "For people."
     deadline: float | None = None
     "When the first node will be gone, in seconds since the epoch."
+    spare: tuple[str, ...] = ()
+    "Nodes that are to be given back, by Ray's id."
 
 
 class NodeMonitor:
     """Finds at most one event for each worker group, which ends then.
 
-    `reachable` filters nodes for those that answer; `lag_s` is how far Ray Train's view of the nodes may be behind.
+    `reachable` filters nodes for those that answer; `lag_s` is how far Ray Train's view of the nodes may be behind;
+    `choice` chooses among groups of nodes, if there are several.
     """
 
     def __init__(
@@ -58,9 +63,14 @@ class NodeMonitor:
         workers: Workers,
         reachable: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
         lag_s: float = 0.0,
+        choice: GroupChoice | None = None,
     ) -> None:
         self._per_worker, self._most, self._reachable = resources_per_worker, workers.most, reachable
         self._settled_s = SETTLED_S + lag_s
+        self._choice = choice
+        self._group_of: dict[str, str] = {}
+        self.asked: dict[str, int] = {}
+        "Workers to ask of each group of nodes."
         self._ended = 0
         "Attempt of the last group with an event; they count from 1."
         self._room: dict[str, int] = {}
@@ -78,12 +88,31 @@ class NodeMonitor:
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self._per_worker)
         if room != self._room:
             self._room, self._since, self._tries = room, now, 0
+        if self._choice:
+            self._group_of = groups_of(self._choice, nodes)
+            self.asked = self._choice.choose(room_of_groups(room, self._group_of), now)
         if not group or group["attempt"] == self._ended:
             return None
-        found = find_lost(group, nodes) or find_preempted(group, draining) or self._find_scale_up(group, nodes, now)
+        found = (
+            find_lost(group, nodes)
+            or find_preempted(group, draining)
+            or self._find_spare(group, nodes)
+            or self._find_scale_up(group, nodes, now)
+        )
         if found:
             self._ended = group["attempt"]
         return found
+
+    def _find_spare(self, group: dict[str, Any], nodes: list[dict[str, Any]]) -> NodeEvent | None:
+        """Nodes of the group that better ones have come for. Those without a worker end by themselves, being idle."""
+        if not self._choice:
+            return None
+        used = set(group["nodes"].values())
+        spare = find_spare(self._room, self._group_of, self.asked, used)
+        others = [node for node in nodes if node["NodeID"] not in spare]
+        if used.isdisjoint(spare) or self._possible(self._reachable(others)) < group["world_size"]:
+            return None
+        return NodeEvent(Cause.MOVED, f"from {_name(used & set(spare), group)}", spare=tuple(spare))
 
     def _find_scale_up(self, group: dict[str, Any], nodes: list[dict[str, Any]], now: float) -> NodeEvent | None:
         size = group["world_size"]
@@ -143,21 +172,72 @@ def _name(nodes: set[str], group: dict[str, Any]) -> str:
     )
 
 
+def groups_of(choice: GroupChoice, nodes: list[dict[str, Any]]) -> dict[str, str]:
+    """The group of each node."""
+    return {node["NodeID"]: choice.group_of(node["Resources"]) for node in nodes}
+
+
+def wait_for_nodes(
+    choice: GroupChoice, resources_per_worker: dict[str, float], workers: Workers, timeout_s: float
+) -> None:
+    """Ask for the first nodes of several groups, and wait until there is room for the fewest workers.
+
+    Raises `SunspotError` after `timeout_s`.
+    """
+    began = time.monotonic()
+    asked: dict[str, int] = {}
+    while True:
+        draining = draining_nodes()
+        nodes = reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in draining])
+        room = find_room(nodes, resources_per_worker)
+        wanted = choice.choose(room_of_groups(room, groups_of(choice, nodes)), time.monotonic())
+        there = f"nodes for {sum(room.values())} of {workers} workers"
+        if wanted != asked:
+            asked = wanted
+            ask_of_groups(resources_per_worker, asked)
+            print(f"there are {there}; asked for {_describe(asked)}", flush=True)
+        if sum(room.values()) >= workers.least:
+            return
+        if time.monotonic() - began > timeout_s:
+            raise SunspotError(
+                f"after {in_words(timeout_s)} there are {there}, of {_describe(asked)}; `sunspot doctor` says what the "
+                "pods wait for, and the same command tries again"
+            )
+        time.sleep(NODE_CHECK_EVERY_S)
+
+
+def _describe(asked: dict[str, int]) -> str:
+    return ", ".join(f"{workers} in group {name}" for name, workers in asked.items())
+
+
 @contextmanager
-def watch_nodes(control: Any, resources_per_worker: dict[str, float], workers: Workers, lag_s: float) -> Iterator[None]:
+def watch_nodes(
+    control: Any,
+    resources_per_worker: dict[str, float],
+    workers: Workers,
+    lag_s: float,
+    choice: GroupChoice | None = None,
+) -> Iterator[None]:
     """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
 
-    A lost node is only noted: Ray Train restarts the group itself. `lag_s` as for `NodeMonitor`.
+    A lost node is only noted: Ray Train restarts the group itself. `lag_s` and `choice` as for `NodeMonitor`.
     """
-    monitor = NodeMonitor(resources_per_worker, workers, reachable_nodes, lag_s)
+    monitor = NodeMonitor(resources_per_worker, workers, reachable_nodes, lag_s, choice)
     checked = time.monotonic()
     warned = False
+    asked: dict[str, int] = {}
 
     def check() -> None:
-        nonlocal checked, warned
+        nonlocal checked, warned, asked
         try:
             group = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S)
             event = monitor.check(group, ray.nodes(), draining_nodes(), time.monotonic())
+            if monitor.asked != asked:
+                ask_of_groups(resources_per_worker, monitor.asked)
+                asked = monitor.asked
+                print(f"asked for {_describe(asked)}", flush=True)
+            if event:
+                drain_nodes(event.spare)
             if event and event.cause is Cause.NODE_LOST:
                 control.note.remote(cause=event.cause, detail=event.detail, noticed=time.time())
             elif event:

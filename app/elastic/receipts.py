@@ -56,7 +56,8 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
 
 
 def _cause(before: list[Attempt], incident: dict[str, Any]) -> Cause:
-    lost_first = incident.get("cause") == Cause.SCALE_UP and "loss" in incident  # before it could restart
+    voluntary = incident.get("cause") in (Cause.SCALE_UP, Cause.MOVED)
+    lost_first = voluntary and "loss" in incident  # before it could restart
     if "cause" in incident and not lost_first:
         return Cause(incident["cause"])
     return Cause.WORKER_LOST if before else Cause.BEGIN

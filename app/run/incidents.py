@@ -32,6 +32,8 @@ class Cause(enum.StrEnum):
     "A node was taken away, with notice."
     SCALE_UP = "growth"
     "More nodes came."
+    MOVED = "move"
+    "Nodes of a better choice came."
     NODE_LOST = "node lost"
     WORKER_LOST = "worker lost"
     "A worker's process ended, but not its node."
@@ -115,7 +117,7 @@ def describe(receipt: Receipt) -> str:
         passed, since = receipt.first_step - receipt.restarted, "the start"
     else:
         passed = receipt.recovery_s
-        since = "the notice" if receipt.cause in (Cause.PREEMPTED, Cause.SCALE_UP) else "the loss"
+        since = "the notice" if receipt.cause in (Cause.PREEMPTED, Cause.SCALE_UP, Cause.MOVED) else "the loss"
         since = since if receipt.noticed is not None else "the last step that counts"
     detail = f" ({receipt.detail})" if receipt.detail else ""
     workers = plural(receipt.world_after, "worker")

@@ -13,7 +13,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from app.data.ray_loader import StepStreams
 from app.data.source import rows_in
 from app.elastic.control import StopRequest, open_control, watch_stop
-from app.elastic.nodes import watch_nodes
+from app.elastic.groups import GroupChoice
+from app.elastic.nodes import wait_for_nodes, watch_nodes
 from app.elastic.receipts import FailureRecorder, first_incident
 from app.errors import SunspotError
 from app.observe.progress import shown_progress
@@ -121,6 +122,13 @@ def fit_once(
 ) -> None:
     """Run one TorchTrainer to its end; `incident` is why its first worker group begins."""
     settings = plan.settings
+    choice, lag_s = None, 0.0
+    if settings.num_workers.elastic or settings.node_groups:
+        lag_s = install_coordinator()
+    if settings.node_groups:
+        choice = GroupChoice(settings.node_groups, settings.num_workers.most)
+        per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
+        wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)
     nodes = reachable_nodes(ray.nodes())  # a node that was just lost stays in Ray's list for a while
     probe_all_nodes(settings.storage_path, settings.run_name, nodes)
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
@@ -128,13 +136,12 @@ def fit_once(
         print(f"  {reason}", flush=True)
     if resources.use_gpu:
         probe_gpus(nodes)
-    lag_s = install_coordinator() if settings.num_workers.elastic else 0.0
     with (
         exported_run(settings.run_name),
         open_control() as control,
         shown_progress(control, plan.total_steps, plan.steps.per_epoch),
         watch_stop(run, control, stop_request),
-        watch_nodes(control, resources.per_worker, settings.num_workers, lag_s),
+        watch_nodes(control, resources.per_worker, settings.num_workers, lag_s, choice),
         tempfile.TemporaryDirectory() as scratch,
     ):
         control.note.remote(**incident)
@@ -167,7 +174,7 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
         },
         torch_config=TorchConfig(timeout_s=int(collective_timeout_s)),
         scaling_config=ScalingConfig(
-            num_workers=(workers.least, workers.most) if workers.elastic else workers.least,
+            num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
             elastic_resize_monitor_interval_s=NEVER_S,
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,

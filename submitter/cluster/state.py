@@ -241,8 +241,8 @@ def trouble_of(pod: PodView, warnings: Warnings) -> Trouble | None:
 
 
 def count_workers(job: JobView, pods: Pods) -> tuple[int, int]:
-    """Worker pods of the training group: how many there should be now, and how many run."""
-    workers = [pod for pod in _pods_of(job, pods) if not pod.head and pod.group == job.training_group]
+    """Training pods: how many there should be now, and how many run."""
+    workers = [pod for pod in _pods_of(job, pods) if not pod.head and pod.group in job.training_groups]
     return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
 

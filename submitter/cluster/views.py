@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from submitter.findings import Diagnosis
+from submitter.manifest.shape import SLOT
 
 TERMINAL = ("Complete", "Failed", "ValidationFailed")
 """Values of `jobDeploymentStatus` after which the operator only cleans up."""
@@ -62,9 +63,10 @@ class JobView:
     "The RayCluster of the current try; empty before there is one."
     queue: str
     "The Kueue queue that admits it, if any."
-    training_group: str
+    training_groups: tuple[str, ...]
+    "Names of the groups of training pods, first choice first."
     least_workers: int
-    "Worker pods that the training group starts with."
+    "Training pods that it starts with."
 
     @property
     def borrows_cluster(self) -> bool:
@@ -131,7 +133,8 @@ Warnings = Sequence[WarningEvent]
 def job_view(raw: dict[str, Any]) -> JobView:
     """Read a RayJob as the API server gives it."""
     metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
-    workers = (spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or [{}])[0]
+    groups = spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or []
+    training = [group for group in groups if SLOT in group.get("resources", {})] or groups[:1]
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     return JobView(
         raw=raw,
@@ -150,8 +153,8 @@ def job_view(raw: dict[str, Any]) -> JobView:
         tries=int(spec.get("backoffLimit") or 0) + 1,
         cluster=status.get("rayClusterName", ""),
         queue=metadata.get("labels", {}).get("kueue.x-k8s.io/queue-name", ""),
-        training_group=workers.get("groupName", ""),
-        least_workers=int(workers.get("replicas", 0)) * int(workers.get("numOfHosts") or 1),
+        training_groups=tuple(group.get("groupName", "") for group in training),
+        least_workers=sum(int(group.get("replicas", 0)) * int(group.get("numOfHosts") or 1) for group in training),
     )
 
 

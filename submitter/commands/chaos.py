@@ -333,5 +333,5 @@ def find_pods(cluster: Cluster, run: Run, kind: Kind) -> list[PodView]:
     ready = [pod for pod in cluster.list_pods([live]) if pod.ready and not pod.deleting]
     if kind is Kind.HEAD:
         return [pod for pod in ready if pod.head]
-    workers = [pod for pod in ready if not pod.head and pod.group == live.training_group]
+    workers = [pod for pod in ready if not pod.head and pod.group in live.training_groups]
     return sorted(workers, key=lambda pod: pod.name)

@@ -128,7 +128,7 @@ def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severi
             advice = f"give it more: {'head' if pod.head else 'worker'}.memory in the profile"
             details = {"group": "head" if pod.head else pod.group, "pods": [pod.name], "restarts": pod.restarts}
             yield Finding(Diagnosis.OUT_OF_MEMORY, Severity.WARNING, evidence, advice, details)
-    missing = not has_head or sum(pod.group == job.training_group for pod in mine) < wanted
+    missing = not has_head or sum(pod.group in job.training_groups for pod in mine) < wanted
     if missing and (refused := refused_pod(job, warnings)):
         yield _refused(refused, "worker" if has_head else "head", severity)
     troubles: dict[tuple[str, Trouble], list[str]] = {}
@@ -138,7 +138,7 @@ def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severi
     if not mine:
         for event in warnings:
             if why := _last_trouble(event):
-                group = "head" if "-head" in event.object else job.training_group
+                group = "head" if "-head" in event.object else next(iter(job.training_groups), "")
                 names = troubles.setdefault((group, why), [])
                 names += [event.object] if event.object not in names else []
     for (group, why), names in troubles.items():

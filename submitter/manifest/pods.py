@@ -7,11 +7,14 @@ from typing import Any
 
 from app.settings import PREFIX
 from submitter.manifest.pod_merge import merge_pod
-from submitter.manifest.profile import Machine, Profile, Toleration, Worker
-from submitter.manifest.shape import SLOT, Shape, parse_quantity, whole_cpus
+from submitter.manifest.profile import DataWorkers, Machine, Profile, Spot, Toleration, Worker
+from submitter.manifest.shape import SLOT, Shape, parse_quantity, pod_cpus, whole_cpus
 from submitter.manifest.yaml_files import to_yaml
 
 RUN_LABEL = "sunspot/run"
+
+GROUP_LABEL = "ray.io/group"
+"""KubeRay's label on pods: the name of their group."""
 
 AUTOSCALER_LABEL = "sunspot/autoscaler"
 """On heads with Ray's autoscaler: the only pods that k8s/base lets talk to the API server."""
@@ -55,34 +58,64 @@ def make_cluster(
         memory += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
         _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
     if profile.spot:
-        elsewhere = {"key": profile.spot.label, "operator": "NotIn", "values": [profile.spot.value]}
-        required = {"nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]}
-        affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-        head["template"]["spec"]["affinity"] = affinity
-        tolerations = profile.spot.tolerations
-        if tolerations is None:
-            tolerations = [Toleration(key=profile.spot.label, operator="Exists")]
-        _select_nodes(workers, {profile.spot.label: profile.spot.value}, tolerations)
-    if shape.data:
-        cluster["workerGroupSpecs"].append(_data_group(workers, shape))
-
-    _set_pods(workers, shape.pods.least, shape.pods.most)
-    machine = profile.worker or Worker()
-    _set_machine(workers, machine)
-    workers["resources"] |= {"CPU": str(shape.cpus), SLOT: str(shape.workers_per_pod)}
-    _place(workers, machine, run)
-    if shape.gpus:
-        _add_gpus(workers, machine, shape.gpus)
+        _avoid_spot(head, profile.spot)
+    training = [_training_group(workers, profile, shape, number, run) for number in range(len(profile.groups))]
+    data = [_data_group(workers, profile, shape.data)] if shape.data else []
+    cluster["workerGroupSpecs"] = [*training, *data]
     if shape.autoscaled:
         _add_autoscaler(cluster, profile)
-    machines = {"head": profile.head, "worker": profile.worker, "data_workers": profile.data_workers}
-    groups = [head, *cluster["workerGroupSpecs"]]  # one for data only if the shape has it
+    names = [f"workers.{number}" for number in range(len(training))] if profile.workers else ["worker"]
+    pods = [
+        ("head", profile.head, head),
+        *zip(names, profile.groups, training, strict=True),
+        *(("data_workers", profile.data_workers, group) for group in data),
+    ]
     return [
         problem
-        for (name, machine), group in zip(machines.items(), groups, strict=False)
+        for name, machine, group in pods
         if machine and machine.pod
         for problem in merge_pod(group["template"], machine.pod, f"{name}.pod")
     ]
+
+
+def group_name(number: int) -> str:
+    """The name of a group of training pods, by its place in the profile."""
+    return f"workers-{number + 1}" if number else "workers"
+
+
+def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, number: int, run: str) -> dict[str, Any]:
+    """One group of training pods, out of the common one."""
+    machine, several = profile.groups[number], len(profile.groups) > 1
+    group = copy.deepcopy(workers)
+    name = group["groupName"] = group_name(number)
+    if profile.spot and machine.spot is False:
+        _avoid_spot(group, profile.spot)
+    elif profile.spot:
+        _choose_spot(group, profile.spot)
+    _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
+    _set_machine(group, machine)
+    group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
+    # With several, by a resource of its own each is asked for, and its nodes are known (app/elastic/groups.py).
+    group["resources"] |= dict.fromkeys([SLOT, name] if several else [SLOT], str(shape.workers_per_pod))
+    _place(group, machine, run, len(profile.groups))
+    if shape.gpus:
+        _add_gpus(group, machine, shape.gpus)
+    return group
+
+
+def _choose_spot(group: dict[str, Any], spot: Spot) -> None:
+    tolerations = spot.tolerations
+    if tolerations is None:
+        tolerations = [Toleration(key=spot.label, operator="Exists")]
+    _select_nodes(group, {spot.label: spot.value}, tolerations)
+
+
+def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
+    elsewhere = {"key": spot.label, "operator": "NotIn", "values": [spot.value]}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]}
+    group["template"]["spec"]["affinity"] = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    }
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
@@ -145,17 +178,22 @@ def _select_nodes(
         spec["tolerations"] = [*spec.get("tolerations", ()), *added]
 
 
-def _place(group: dict[str, Any], machine: Worker, run: str) -> None:
-    """Spread the pods over nodes (k8s/rayjob.yaml), or pack them into a zone."""
+def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
+    """Spread the run's training pods over nodes (k8s/rayjob.yaml), or pack them into a zone."""
     spec = group["template"]["spec"]
     (constraint,) = spec["topologySpreadConstraints"]
-    selector = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
+    selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
+    if groups > 1:
+        del selector["matchLabels"][GROUP_LABEL]
+        names = [group_name(number) for number in range(groups)]
+        selector["matchExpressions"] = [{"key": GROUP_LABEL, "operator": "In", "values": names}]
     constraint["labelSelector"] = selector
     if machine.placement == "pack":
         del spec["topologySpreadConstraints"]
         near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
         preferred = [{"weight": 100, "podAffinityTerm": near}]
-        spec["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+        affinity = spec.setdefault("affinity", {})
+        affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
 
 
 def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
@@ -167,20 +205,22 @@ def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
     _select_nodes(group, machine.gpu_selector, tolerations)
 
 
-def _data_group(workers: dict[str, Any], shape: Shape) -> dict[str, Any]:
+def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers) -> dict[str, Any]:
     """A group of CPU pods like the training pods, for Ray Data."""
-    assert shape.data
     group = copy.deepcopy(workers)
     group["groupName"] = "data"
+    if profile.spot:
+        _choose_spot(group, profile.spot)
     del group["template"]["spec"]["topologySpreadConstraints"]
-    _set_pods(group, shape.data.min, shape.data.max)
-    _set_machine(group, shape.data)
-    group["resources"] = {"CPU": str(whole_cpus(shape.data.cpu)), "GPU": "0"}
+    _set_pods(group, machine.min, machine.max)
+    _set_machine(group, machine)
+    group["resources"] = {"CPU": str(whole_cpus(machine.cpu)), "GPU": "0"}
     return group
 
 
 def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
-    """Start with the least: the job is not submitted before all of them are ready."""
+    """Start with the least: the job is not submitted before all of them are ready. Of several groups none has any: the
+    driver asks for their pods, as it knows which are missing."""
     group["replicas"] = group["minReplicas"] = least
     group["maxReplicas"] = most
 
@@ -216,7 +256,7 @@ def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The group of the training pods: always the first."""
+    """The group of the training pods: always the first, and of several the first choice."""
     group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     return group
 

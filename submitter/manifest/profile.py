@@ -166,6 +166,17 @@ class Worker(Machine):
     "spread: over nodes, as far as possible. pack: in one zone, as far as possible."
 
 
+class WorkerGroup(Worker):
+    """One of several groups of training pods."""
+
+    spot: bool | None = _takes("true or false")
+    "Whether its pods go to the profile's spot nodes, or never to one; default: to them, if there is `spot`."
+    max: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
+    "Most pods of the group; default: as many as NUM_WORKERS may need."
+    after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds from 0", 300)
+    "How long the groups before it must lack nodes until it stands in, and have enough until it steps back."
+
+
 class DataWorkers(Machine):
     """CPU pods for Ray Data (LOADER=ray), so that reading never scales up GPU nodes."""
 
@@ -220,6 +231,8 @@ class Profile(_Part):
     spot: Spot | None = _takes("label and value of spot nodes")
     head: Machine | None = _takes("what the head gets: cpu, memory and so on")
     worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
+    workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of groups of training pods")
+    "Groups of training pods, first choice first; each adds to what `worker` says."
     data_workers: DataWorkers | None = _takes("a group of CPU pods: cpu, memory, min and max")
     pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
     "Until every pod is ready."
@@ -230,6 +243,11 @@ class Profile(_Part):
     backoff_limit: Annotated[int, Field(ge=0, le=10)] | None = _takes("a whole number from 0 to 10")
     "Attempts after the first, each on its own cluster."
     queue: ObjectName | None = _takes("the name of a LocalQueue of Kueue")
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The groups of training pods: those of `workers`, or the one that `worker` is."""
+        return self.workers or [WorkerGroup.model_construct(**dict(self.worker or Worker()))]
 
 
 def manifests() -> Path:
@@ -262,6 +280,9 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
         below = content.get("extends")
         path = _find(below, path.parent) if isinstance(below, str) and below else None
     merged = functools.reduce(_merge, reversed(contents))
+    worker, groups = merged.get("worker"), merged.get("workers")
+    if isinstance(worker, dict) and isinstance(groups, list):
+        merged["workers"] = [_merge(worker, group) if isinstance(group, dict) else group for group in groups]
     try:
         return Profile.model_validate(merged)
     except ValidationError as error:

@@ -22,6 +22,7 @@ from submitter.manifest.pods import (
     NOTICE,
     RUN_LABEL,
     TRIAL_MEMORY,
+    group_name,
     head_group,
     make_cluster,
     parse_runtime_env,
@@ -29,10 +30,12 @@ from submitter.manifest.pods import (
     set_variable,
     worker_group,
 )
-from submitter.manifest.profile import QUEUE, Profile, Worker, load_profile, manifests
+from submitter.manifest.profile import QUEUE, Profile, WorkerGroup, load_profile, manifests
 from submitter.manifest.shape import Shape, choose_shape
 from submitter.manifest.yaml_files import read_yaml, to_yaml
 from submitter.output import write_file
+
+NODE_GROUPS, NODES_TIMEOUT = PREFIX + "NODE_GROUPS", PREFIX + "NODES_TIMEOUT_S"
 
 GENERATION = "sunspot/generation"
 
@@ -105,7 +108,8 @@ def render(
     problems += _find_problems(settings, chosen, shape, cluster, generation)
     _refuse(problems, profile)
 
-    variables, derived = _resolve(search, given, shape)
+    deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
+    variables, derived = _resolve(search, given, chosen, shape, deadline_s)
     if shape:
         _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), profile)
         derived += _explain(job, chosen, shape, profile)
@@ -195,7 +199,7 @@ def _gather(
 
 
 def _resolve(
-    search: Search, given: Mapping[str, tuple[str, str]], shape: Shape | None
+    search: Search, given: Mapping[str, tuple[str, str]], profile: Profile, shape: Shape | None, deadline_s: int
 ) -> tuple[dict[str, str], list[Derived]]:
     """The variables of the job, in the order of the settings, each with its source.
 
@@ -210,11 +214,22 @@ def _resolve(
         chosen[use_gpu] = ("true" if shape.gpus else "false", shape.why_gpu or chosen[use_gpu][1])
         per_worker_json = json.dumps(shape.per_worker, sort_keys=True)
         chosen[per_worker] = (per_worker_json, shape.why_resources or chosen[per_worker][1])
+        if len(profile.groups) > 1:
+            chosen[NODE_GROUPS] = (_node_groups(profile, shape), "the profile's workers")
+            chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))
     ordered = {variable: chosen[variable] for variable in every if variable in chosen}
     return (
         {variable: value for variable, (value, _) in ordered.items()},
         [Derived(variable, value, source) for variable, (value, source) in ordered.items()],
     )
+
+
+def _node_groups(profile: Profile, shape: Shape) -> str:
+    groups = [
+        {"name": group_name(number), "most": pods * shape.workers_per_pod, "after_s": group.after_s}
+        for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
+    ]
+    return json.dumps(groups)
 
 
 def _refuse(problems: list[str], profile: str) -> None:
@@ -236,6 +251,8 @@ def _find_problems(
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:
         problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
+    if settings.node_groups:
+        problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
     if generation < 1:
         problems.append(f"generation {generation}: set it to a whole number from 1")
     if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
@@ -298,7 +315,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     def source(value: object) -> str:
         return "k8s/rayjob.yaml" if value is None else f"profile {name}"
 
-    machine = profile.worker or Worker()
+    machine = profile.groups[0]
     notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
     drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
     per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
@@ -307,6 +324,10 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     autoscaler, where = ("none", "the number of pods is fixed"), ("on any node", "the profile has no spot nodes")
     if shape.autoscaled:
         autoscaler = ("v2", "the number of pods may change")
+    groups = [
+        (f"pods of {group_name(number)}", f"up to {pods}{_where(profile, group)}", _when(number, group.after_s))
+        for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
+    ]
     if profile.spot:
         where = ("not on spot nodes", "its loss would end every worker")
     benefit = "the loss of a node costs as few workers as can be"
@@ -315,6 +336,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     found = [
         ("image", ray_container(workers)["image"], source(profile.image)),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
+        *(groups if len(groups) > 1 else ()),
         ("autoscaler", *autoscaler),
         ("head", *where),
         ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
@@ -333,6 +355,16 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         else:
             found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
     return [Derived(*entry) for entry in found]
+
+
+def _where(profile: Profile, group: WorkerGroup) -> str:
+    return "" if not profile.spot else ", never on spot nodes" if group.spot is False else ", on spot nodes"
+
+
+def _when(number: int, after_s: int) -> str:
+    if not number:
+        return "the first choice"
+    return f"once those before have lacked nodes for {after_s} s, until they have had enough for as long"
 
 
 def _digest(job: Mapping[str, Any]) -> str:

@@ -21,10 +21,12 @@ class Shape:
 
     pods: Workers
     "Training pods; for a search, of all concurrent trials."
+    group_pods: list[int]
+    "The most training pods of each group of the profile."
     gpus: int
     "Per training pod, each with its own training worker. Without GPUs a pod has one worker."
     cpus: int
-    "Per training pod, as Ray counts them."
+    "Per training pod, as Ray counts them; of groups that differ, the fewest."
     per_worker: dict[str, float]
     data: DataWorkers | None
     why_gpu: str
@@ -41,7 +43,7 @@ class Shape:
     @property
     def autoscaled(self) -> bool:
         """Whether the number of pods may change during the run."""
-        return self.pods.elastic or bool(self.data and self.data.min < self.data.max)
+        return len(self.group_pods) > 1 or self.pods.elastic or bool(self.data and self.data.min < self.data.max)
 
 
 def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: int = 1) -> tuple[Shape, list[str]]:
@@ -49,10 +51,14 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
 
     `base_cpus`: a pod's, if the profile sets none; `at_once`: runs that train at the same time.
     """
-    worker = profile.worker or Worker()
     problems: list[str] = []
 
-    offered = worker.gpus or 0
+    offers = sorted({group.gpus or 0 for group in profile.groups})
+    if len(offers) > 1:
+        problems.append(
+            f"workers: groups with {' and '.join(map(str, offers))} GPUs in a pod; give all the same number"
+        )
+    offered = offers[-1]
     use_gpu = offered > 0 and settings.use_gpu != "false"
     why_gpu = ""
     if settings.use_gpu == "auto":
@@ -71,18 +77,37 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
         )
     pods = Workers(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
 
+    group_pods = [min(group.max or pods.most, pods.most) for group in profile.groups]
+    if sum(group_pods) < pods.most:
+        problems.append(
+            f"workers: at most {sum(group_pods)} pods together (max), and SUNSPOT_NUM_WORKERS={settings.num_workers} "
+            f"takes {pods.most}; raise max, or lower the setting"
+        )
+    for number, group in enumerate(profile.groups):
+        if group.spot is not None and not profile.spot:
+            problems.append(
+                f"workers.{number}.spot={group.spot}: the profile knows no spot nodes; set spot, or leave it out"
+            )
+    if len(group_pods) > 1 and at_once > 1:
+        problems.append(f"workers: {len(group_pods)} groups, for a search of {at_once} trials at once; keep one group")
+
     data = profile.data_workers
     if data and not offered:
         problems.append("data_workers: the profile has no GPU, so every worker reads as cheaply; take the group away")
     data = data if use_gpu and settings.loader == "ray" else None
 
-    cpus = worker.num_cpus or (whole_cpus(worker.cpu) if worker.cpu else base_cpus)
+    cpus = min(pod_cpus(group, base_cpus) for group in profile.groups)
     per_worker, why_resources = _choose_resources(settings, cpus, per_pod)
     if use_gpu:
         per_worker = {**per_worker, "GPU": per_worker.get("GPU", 1)}
     per_worker = {**per_worker, SLOT: 1}
-    shape = Shape(pods, gpus, cpus, per_worker, data, why_gpu, why_resources, at_once)
+    shape = Shape(pods, group_pods, gpus, cpus, per_worker, data, why_gpu, why_resources, at_once)
     return shape, problems + _find_misfits(settings, shape, per_pod)
+
+
+def pod_cpus(worker: Worker, base_cpus: int) -> int:
+    """CPUs of a training pod as Ray counts them."""
+    return worker.num_cpus or (whole_cpus(worker.cpu) if worker.cpu else base_cpus)
 
 
 def whole_cpus(quantity: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import time
 from types import SimpleNamespace
@@ -10,14 +11,25 @@ from typing import Any
 
 import pytest
 import ray
+from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as rays
+from ray.experimental.internal_kv import _internal_kv_get
 
 from app import ray_internals
 from app.elastic import nodes as elastic_nodes
+from app.elastic.groups import GroupChoice
 from app.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
-from app.ray_internals import COORDINATOR, draining_nodes, give_back, install_coordinator, reserved_groups
+from app.ray_internals import (
+    COORDINATOR,
+    ask_of_groups,
+    drain_nodes,
+    draining_nodes,
+    give_back,
+    install_coordinator,
+    reserved_groups,
+)
 from app.run.incidents import Cause
-from app.settings import Workers
+from app.settings import NodeGroup, Workers
 from tests.harness.nodes import start_node
 
 PER_WORKER = {"CPU": 1.0, "spot": 1.0}
@@ -186,6 +198,33 @@ def test_scaling_up_backs_off_while_it_fails() -> None:
     assert story.go_on(60, group(603, "a"), A, B, C) != []
 
 
+def test_a_group_moves_to_better_nodes_once_they_have_stayed() -> None:
+    groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
+    paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
+    story = Story(Workers(1, 2))
+    story.monitor = NodeMonitor({"CPU": 1.0}, Workers(1, 2), story.reachable, choice=GroupChoice(groups, 2))
+    on_paid = group(1, "paid0", "paid1")
+    assert story.go_on(61, on_paid, *paid) == []
+    assert story.monitor.asked == {"spot": 2, "paid": 2}
+    assert story.go_on(59, on_paid, *paid, *spot) == []
+    story.silent = {"spot1"}
+    assert story.go_on(60, on_paid, *paid, *spot) == [], "one of them does not answer"
+    story.silent = set()
+    event = story.monitor.check(on_paid, [HEAD, *paid, *spot], {}, story.now)
+    assert event == NodeEvent(Cause.MOVED, "from node paid0 (rank 0), node paid1 (rank 1)", spare=("paid0", "paid1"))
+    assert story.go_on(60, group(2, "spot0", "spot1"), *paid, *spot, draining=("paid0", "paid1")) == []
+    assert story.monitor.asked == {"spot": 2, "paid": 0}
+
+
+def test_idle_nodes_are_given_back_without_a_restart() -> None:
+    groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
+    paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
+    story = Story(Workers(1, 2))
+    story.monitor = NodeMonitor({"CPU": 1.0}, Workers(1, 2), story.reachable, choice=GroupChoice(groups, 2))
+    assert story.go_on(200, group(1, "spot0", "spot1"), *paid, *spot) == []
+    assert story.monitor.asked == {"spot": 2, "paid": 0}
+
+
 class FakeControl:
     """Says which group trains, and keeps what it hears: like `app.elastic.control.ControlChannel`, in this process."""
 
@@ -303,6 +342,42 @@ def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -
     assert list(reserved("train-killed", cpu).values()) == [3]
     install_coordinator()
     assert reserved("train-killed", cpu) == {}
+
+
+def test_nodes_of_each_group_are_asked_for(no_coordinator: None) -> None:
+    assert install_coordinator() == 0
+    per_worker = {"CPU": 1.0, "training-worker": 1.0}
+    reserve("train-asking", 3, per_worker)
+    reserve("data-asking", 1, {"CPU": 2.0})
+    assert sorted(map(str, asked_of_ray())) == sorted(map(str, [*[per_worker] * 3, {"CPU": 2.0}]))
+    ask_of_groups(per_worker, {"spot": 1, "paid": 2})
+    of_groups = [{**per_worker, "spot": 1.0}, *[{**per_worker, "paid": 1.0}] * 2]
+    assert sorted(map(str, asked_of_ray())) == sorted(map(str, [*of_groups, {"CPU": 2.0}]))
+    remove_coordinator()
+
+
+def asked_of_ray() -> list[dict[str, float]]:
+    """What Ray's autoscaler, if there were one, would be asked for."""
+    asked: list[dict[str, float]] = json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL))
+    return asked
+
+
+@pytest.mark.slow
+def test_a_node_that_is_given_back_ends_when_it_is_idle(ray_address: str) -> None:
+    @ray.remote(num_cpus=1, resources={"spot": 1})
+    class Rank:
+        def node(self) -> str:
+            return ray.get_runtime_context().get_node_id()
+
+    with start_node(ray_address, CPU=1, spot=1) as a:
+        rank = Rank.remote()
+        assert ray.get(rank.node.remote()) == a.node_id
+        drain_nodes([a.node_id])
+        assert draining_nodes() == {a.node_id: None}
+        time.sleep(2)
+        assert ray.get(rank.node.remote()) == a.node_id, "it is not ended while it works"
+        ray.kill(rank)
+        a.wait(timeout=20)
 
 
 @pytest.mark.slow

@@ -31,11 +31,11 @@ PROFILES = sorted(path.stem for path in (MANIFESTS / "profiles").glob("*.yaml"))
 GPU_PROFILES = [name for name in PROFILES if name != "kind"]
 SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]
 
-POD_EXAMPLES = [
-    text for text in re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
-    if "pod:" in text
-]  # fmt: skip
-"""The profiles in docs/profiles.md with fields that no key has."""
+EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
+"""The profiles in docs/profiles.md."""
+
+POD_EXAMPLES = [text for text in EXAMPLES if "pod:" in text]
+"""Those with fields that no key has."""
 
 FULL = """
 extends: gke-spot
@@ -219,8 +219,8 @@ def test_the_api_server_accepts_every_profile(profile: str) -> None:
 
 
 @pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
-@pytest.mark.parametrize("example", POD_EXAMPLES)
-def test_the_api_server_accepts_every_example_of_a_pod(example: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_api_server_accepts_every_example(example: str, tmp_path: Path) -> None:
     assert_accepted(render(own_profile(tmp_path, example), {}, namespace="default"))
 
 
@@ -619,6 +619,11 @@ def test_workload_identity_instead_of_a_secret(tmp_path: Path) -> None:
     rendered = render(own_profile(tmp_path, "extends: eks-spot\nenv_from_secrets: []\nservice_account: me"), {})
     assert all(pod["serviceAccountName"] == "me" for pod in pods_of(rendered))
     assert all(pod["containers"][0]["envFrom"] == [] for pod in pods_of(rendered))
+
+
+@pytest.mark.parametrize("example", [text for text in EXAMPLES if text not in POD_EXAMPLES])
+def test_every_other_example_meets_the_restricted_standard(example: str, tmp_path: Path) -> None:
+    check_restricted(render(own_profile(tmp_path, example), {}))
 
 
 @pytest.mark.parametrize("example", POD_EXAMPLES)

@@ -1,0 +1,151 @@
+"""Several groups of training pods in one profile: what they render to, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import SettingsError
+from app.settings import NodeGroup
+from submitter.cluster.state import count_workers
+from submitter.cluster.views import job_view, pod_view
+from submitter.manifest.render import Rendered, render
+from tests.harness.kubernetes import pod
+
+SPOT_FIRST = """
+extends: gke-spot
+settings: {NUM_WORKERS: 2..8}
+worker: {gpu_selector: {cloud.google.com/gke-accelerator: nvidia-l4}}
+workers:
+- {memory: 20Gi}
+- {spot: false, after_s: 600, max: 4, cpu: 4, placement: null}
+"""
+
+SPOT = {"key": "cloud.google.com/gke-spot", "operator": "NotIn", "values": ["true"]}
+
+
+def rendered(folder: Path, text: str, **settings: str) -> Rendered:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return render(str(path), settings)
+
+
+def groups_of(job: Rendered) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = job.manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    return groups
+
+
+def test_each_group_adds_to_the_worker(tmp_path: Path) -> None:
+    first, second = groups_of(rendered(tmp_path, SPOT_FIRST))
+    assert [first["groupName"], second["groupName"]] == ["workers", "workers-2"]
+    pods = [group["template"]["spec"] for group in (first, second)]
+    requests = [spec["containers"][0]["resources"]["requests"] for spec in pods]
+    assert [(each["cpu"], each["memory"], each["nvidia.com/gpu"]) for each in requests] == [
+        ("6", "20Gi", "1"),
+        ("4", "24Gi", "1"),
+    ]
+    assert all(spec["nodeSelector"]["cloud.google.com/gke-accelerator"] == "nvidia-l4" for spec in pods)
+    assert "podAffinity" in pods[0]["affinity"]
+    assert "podAffinity" not in pods[1]["affinity"]
+
+
+def test_spot_nodes_are_for_the_groups_that_want_them(tmp_path: Path) -> None:
+    first, second = (group["template"]["spec"] for group in groups_of(rendered(tmp_path, SPOT_FIRST)))
+    assert first["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert "nodeAffinity" not in first["affinity"]
+    assert "cloud.google.com/gke-spot" not in second["nodeSelector"]
+    required = second["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert required == {"nodeSelectorTerms": [{"matchExpressions": [SPOT]}]}
+    assert SPOT["key"] not in [toleration["key"] for toleration in second["tolerations"]]
+
+
+def test_the_driver_asks_for_the_pods_of_each_group(tmp_path: Path) -> None:
+    """So none has to be ready before it starts, and a resource of its own tells the groups' nodes apart."""
+    job = rendered(tmp_path, SPOT_FIRST)
+    first, second = groups_of(job)
+    assert [[g["replicas"], g["minReplicas"], g["maxReplicas"]] for g in (first, second)] == [[0, 0, 8], [0, 0, 4]]
+    assert (first["resources"]["workers"], second["resources"]["workers-2"]) == ("1", "1")
+    assert "workers-2" not in first["resources"]
+    assert job.settings.node_groups == (
+        NodeGroup(name="workers", most=8, after_s=300),
+        NodeGroup(name="workers-2", most=4, after_s=600),
+    )
+    assert job.settings.nodes_timeout_s == job.manifest["spec"]["preRunningDeadlineSeconds"] == 1800
+    assert job.settings.resources_per_worker["CPU"] == 4, "that fits into a pod of either group"
+    assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
+
+
+def test_a_fixed_number_of_workers_may_change_its_nodes(tmp_path: Path) -> None:
+    job = rendered(tmp_path, SPOT_FIRST, NUM_WORKERS="4")
+    assert [group["maxReplicas"] for group in groups_of(job)] == [4, 4]
+    assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
+
+
+def test_some_on_demand_and_the_rest_on_spot(tmp_path: Path) -> None:
+    text = "extends: eks-spot\nsettings: {NUM_WORKERS: 8}\nworker: {gpus: 2}\nworkers: [{spot: false, max: 1}, {}]"
+    job = rendered(tmp_path, text)
+    assert [group["maxReplicas"] for group in groups_of(job)] == [1, 4]
+    assert [group.most for group in job.settings.node_groups] == [2, 8]
+
+
+def test_pods_are_spread_and_packed_over_all_groups(tmp_path: Path) -> None:
+    names = {"key": "ray.io/group", "operator": "In", "values": ["workers", "workers-2"]}
+    for placement in ("spread", "pack"):
+        job = rendered(tmp_path, f"extends: kind\nworker: {{placement: {placement}}}\nworkers: [{{}}, {{}}]")
+        for group in groups_of(job):
+            spec = group["template"]["spec"]
+            if placement == "spread":
+                [found] = spec["topologySpreadConstraints"]
+            else:
+                [preferred] = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+                found = preferred["podAffinityTerm"]
+            assert found["labelSelector"]["matchExpressions"] == [names]
+            assert "ray.io/group" not in found["labelSelector"]["matchLabels"]
+
+
+def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
+    text = "extends: kind\nworkers: [{pod: {spec: {schedulerName: mine}}}, {pod: {spec: {schedulerNam: mine}}}]"
+    with pytest.raises(SettingsError, match=r"workers\.1\.pod\.spec\.schedulerNam: no such key"):
+        rendered(tmp_path, text)
+    first, second = groups_of(rendered(tmp_path, text.replace("schedulerNam:", "priorityClassName:")))
+    assert (first["template"]["spec"]["schedulerName"], second["template"]["spec"]["priorityClassName"]) == (
+        "mine",
+    ) * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("extends: gke-spot\nworkers: []", r"workers=\[\]: set it to a list of groups"),
+        ("extends: gke-spot\nworkers: [{gpu: 1}]", r"workers\.0\.gpu: no such key; did you mean workers\.0\.gpus\?"),
+        ("extends: gke-spot\nworkers: [{}, {after_s: soon}]", r"workers\.1\.after_s='soon': set it to whole seconds"),
+        ("extends: gke-spot\nworkers: [{}, {gpus: 4}]", "workers: groups with 1 and 4 GPUs in a pod"),
+        ("extends: kind\nworkers: [{}, {spot: true}]", r"workers\.1\.spot=True: the profile knows no spot nodes"),
+        (
+            "extends: kind\nsettings: {NUM_WORKERS: 4}\nworkers: [{max: 1}, {max: 2}]",
+            "at most 3 pods together .*NUM_WORKERS=4 takes 4",
+        ),
+        (
+            "extends: kind\nsettings: {LEARNING_RATE: 'uniform(1, 2)', CONCURRENT_TRIALS: 2}\nworkers: [{}, {}]",
+            "2 groups, for a search of 2 trials at once",
+        ),
+        (
+            'extends: kind\nsettings: {NODE_GROUPS: \'[{"name": "a", "most": 1, "after_s": 0}]\'}',
+            "NODE_GROUPS: it follows from the profile",
+        ),
+    ],
+)
+def test_refused(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=told):
+        rendered(tmp_path, text)
+
+
+def test_pods_of_every_group_train(tmp_path: Path) -> None:
+    raw = rendered(tmp_path, SPOT_FIRST).manifest
+    job = job_view({**raw, "status": {"rayClusterName": "c"}})
+    assert job.training_groups == ("workers", "workers-2")
+    pods = [pod("head", "c", head=True), pod("a", "c"), pod("b", "c", phase="Pending"), pod("d", "c")]
+    pods[3]["metadata"]["labels"]["ray.io/group"] = "workers-2"
+    assert count_workers(job, [pod_view(each) for each in pods]) == (3, 2)
