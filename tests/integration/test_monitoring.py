@@ -157,11 +157,16 @@ def test_the_relabelling_keeps_what_the_run_exports() -> None:
     assert not [label for label in kept if re.fullmatch(drop["regex"], label)]
 
 
+def build(folder: str) -> dict[str, dict[str, Any]]:
+    """What `kubectl apply -k` applies, by kind."""
+    built = subprocess.run(["kubectl", "kustomize", str(manifests() / folder)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return {item["kind"]: item for item in yaml.safe_load_all(built.stdout)}
+
+
 @needs_kubectl
 def test_kustomize_builds_it() -> None:
-    built = subprocess.run(["kubectl", "kustomize", str(MONITORING)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    objects = {item["kind"]: item for item in yaml.safe_load_all(built.stdout)}
+    objects = build("monitoring")
     assert set(objects) == {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule"}
     base = yaml.safe_load((manifests() / "base" / "kustomization.yaml").read_text())
     assert {item["metadata"]["namespace"] for item in objects.values()} == {base["namespace"]}
@@ -170,6 +175,29 @@ def test_kustomize_builds_it() -> None:
     assert objects["PrometheusRule"]["apiVersion"] == "monitoring.coreos.com/v1"
     assert objects["PrometheusRule"]["spec"] == load("rules.yaml")["spec"]
     assert objects["PodMonitor"]["spec"] == load("podmonitor.yaml")["spec"]
+
+
+@needs_kubectl
+def test_google_and_azure_collect_the_same_by_kinds_of_their_own() -> None:
+    """The same rules, too, where rules are objects of the cluster."""
+    ours, google, azure = map(build, ["monitoring", "monitoring-google", "monitoring-azure"])
+    assert set(google) == {"ConfigMap", "NetworkPolicy", "PodMonitoring", "Rules"}
+    assert {google[kind]["apiVersion"] for kind in ("PodMonitoring", "Rules")} == {"monitoring.googleapis.com/v1"}
+    assert google["Rules"]["spec"] == ours["PrometheusRule"]["spec"]
+    spec = ours["PodMonitor"]["spec"]
+    [endpoint] = spec["podMetricsEndpoints"]
+    renamed = {"metricRelabeling" if key == "metricRelabelings" else key: value for key, value in endpoint.items()}
+    assert google["PodMonitoring"]["spec"] == {"selector": spec["selector"], "endpoints": [renamed]}
+
+    assert set(azure) == {"ConfigMap", "NetworkPolicy", "PodMonitor"}
+    assert azure["PodMonitor"]["apiVersion"] == "azmonitoring.coreos.com/v1"
+    limits = {"labelLimit": 63, "labelNameLengthLimit": 511, "labelValueLengthLimit": 1023}
+    assert azure["PodMonitor"]["spec"] == {**spec, **limits}
+
+    for theirs, label in [(google, {"app.kubernetes.io/name": "collector"}), (azure, {"rsName": "ama-metrics"})]:
+        [rule] = ours["NetworkPolicy"]["spec"]["ingress"]
+        rule = {**rule, "from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": label}}]}
+        assert theirs["NetworkPolicy"]["spec"] == {**ours["NetworkPolicy"]["spec"], "ingress": [rule]}
 
 
 # ---------------------------------------------------------------------------------------------------------- dashboard
