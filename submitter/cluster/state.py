@@ -25,12 +25,14 @@ WARNING_FRESH_S = 600
 CLOCK_SKEW_S = 60
 """How far clocks of nodes and of the API server may differ."""
 
+HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
+"""The operator's reason when a head did not answer for longer than it waits, whatever `backoffLimit` says."""
+
 FAILURES = {
     "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
     "again to go on from the last checkpoint",
     "PreRunningDeadlineExceeded": "its pods were not all ready within preRunningDeadlineSeconds ({start} s)",
-    "JobStatusCheckTimeoutExceeded": "the head did not answer the operator for too long; submit again to go on from "
-    "the last checkpoint",
+    HEAD_GIVEN_UP: "the head did not answer the operator for too long; submit again to go on from the last checkpoint",
     "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended and its submitter did not",
     "SubmissionFailed": "the job could not be handed to the head",
     "AppFailed": "the program failed",
@@ -168,7 +170,7 @@ def _failure(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, n
     said = _last_words(own)
     if job.failure == "PreRunningDeadlineExceeded":
         said = pods_in_trouble(job, pods, warnings, now)
-    elif job.failure not in ("DeadlineExceeded", "JobStatusCheckTimeoutExceeded"):
+    elif job.failure not in ("DeadlineExceeded", HEAD_GIVEN_UP):
         said = said or job.message
     if said and job.failure in ("AppFailed", ""):
         return said
@@ -210,6 +212,10 @@ def pods_in_trouble(job: JobView, pods: Pods, warnings: Warnings, now: float) ->
     if head and (why := trouble_of(head, fresh)):
         return f"the head pod cannot start: {why}"
     refused = refused_pod(job, fresh)
+    ending = next((pod for pod in pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
+    if head is None and ending:
+        silent = ", which does not answer" if ending.overdue(now) else ""
+        return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
     if head is None:
         return f"the head pod cannot be made: {refused.message}" if refused else ""
     wanted, ready = count_workers(job, pods)

@@ -94,6 +94,10 @@ class Trouble(NamedTuple):
         return f"{self.said}; {self.fix}" if self.fix else self.said
 
 
+OVERDUE_S = 30
+"""A pod that is still there so long after its grace period is on a node that does not answer."""
+
+
 @dataclass(frozen=True)
 class PodView:
     """One pod of a run."""
@@ -106,12 +110,22 @@ class PodView:
     "The RayCluster it belongs to."
     node: str
     ready: bool
-    deleting: bool
+    deleted_by: float
+    "When its grace period ends, in seconds since the epoch; 0: nobody deletes it."
     restarts: int
     trouble: Trouble | None
     "Why it cannot run; None if it runs, or may still start."
     out_of_memory: bool
     "Whether one of its containers last ended for that; it may run again."
+
+    @property
+    def deleting(self) -> bool:
+        """Whether it was told to go."""
+        return bool(self.deleted_by)
+
+    def overdue(self, now: float) -> bool:
+        """Whether it should have gone: it stays until its node comes back or is removed."""
+        return self.deleting and now > self.deleted_by + OVERDUE_S
 
 
 class WarningEvent(NamedTuple):
@@ -171,7 +185,7 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         cluster=labels.get("ray.io/cluster", ""),
         node=(raw.get("spec") or {}).get("nodeName", ""),
         ready=ready and status.get("phase") == "Running",
-        deleting="deletionTimestamp" in metadata,
+        deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
         restarts=sum(container.get("restartCount", 0) for container in containers),
         trouble=None if ready else next(_troubles(raw), None),
         out_of_memory=any(

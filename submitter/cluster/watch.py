@@ -290,13 +290,21 @@ def _read_storage(run: Run, job: JobView | None) -> dict[str, Any]:
         return {"storage_trouble": str(error)}
 
 
-def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float) -> bool:
-    """Delete RayJobs, and wait until they and their clusters' pods are gone; returns whether they are."""
+def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
+    """Delete RayJobs, and wait until they and their clusters' pods are gone; returns whether they are.
+
+    Pods on nodes that do not answer are waited for only with `frozen`: what they still do changes no run.
+    """
     for job in jobs:
         cluster.delete_job(job)
     deadline = time.monotonic() + seconds
     own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
-    while any(cluster.has_job(job) for job in jobs) or cluster.list_pods(own):
+
+    def any_left() -> bool:
+        pods = cluster.list_pods(own)
+        return any(cluster.has_job(job) for job in jobs) or any(frozen or not pod.overdue(time.time()) for pod in pods)
+
+    while any_left():
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_S)

@@ -196,7 +196,7 @@ def _remove(cluster: Cluster | None, remains: Remains) -> None:
     mark_deletion(run, f"{getpass.getuser()}@{socket.gethostname()}")
     if cluster and remains.jobs:
         warn(f"waiting until {plural(len(remains.jobs), 'RayJob')} and the pods are gone")
-        if not delete_jobs(cluster, remains.jobs, GONE_WITHIN_S):
+        if not delete_jobs(cluster, remains.jobs, GONE_WITHIN_S, frozen=True):
             raise GaveUpError(
                 f"{remains.jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}; nothing was "
                 "removed from storage, which they may still write"

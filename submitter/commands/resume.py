@@ -1,16 +1,14 @@
 """`sunspot resume`: lets a stopped run go on, as it was submitted last."""
 
 import argparse
-from typing import Any
 
-from app.errors import ClusterError, DamageError
-from app.run import Run
+from app.errors import ClusterError
 from app.run.status import clear_stop
 from app.run.submissions import newest_submission
+from submitter.cluster.restart import parse_submission
 from submitter.cluster.watch import observe_existing, print_state, reach_run
 from submitter.commands.arguments import add_run
 from submitter.commands.submit import print_outcome, start_job
-from submitter.manifest.yaml_files import parse_yaml
 
 add_arguments = add_run
 
@@ -33,19 +31,5 @@ def run(args: argparse.Namespace) -> None:
     if cluster is None or snapshot.cluster_trouble:
         raise ClusterError(snapshot.cluster_trouble)
     job, text = submission
-    outcome = start_job(cluster, run, parse(run, job, text), text, None)
+    outcome = start_job(cluster, run, parse_submission(run, job, text), text, None)
     print_outcome(cluster, run, job, outcome, dry_run=False, as_json=args.json)
-
-
-def parse(run: Run, job: str, text: str) -> dict[str, Any]:
-    """The manifest of a RayJob; raises `DamageError` when it is none, or that of another job."""
-    place = f"the newest submission in {run.storage.locate(run.key('submissions'))}"
-    try:
-        documents = parse_yaml(text)
-    except ValueError as error:
-        raise DamageError(f"{place} cannot be used: {error}") from error
-    manifest = documents[0] if len(documents) == 1 else None
-    about = manifest.get("metadata") if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or not isinstance(about, dict) or about.get("name") != job:
-        raise DamageError(f"{place} cannot be used: it is not the manifest of {job}")
-    return manifest

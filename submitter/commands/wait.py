@@ -12,6 +12,7 @@ from app.formatting import in_words
 from app.run import Run
 from app.run.status import RunState
 from submitter.cluster.api import Cluster
+from submitter.cluster.restart import HeadRestarts, head_given_up, start_again
 from submitter.cluster.watch import (
     Follower,
     Outage,
@@ -41,19 +42,24 @@ def run(args: argparse.Namespace) -> None:
 def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, cluster_error: str = "") -> None:
     """Follow the run to its end; the job goes on whatever happens to this command.
 
-    Returns when the run succeeded or was stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when
-    it is being deleted, `NotFoundError` when there is no such run, `GaveUpError` after `timeout` seconds, and
-    `ClusterError` when the API server stays out of reach.
+    A run that ends because the operator gave up its head is started again. Returns when the run succeeded or was
+    stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when it is being deleted, `NotFoundError`
+    when there is no such run, `GaveUpError` after `timeout` seconds, and `ClusterError` when the API server stays out
+    of reach.
     """
     require_known(cluster, run, observe_run(cluster, run, cluster_error))
     show = LiveLine(run) if sys.stdout.isatty() and not as_json else Lines(run, as_json)
+    restarts, began = HeadRestarts(run), time.monotonic()
     try:
-        state, reason = _follow(cluster, run, timeout, show, cluster_error)
-    except KeyboardInterrupt:
-        show.close()
-        again = command_arguments(cluster, run)
-        warn(f"\nthe run goes on; `sunspot wait {again}` comes back to it, `sunspot stop {again}` ends it")
-        raise
+        while True:
+            snapshot = _follow(cluster, run, began, timeout, show, cluster_error)
+            state, reason = snapshot.state()
+            manifest = restarts.next(snapshot)
+            if not (cluster and snapshot.job and manifest):
+                break
+            show(snapshot, RunState.RETRYING, f"{reason}; it is started again")
+            start_again(cluster, run, snapshot.job, manifest)
+        show(snapshot, state, reason)
     finally:
         show.close()
     if state in (RunState.FAILED, RunState.LOST):
@@ -63,25 +69,34 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
 
 
 def _follow(
-    cluster: Cluster | None, run: Run, timeout: float | None, show: Lines, cluster_error: str
-) -> tuple[RunState, str]:
-    """Print every change until the run has ended; returns how it ended."""
-    outage, began = Outage(), time.monotonic()
+    cluster: Cluster | None, run: Run, began: float, timeout: float | None, show: Lines, cluster_error: str
+) -> RunSnapshot:
+    """Print every change until the run has ended; returns what is known then.
+
+    An end because the head was given up is not printed: it may be none.
+    """
+    outage, again = Outage(), command_arguments(cluster, run)
     follower = Follower(cluster, run, cluster_error)
-    for snapshot in follower:
-        state, reason = snapshot.state()
-        if cluster:
-            outage.note(snapshot)
-        show(snapshot, state, reason)
-        # As long as the cluster does not answer, a failure may be followed by another try.
-        sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and snapshot.cluster_trouble)
-        if state.terminal and sure and (follower.settled or snapshot.storage_trouble):
-            return state, reason
-        if timeout is not None and time.monotonic() - began > timeout:
-            raise GaveUpError(
-                f"{run.name} is {state} after {timeout:g} s: {reason}. It goes on; "
-                f"`sunspot wait {command_arguments(cluster, run)}` comes back to it"
-            )
+    try:
+        for snapshot in follower:
+            state, reason = snapshot.state()
+            if cluster:
+                outage.note(snapshot)
+            if not head_given_up(snapshot):
+                show(snapshot, state, reason)
+            # As long as the cluster does not answer, a failure may be followed by another try.
+            sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (cluster and snapshot.cluster_trouble)
+            if state.terminal and sure and (follower.settled or snapshot.storage_trouble):
+                return snapshot
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise GaveUpError(
+                    f"{run.name} is {state} after {timeout:g} s: {reason}. It goes on; `sunspot wait {again}` "
+                    "comes back to it"
+                )
+    except KeyboardInterrupt:
+        show.close()
+        warn(f"\nthe run goes on; `sunspot wait {again}` comes back to it, `sunspot stop {again}` ends it")
+        raise
     raise AssertionError("following never ends by itself")
 
 

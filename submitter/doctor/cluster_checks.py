@@ -99,7 +99,7 @@ def _check_status_timeout(operator: dict[str, Any], rendered: Rendered) -> Check
     if limit_s >= needed_s:
         return Check(name, Result.OK, seen)
     seen += f"; with its node and image, a new head may take {needed_s} s (preRunningDeadlineSeconds)"
-    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}; else such a run has to be started again"
+    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}; else only `sunspot wait` starts such a run again"
     return Check(name, Result.WARNING, seen, fix)
 
 

@@ -23,7 +23,7 @@ from app.run.overview import list_runs, read_state
 from app.run.search import read_trial
 from app.run.status import RunState, Status, read_status, write_status
 from app.run.submissions import newest_submission, record_submission
-from submitter.commands.resume import parse as parse_submission
+from submitter.cluster.restart import parse_submission
 from tests.harness.commands import Command
 from tests.harness.runs import begin, commit, consumed, journal_keys, record_audit, report, set_status, start
 

@@ -289,6 +289,20 @@ def test_pods_of_an_earlier_try_do_not_count() -> None:
     assert "about to be made" in judge(job("Initializing", ""), [view(earlier)], now=NOW)[1]
 
 
+@pytest.mark.parametrize(("ago", "answers"), [(-20, True), (20, True), (60, False)])
+def test_a_head_that_is_told_to_go_is_named_with_its_node(ago: float, answers: bool) -> None:
+    ending = head()
+    ending["metadata"]["deletionTimestamp"] = timestamp(NOW - ago)
+    last = status(RunState.RUNNING, age=100)
+    state, reason = judge(job(), [view(ending)], status=last, owner="run-1#1", now=NOW)
+    assert state is RunState.SILENT
+    assert "the head pod was told to go; a new one follows when it has left node node-of-run-1-x-head" in reason
+    assert ("which does not answer" in reason) is not answers
+    new = {**head(), "metadata": {**head()["metadata"], "name": "run-1-x-head-2"}}
+    state, reason = judge(job(), [view(ending), view(new)], status=last, owner="run-1#1", now=NOW)
+    assert "told to go" not in reason
+
+
 def test_trouble_is_told_of_a_run_that_trains_too() -> None:
     pods = [view(head()), view(worker(1)), view(worker(2, UNSCHEDULABLE))]
     state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), owner="run-1#1", now=NOW)

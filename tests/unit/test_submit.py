@@ -13,7 +13,7 @@ from app.run import Run, open_run
 from app.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
 from app.run.submissions import newest_submission, owner_of
 from submitter.cli import main
-from tests.harness.kubernetes import CORE, JOBS, FakeCluster, answer, hang_up, pod, rayjob
+from tests.harness.kubernetes import CORE, JOBS, FakeCluster, answer, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
 
@@ -199,6 +199,19 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
     cluster.pods.clear()
     assert sunspot.submit() == 0
     assert name in cluster.jobs
+
+
+def test_a_pod_on_a_frozen_node_is_not_waited_for(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("submitter.commands.submit.GONE_WITHIN_S", 0.1)
+    sunspot.submit()
+    cluster.set_status(only_job(cluster), "Failed", "RUNNING", rayClusterName="c")
+    frozen = pod("head", "c", head=True)
+    frozen["metadata"]["deletionTimestamp"] = timestamp(time.time() - 60)
+    cluster.pods.append(frozen)
+    assert sunspot.submit() == 0, sunspot.err
+    assert "replaced" in sunspot.out
 
 
 def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:

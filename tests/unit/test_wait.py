@@ -19,11 +19,12 @@ from app.run import Run, open_run
 from app.run.attempts import checkpoint_name
 from app.run.incidents import Cause
 from app.run.status import RunState, request_stop
+from app.run.submissions import owner_of, record_submission
 from submitter.cli import main
 from submitter.cluster.watch import RunSnapshot
 from submitter.commands.wait import Lines
 from tests.harness.commands import Command
-from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob
+from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
 
 JOB = "run-1"
@@ -229,6 +230,112 @@ def test_a_status_that_cannot_be_read_is_as_none(cluster: FakeCluster, run: Run,
     cluster.set_status(job, "Complete", "SUCCEEDED")
     assert sunspot("wait", "run") == 0
     assert sunspot("status", "run") == 0
+
+
+# --------------------------------------------------------------------------------------------- a head that is given up
+
+
+def give_up_head(cluster: FakeCluster) -> None:
+    cluster.set_status(JOB, "Failed", "RUNNING", reason="JobStatusCheckTimeoutExceeded")
+
+
+def submit(cluster: FakeCluster, run: Run) -> None:
+    """Have the RayJob be one that `sunspot submit` applied."""
+    record_submission(run, JOB, json.dumps(cluster.jobs[JOB]))
+
+
+@pytest.fixture
+def uids(cluster: FakeCluster) -> list[str]:
+    """Of each RayJob that has been there; the API server gives a new one to each."""
+    found: list[str] = []
+    put = cluster.put_job
+
+    def put_job(job: dict[str, Any]) -> dict[str, Any]:
+        if JOB not in cluster.jobs:
+            found.append(f"uid-{len(found)}")
+            job["metadata"] = {**job["metadata"], "uid": found[-1], "creationTimestamp": timestamp(time.time())}
+            job = {**job, "status": {}}
+        return put(job)
+
+    cluster.put_job = put_job  # type: ignore[method-assign]
+    return found
+
+
+def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
+    cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
+) -> None:
+    cluster.put_job(rayjob(JOB))
+    submit(cluster, run)
+    set_status(run, RunState.RUNNING, owner=f"{JOB}#1", step=3)
+    give_up_head(cluster)
+    when(
+        pending=lambda: (
+            set_status(run, RunState.SUCCEEDED, owner=f"{JOB}#1", step=10),
+            cluster.set_status(JOB, "Complete", "SUCCEEDED"),
+        )
+    )
+    assert sunspot("wait", "run", "--json", "--timeout", "60") == 0, sunspot.err
+    assert [line["state"] for line in sunspot.lines] == ["retrying", "pending", "succeeded"]
+    assert "did not answer the operator for too long" in sunspot.lines[0]["reason"]
+    assert len(uids) == 2
+    assert owner_of(run, JOB) == f"{JOB}#1", "no new submission: the driver counts its starts, and a thawed one is late"
+
+
+def test_without_a_new_checkpoint_a_head_is_started_again_so_often_only(
+    cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
+) -> None:
+    given = rayjob(JOB)
+    [container] = given["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    container["env"].append({"name": "SUNSPOT_MAX_DRIVER_STARTS", "value": "2"})
+    cluster.put_job(given)
+    submit(cluster, run)
+    give_up_head(cluster)
+    attempt = start(begin(run), f"{JOB}#1")
+
+    def fail_after_a_checkpoint() -> None:
+        set_status(run, RunState.RUNNING, owner=f"{JOB}#1", checkpoint=commit(run, attempt, 5).name)
+        give_up_head(cluster)
+        when(pending=fail)
+
+    def fail() -> None:
+        give_up_head(cluster)
+        when(pending=fail)
+
+    when(pending=fail_after_a_checkpoint)
+    assert sunspot("wait", "run", "--timeout", "60") == 1
+    assert len(uids) == 1 + 1 + 2
+    assert "given up again after 2 restarts without a new checkpoint" in sunspot.err
+    assert "SUNSPOT_MAX_DRIVER_STARTS allows more" in sunspot.err
+
+
+@pytest.mark.parametrize("why", ["not submitted from here", "another was submitted since", "told to stop", "other end"])
+def test_other_ends_are_ends(cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], why: str) -> None:
+    cluster.put_job(rayjob(JOB))
+    if why != "not submitted from here":
+        submit(cluster, run)
+    if why == "another was submitted since":
+        record_submission(run, "run-2", json.dumps(rayjob("run-2")))
+    if why == "told to stop":
+        request_stop(run, "me")
+    give_up_head(cluster)
+    if why == "other end":
+        cluster.set_status(JOB, "Failed", "RUNNING", reason="DeadlineExceeded")
+    assert sunspot("wait", "run", "--timeout", "60") == 1
+    assert len(uids) == 1
+    assert "failed     for good" in sunspot.out
+
+
+def test_an_outage_while_it_is_started_again(
+    cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
+) -> None:
+    cluster.put_job(rayjob(JOB))
+    submit(cluster, run)
+    give_up_head(cluster)
+    cluster.on("PATCH", "rayjobs", drop, times=9)
+    cluster.on("DELETE", "rayjobs", hang_up, times=1)
+    when(pending=lambda: cluster.set_status(JOB, "Complete", "SUCCEEDED"))
+    assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
+    assert len(uids) == 2
 
 
 def test_no_such_run(cluster: FakeCluster, sunspot: Command) -> None:
