@@ -179,7 +179,7 @@ def _select_nodes(
 
 
 def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
-    """Spread the run's training pods over nodes (k8s/rayjob.yaml), or pack them into a zone."""
+    """Spread the run's training pods over nodes (k8s/rayjob.yaml), or have them in one zone."""
     spec = group["template"]["spec"]
     (constraint,) = spec["topologySpreadConstraints"]
     selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
@@ -188,12 +188,14 @@ def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> Non
         names = [group_name(number) for number in range(groups)]
         selector["matchExpressions"] = [{"key": GROUP_LABEL, "operator": "In", "values": names}]
     constraint["labelSelector"] = selector
-    if machine.placement == "pack":
+    if machine.placement in ("pack", "zone"):
         del spec["topologySpreadConstraints"]
         near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
-        preferred = [{"weight": 100, "podAffinityTerm": near}]
-        affinity = spec.setdefault("affinity", {})
-        affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
+        spec.setdefault("affinity", {})["podAffinity"] = (
+            {"requiredDuringSchedulingIgnoredDuringExecution": [near]}
+            if machine.placement == "zone"
+            else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]}
+        )
 
 
 def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:

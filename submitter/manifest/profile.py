@@ -162,8 +162,8 @@ class Worker(Machine):
     "The labels of nodes with the wanted GPU."
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
     "For taints of nodes with GPUs, beside that of `gpu_resource`."
-    placement: Literal["spread", "pack"] | None = _takes("spread or pack")
-    "spread: over nodes, as far as possible. pack: in one zone, as far as possible."
+    placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
+    "spread: over nodes, as far as possible. pack: in one zone, as far as possible. zone: in one zone, or not at all."
 
 
 class WorkerGroup(Worker):

@@ -331,7 +331,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     if profile.spot:
         where = ("not on spot nodes", "its loss would end every worker")
     benefit = "the loss of a node costs as few workers as can be"
-    if machine.placement == "pack":
+    if machine.placement in ("pack", "zone"):
         benefit = "within a zone the network is faster, and costs nothing"
     found = [
         ("image", ray_container(workers)["image"], source(profile.image)),

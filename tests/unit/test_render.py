@@ -563,6 +563,27 @@ def test_placement(profile: str) -> None:
     assert any(value.name == "placement" and ": " in value.source for value in rendered.derived)
 
 
+def test_one_zone_or_none(tmp_path: Path) -> None:
+    rendered = render(own_profile(tmp_path, "extends: gke-spot\nworker: {placement: zone}"), {"RUN_NAME": "mine"})
+    [head, pod] = pods_of(rendered)
+    assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
+    (near,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert near["topologyKey"] == "topology.kubernetes.io/zone"
+    labels = groups_of(rendered)[1]["template"]["metadata"]["labels"] | {"ray.io/group": "workers"}  # as KubeRay adds
+    assert near["labelSelector"]["matchLabels"].items() <= labels.items(), "or the first pod could never be placed"
+    assert "podAffinity" not in head["affinity"]
+    assert "topologySpreadConstraints" not in pod
+
+
+def test_a_label_asks_for_gang_scheduling(tmp_path: Path) -> None:
+    """On the RayJob, from where the operator copies it to the cluster that it makes."""
+    [example] = [text for text in EXAMPLES if "gang" in text]
+    rendered = render(own_profile(tmp_path, example), {})
+    assert rendered.manifest["metadata"]["labels"]["ray.io/gang-scheduling-enabled"] == "true"
+    [workers] = cluster_of(rendered)["workerGroupSpecs"]
+    assert workers["replicas"] == 4, "the operator counts these"
+
+
 def test_everything_a_profile_of_ones_own_can_say(full: Rendered) -> None:
     manifest = full.manifest
     assert full.namespace == manifest["metadata"]["namespace"] == "vision"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from app.errors import SettingsError
 from app.settings import NodeGroup
 from submitter.cluster.state import count_workers
 from submitter.cluster.views import job_view, pod_view
+from submitter.manifest.profile import load_profile
 from submitter.manifest.render import Rendered, render
+from tests.harness import REPOSITORY
 from tests.harness.kubernetes import pod
 
 SPOT_FIRST = """
@@ -35,6 +40,11 @@ def rendered(folder: Path, text: str, **settings: str) -> Rendered:
 def groups_of(job: Rendered) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = job.manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     return groups
+
+
+def all_groups_of(job: Rendered) -> list[dict[str, Any]]:
+    """The head's group, and those of the workers."""
+    return [job.manifest["spec"]["rayClusterSpec"]["headGroupSpec"], *groups_of(job)]
 
 
 def test_each_group_adds_to_the_worker(tmp_path: Path) -> None:
@@ -140,6 +150,29 @@ def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
 def test_refused(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=told):
         rendered(tmp_path, text)
+
+
+FRAGMENTS = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/cluster.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("kind", ["NodePool", "ComputeClass"])
+def test_pods_fit_the_nodes_that_others_choose(kind: str, tmp_path: Path) -> None:
+    """Each fragment of docs/cluster.md stands before its profile: selectors and tolerations are those of its nodes."""
+    [(nodes, profile)] = [pair for pair in pairwise(FRAGMENTS) if yaml.safe_load(pair[0]).get("kind") == kind]
+    head, worker = (group["template"]["spec"] for group in all_groups_of(rendered(tmp_path, profile)))
+    made = yaml.safe_load(nodes)
+    name, tolerated = made["metadata"]["name"], {each["key"] for each in worker["tolerations"]}
+    if kind == "NodePool":
+        assert worker["nodeSelector"] == {"karpenter.sh/nodepool": name}
+        assert {taint["key"] for taint in made["spec"]["template"]["spec"]["taints"]} <= tolerated
+        assert head["nodeSelector"] == {"karpenter.sh/capacity-type": "on-demand"}
+    else:
+        assert worker["nodeSelector"] == {"cloud.google.com/compute-class": name}
+        assert {"cloud.google.com/compute-class", "cloud.google.com/gke-spot", "nvidia.com/gpu"} <= tolerated
+        assert worker["terminationGracePeriodSeconds"] == load_profile("gke-spot", {}).notice_s
+        assert "nodeSelector" not in head
+    asked = worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert asked == "1", "the types have one GPU"
 
 
 def test_pods_of_every_group_train(tmp_path: Path) -> None:
