@@ -70,8 +70,8 @@ def fit(cluster: FakeCluster, s3_bucket: str) -> FakeCluster:
         "/api/v1/nodes": {"items": [node(), node("node-2")]},
         f"{CORE}/resourcequotas": {"items": []},
     }
-    policies = ("deny-by-default", "within-clusters", "from-operator", "to-dns", "to-storage", "to-workload-identity")
-    cluster.objects |= {f"{NETWORK}/{name}" for name in (*policies, "autoscaler-to-api-server")}
+    policies = ("deny-by-default", "within-clusters", "from-operator", "to-dns", "to-storage", "to-tracking")
+    cluster.objects |= {f"{NETWORK}/{name}" for name in (*policies, "to-workload-identity", "autoscaler-to-api-server")}
     cluster.objects |= {f"{BUDGETS}/sunspot-head"}
     rule = {
         "ID": "x",
@@ -118,7 +118,7 @@ def test_every_policy_of_the_base_is_looked_for(sunspot: Command, fit: FakeClust
     checks(sunspot)
     text = (manifests() / "base" / "network.yaml").read_text()
     asked = {path.rpartition("/")[2] for _, path in fit.requests if path.startswith(NETWORK)}
-    assert len(asked) == text.count("kind: NetworkPolicy") == 7
+    assert len(asked) == text.count("kind: NetworkPolicy") == 8
 
 
 # ---------------------------------------------------------------------------------------------------------- the cluster

@@ -6,6 +6,7 @@ WRITE_GOLDEN=1 python -m pytest tests/unit/test_render.py -k golden
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -198,17 +199,57 @@ def test_policies_and_budget_select_the_pods_that_are_rendered(profile: str) -> 
             for name, labels in (("head", head), ("workers", workers)):
                 if wanted <= labels.items():
                     selected[name].add(item["metadata"]["name"])
-    everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-workload-identity"}
+    everyone = {"deny-by-default", "within-clusters", "to-dns", "to-storage", "to-tracking", "to-workload-identity"}
     assert selected["workers"] == everyone
     assert selected["head"] == everyone | {"from-operator", "autoscaler-to-api-server", "sunspot-head"}
     assert "sunspot/autoscaler" not in groups_of(render(profile, {}))[0]["template"]["metadata"]["labels"]
 
 
+def egress(policy: str, base: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    [found] = [item for item in base if (item["kind"], item["metadata"]["name"]) == ("NetworkPolicy", policy)]
+    return list(found["spec"]["egress"])
+
+
+def ports_of(rule: dict[str, Any]) -> set[int]:
+    return {port["port"] for port in rule["ports"]}
+
+
+@pytest.mark.parametrize("server", ["169.254.169.254", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254"])
+def test_no_pod_gets_the_identity_of_its_node(server: str) -> None:
+    """Clouds hand it out on port 80, which is open to tracking servers."""
+    _, http = egress("to-tracking", base_objects())
+    assert ports_of(http) == {80}
+    address = ipaddress.ip_address(server)
+    blocks = [peer["ipBlock"] for peer in http["to"] if "ipBlock" in peer]
+    inside = [block for block in blocks if address in ipaddress.ip_network(block["cidr"])]
+    assert len(inside) == 1
+    assert any(address in ipaddress.ip_network(part) for part in inside[0]["except"])
+
+
+def build(folder: Path) -> list[dict[str, Any]]:
+    """What `kubectl apply -k` applies."""
+    built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return list(yaml.safe_load_all(built.stdout))
+
+
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 def test_kustomize_builds_the_base() -> None:
-    built = subprocess.run(["kubectl", "kustomize", str(MANIFESTS / "base")], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    assert {item["metadata"].get("namespace", "sunspot") for item in yaml.safe_load_all(built.stdout)} == {"sunspot"}
+    built = build(MANIFESTS / "base")
+    assert {item["metadata"].get("namespace", "sunspot") for item in built} == {"sunspot"}
+    assert [ports_of(rule) for rule in egress("to-storage", built)] == [{443, 9000, 7070}]
+    assert [ports_of(rule) for rule in egress("to-tracking", built)] == [{5000}, {80}]
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_another_port_is_a_patch_of_the_base(tmp_path: Path) -> None:
+    """As docs/cluster.md has it."""
+    [example] = re.findall(r"```yaml\n(resources: .*?)```", (REPOSITORY / "docs/cluster.md").read_text(), re.DOTALL)
+    base = os.path.relpath(MANIFESTS / "base", tmp_path)  # kustomize takes no absolute path
+    (tmp_path / "kustomization.yaml").write_text(example.replace("../k8s/base", base))
+    patched = build(tmp_path)
+    assert [ports_of(rule) for rule in egress("to-storage", patched)] == [{443, 9000, 7070, 8333}]
+    assert egress("to-tracking", patched) == egress("to-tracking", base_objects())
 
 
 @pytest.mark.skipif(not SHELL.get("KUBE_CONTEXT"), reason="KUBE_CONTEXT names no cluster")
