@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format bench bench-gpu image wheel smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format emulators bench bench-gpu image wheel smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -83,12 +83,17 @@ render: .venv/submitter  ## write the manifest that submit would apply, for GitO
 
 lock: .venv/dev  ## lock the newest dependencies, with hashes; Ray as requirements/ray.in says
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) requirements/uv.in -o requirements/uv.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train -o requirements/train.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml -c requirements/train.txt -o requirements/submitter.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra cluster --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train -o requirements/train.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) -c requirements/train.txt -o requirements/submitter.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
 LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header -c requirements/ray.in
+CLOUDS := --extra gcs --extra azure
+
+emulators: .venv/dev  ## Google's and Azure's object stores for the storage tests, which skip without (wants Go and npm)
+	GOBIN='$(CURDIR)/.venv/emulators' CGO_ENABLED=0 go install github.com/fsouza/fake-gcs-server@v1.56.1
+	npm install --silent --no-audit --no-fund --prefix .venv/emulators azurite@3.37.0
 
 sample: .venv/dev  ## make the bundled digits again from the published files: make sample DATA_ROOT=data
 	$(BIN)/python -m scripts.make_sample --data-root $(DATA_ROOT)

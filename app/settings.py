@@ -155,9 +155,11 @@ class Settings(BaseModel):
     "Warm start: the weights to begin from while the run has no checkpoint of its own."
 
     storage_path: str = _setting(
-        "runs", "a local or NFS path, or s3://bucket/prefix", pattern=r"^(s3://[^/:]+(/.*)?|[^:]+)$"
+        "runs",
+        "a local or NFS path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
     )
-    "Where runs are kept. Endpoint and credentials of S3 come from the usual AWS environment."
+    "Where runs are kept. Endpoint and credentials come from the usual environment of each cloud."
 
     dataset: str = _setting("sample", "sample, mnist, or a path or URL of Parquet", min_length=1)
     "What to train on: the bundled digits, torchvision's MNIST, or Parquet."

@@ -28,8 +28,9 @@ from app.checkpoint.slots import Slot
 from app.checkpoint.snapshot import Snapshot
 from app.errors import NotFoundError, StorageError
 from app.run import Run, to_json
-from app.storage.base import Part, map_parallel
+from app.storage.base import map_parallel
 from app.storage.deadline import moved
+from app.storage.parts import Part
 
 LEAST_BYTES = 256 << 20
 """Of a state that is shared: below, rank 0 is done before the others have heard of it."""

@@ -125,7 +125,7 @@ class ParquetSource:
 
 
 def open_parquet(location: str, labelled: bool = True) -> ParquetSource:
-    """Open a file or a folder (all `*.parquet` below it), local or `s3://`, and check everything but the pixels.
+    """Open a file or a folder (all `*.parquet` below it), local or in a bucket, and check everything but the pixels.
 
     Unless `labelled`, the column `label` may be missing, in all files or in none. Names that begin with '_' or '.' are
     skipped. The labels of all files are read. Raises `DataError` naming the file, and the row where there is one, or

@@ -1,10 +1,12 @@
-"""Parquet files on disk or in S3: listing and opening them, with Arrow's errors turned into ours."""
+"""Parquet files on disk or in a bucket: listing and opening them, with Arrow's errors turned into ours."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import lru_cache
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs as fs
@@ -17,6 +19,9 @@ OPEN_FILES = 128
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
 """An S3 server that does not answer is given up after less than 30 s."""
+
+OF_CLIENTS = ("AWS Error", "google::cloud::Status", "Azure Error")
+"""What Arrow's errors say when a cloud's client has failed."""
 
 
 def absolute(location: str) -> str:
@@ -88,7 +93,7 @@ def parquet_errors(path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: not found; check DATASET and TEST_DATASET") from error
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # the last two of names and numbers
-        if isinstance(error, OSError) and (error.errno or "AWS Error" in str(error)):
+        if isinstance(error, OSError) and (error.errno or any(said in str(error) for said in OF_CLIENTS)):
             raise StorageError(f"{path}: cannot be read: {shorten(error)}") from error
         raise DataError(f"{path}: not a Parquet file, or damaged: {shorten(error)}") from error
 
@@ -114,14 +119,14 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
     if "://" not in location:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
-    if scheme != "s3" or not path:
-        raise DataError(f"{location}: set DATASET to a local path or to s3://bucket/prefix")
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE")
-    return _s3(*(os.environ.get(name, "") for name in names)), path
+    if scheme not in CLIENTS or not path:
+        raise DataError(f"{location}: set DATASET to a local path or to s3://bucket/prefix, gs://... or az://...")
+    connect, names = CLIENTS[scheme]
+    return connect(*(os.environ.get(name, "") for name in names)), path
 
 
 @lru_cache(maxsize=4)
-def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.S3FileSystem:
+def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.FileSystem:
     """Arrow's S3 client for the usual AWS environment; it finds the credentials by itself."""
     scheme, _, host = (endpoint_s3 or endpoint).rpartition("://")
     return fs.S3FileSystem(
@@ -133,3 +138,42 @@ def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, autho
         request_timeout=REQUEST_TIMEOUT_S,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=REQUEST_TRIES),
     )
+
+
+@lru_cache(maxsize=4)
+def _google(emulator: str) -> fs.FileSystem:
+    """Arrow's client for Google Cloud Storage, with Application Default Credentials; an emulator wants none."""
+    scheme, _, host = emulator.rpartition("://")
+    return fs.GcsFileSystem(
+        anonymous=bool(host),
+        scheme=scheme or ("http" if host else "https"),
+        endpoint_override=host or None,
+        retry_time_limit=timedelta(seconds=REQUEST_TRIES * REQUEST_TIMEOUT_S),
+    )
+
+
+@lru_cache(maxsize=4)
+def _azure(connection: str, account: str, key: str) -> fs.FileSystem:
+    """Arrow's client for Azure Blob Storage; without a key it finds the identity by itself."""
+    given = dict(pair.split("=", 1) for pair in connection.split(";") if "=" in pair)
+    endpoint = urlsplit(given.get("BlobEndpoint", ""))
+    where = {
+        "blob_storage_authority": endpoint.netloc,
+        "blob_storage_scheme": endpoint.scheme,
+        "dfs_storage_authority": endpoint.netloc.replace(".blob.", ".dfs."),
+        "dfs_storage_scheme": endpoint.scheme,
+    }
+    return fs.AzureFileSystem(
+        account_name=given.get("AccountName") or account,
+        account_key=given.get("AccountKey") or key or None,
+        **(where if endpoint.netloc else {}),
+    )
+
+
+CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
+    "s3": (_s3, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE")),
+    "gs": (_google, ("STORAGE_EMULATOR_HOST",)),
+    "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
+    "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
+}
+"""By the scheme of a URL: its file system, and the variables it is made by, so that a change makes another."""

@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
     parser.add_argument("--dataset", help="sample, mnist, or a path or URL of Parquet: predict all its rows")
     parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
-    parser.add_argument("--output", help="folder or s3:// URL for the predictions of --dataset")
+    parser.add_argument("--output", help="folder or URL of a bucket for the predictions of --dataset")
     parser.add_argument("--workers", type=int, default=0, help="model workers for --dataset; default: what Ray has")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     arguments = parser.parse()

@@ -35,7 +35,7 @@ from app.run.status import (
 )
 from app.run.submissions import SUBMISSION, list_submissions
 from app.storage.base import Entry, Storage, map_parallel
-from app.storage.s3 import READ_TIMEOUT_S, REQUEST_TRIES
+from app.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
 
 HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 

@@ -4,6 +4,8 @@ Keys are `/`-separated and relative to the storage path. Every operation succeed
 naming the object (`NotFoundError` when it is not there), within the limits below.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import io
@@ -12,11 +14,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from app.background import start_thread
 from app.errors import StorageError
 from app.storage.deadline import moved
+
+if TYPE_CHECKING:
+    from app.storage.parts import PartUpload
 
 CHUNK = 1 << 20
 """Bytes of a large object that are read or written at a time."""
@@ -107,41 +112,6 @@ class Writer(ABC):
     @property
     def sha256(self) -> str:
         return self._sha.hexdigest()
-
-
-class Part(NamedTuple):
-    """A part that storage has."""
-
-    number: int
-    "Counted from 1."
-    etag: str
-    crc32: int
-
-
-class PartUpload(ABC):
-    """A large object on its way in parts, which any process that knows its `token` may send."""
-
-    token: str
-
-    @abstractmethod
-    def part_size(self, number: int) -> int:
-        """Bytes of a part; the last one may have fewer."""
-
-    @abstractmethod
-    def send(self, number: int, body: bytes | bytearray) -> Part:
-        """Send one part; a part of the same number is replaced."""
-
-    @abstractmethod
-    def send_all(self, numbers: Iterable[int], read: Callable[[int], bytearray]) -> list[Part]:
-        """Send several parts, a few at once, each with the bytes that `read` returns."""
-
-    @abstractmethod
-    def complete(self, parts: Sequence[Part], size: int) -> bool:
-        """Publish the object of `size` bytes; whether storage has verified what it got, as `Writer.verified`."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Remove the parts, as far as storage allows; raises nothing."""
 
 
 class Storage(ABC):

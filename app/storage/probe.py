@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from app.errors import StorageError
 from app.storage import open_storage
 from app.storage.base import Storage
-from app.storage.s3_parts import PART
+from app.storage.bucket import Bucket
+from app.storage.parts import PART
 
 FOLDER = "sunspot-doctor"
 
@@ -82,7 +83,7 @@ def probe_storage(storage: Storage) -> Iterator[Check]:
         with contextlib.suppress(StorageError):
             storage.delete_many([entry.key for entry in storage.list(folder)])
             storage.delete_folders(FOLDER)
-    if storage.is_bucket:
+    if isinstance(storage, Bucket):
         yield probe_versions(storage)
         yield probe_unfinished(storage)
 
@@ -134,26 +135,23 @@ def probe_clock(storage: Storage, key: str) -> Check:
     return Check("clock", Result.OK, said)
 
 
-def probe_versions(storage: Storage) -> Check:
+def probe_versions(bucket: Bucket) -> Check:
     """Whether deleted objects keep taking space."""
-    name, kept = "versions", storage.keeps_versions()
+    name, kept = "versions", bucket.keeps_versions()
     if kept:
-        fix = "switch versioning off for this bucket, or let a lifecycle rule expire noncurrent versions"
-        return Check(name, Result.WARNING, "the bucket keeps versions of what is deleted, and their space is paid", fix)
-    return _known(name, kept, "the bucket keeps no versions of what is deleted", "s3:GetBucketVersioning")
+        said = "the bucket keeps versions of what is deleted, and their space is paid"
+        return Check(name, Result.WARNING, said, bucket.VERSIONS_FIX)
+    return _known(name, kept, "the bucket keeps no versions of what is deleted", bucket.VERSIONS_RIGHT)
 
 
-def probe_unfinished(storage: Storage) -> Check:
+def probe_unfinished(bucket: Bucket) -> Check:
     """Whether the bucket removes the uploads of killed writers."""
-    name, dropped = "unfinished uploads", storage.drops_unfinished()
+    name, dropped = "unfinished uploads", bucket.drops_unfinished()
     if dropped is False:
-        fix = (
-            "add a lifecycle rule with AbortIncompleteMultipartUpload after a few days; `sunspot checkpoints gc` and "
-            "`sunspot delete` remove them too"
-        )
+        fix = f"{bucket.UNFINISHED_FIX}; `sunspot checkpoints gc` and `sunspot delete` remove them too"
         said = "no lifecycle rule removes uploads that killed processes left, and their space is paid"
         return Check(name, Result.WARNING, said, fix)
-    return _known(name, dropped, "a lifecycle rule removes them", "s3:GetLifecycleConfiguration")
+    return _known(name, dropped, "a lifecycle rule removes them", bucket.UNFINISHED_RIGHT)
 
 
 def _known(name: str, known: bool | None, said: str, right: str) -> Check:

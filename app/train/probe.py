@@ -43,8 +43,8 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
     if problems:
         raise StorageError(
             f"{run.location}: {_count(problems)} of {plural(len(others), 'other node')} cannot use it: "
-            f"{_list(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://... or a file system "
-            "that all nodes share"
+            f"{_list(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., gs://... or "
+            "az://..., or a file system that all nodes share"
         )
 
 

@@ -245,7 +245,8 @@ def _find_problems(
     problems = []
     if "://" not in settings.storage_path:
         problems.append(
-            f"{PREFIX}STORAGE_PATH={settings.storage_path}: pods come and go, and share no disk; set it to s3://bucket/prefix"
+            f"{PREFIX}STORAGE_PATH={settings.storage_path}: pods come and go, and share no disk; set it to "
+            "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
         )
     if settings.job_id:
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")

@@ -21,7 +21,7 @@ import boto3
 import botocore.loaders
 import pytest
 
-from app.storage.s3_parts import NO_PART, as_base64
+from app.storage.s3_upload import NO_PART, as_base64
 
 HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "server", "transfer-encoding"}
 

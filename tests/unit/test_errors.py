@@ -75,7 +75,7 @@ def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{CANARY}@127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setattr("app.storage.s3.REQUEST_TRIES", 1)
+    monkeypatch.setattr("app.storage.bucket.REQUEST_TRIES", 1)
     with pytest.raises(SunspotError) as refused:
         open_storage("s3://bucket").read("run.json")
     assert CANARY not in str(refused.value)

@@ -386,7 +386,7 @@ def test_storage_and_run_names(place: Path, storage: str, name: str) -> None:
     before = set(place.parent.parent.rglob("*"))
     with (
         mock.patch.dict(os.environ, {**environment, "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}),
-        mock.patch("app.storage.s3.REQUEST_TRIES", 1),
+        mock.patch("app.storage.bucket.REQUEST_TRIES", 1),
     ):
         ends_well(lambda: list_runs(find_storage(storage)))
         ends_well(lambda: find_run(name, storage))

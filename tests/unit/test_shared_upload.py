@@ -28,8 +28,8 @@ from app.run import Run, open_run
 from app.run.attempts import Attempt, claim
 from app.run.checkpoints import Checkpoint, find_faults, list_checkpoints
 from app.settings import Settings
-from app.storage import s3_parts
-from app.storage.s3_parts import MultipartUpload
+from app.storage import parts
+from app.storage.s3_upload import MultipartUpload
 from tests.harness import s3
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
@@ -65,7 +65,7 @@ class Node:
 
 @pytest.fixture
 def run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(s3_parts, "PART", PART)
+    monkeypatch.setattr(parts, "PART", PART)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
     monkeypatch.setattr(app.checkpoint.shared_upload, "LEAST_BYTES", 1)
     monkeypatch.setattr(app.checkpoint.shared_upload, "POLL_EVERY_S", 0.02)

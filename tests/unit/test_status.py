@@ -313,7 +313,7 @@ def test_the_readers_wrong_clock_does_not_freeze_a_live_run(
     assert isinstance(run.storage, S3Storage)
     write_status(run, OLD)
     wrong = SimpleNamespace(time=lambda: time.time() + ahead_s)
-    for module in ("app.storage.s3", "app.run.overview"):
+    for module in ("app.storage.bucket", "app.run.overview"):
         monkeypatch.setattr(f"{module}.time", wrong)
     status = read_status(run)
     assert status

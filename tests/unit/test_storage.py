@@ -24,13 +24,14 @@ import torch
 import app.storage.deadline
 import app.storage.local
 from app.errors import NotFoundError, SettingsError, StorageError
-from app.storage import open_storage, s3_parts
-from app.storage import s3 as module
+from app.storage import bucket as module
+from app.storage import open_storage, parts
 from app.storage.base import Storage, map_parallel
 from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
+from tests.harness.clouds import azure_container, azure_server, google_bucket, google_server  # noqa: F401
 from tests.harness.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,17 +43,23 @@ PART = 5 * MIB  # the least that S3 takes as a part
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small parts, and no thread of an upload left behind by any test."""
-    monkeypatch.setattr(s3_parts, "PART", PART)
+    monkeypatch.setattr(parts, "PART", PART)
     yield
     assert_no_threads()
 
 
-@pytest.fixture(params=["local", "s3"])
+BUCKETS = {"s3": "s3_bucket", "gs": "google_bucket", "az": "azure_container"}
+
+
+@pytest.fixture(
+    params=["local", "s3", *(pytest.param(cloud, marks=pytest.mark.xdist_group(cloud)) for cloud in ("gs", "az"))]
+)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return open_storage(str(tmp_path / "not" / "there" / "yet"))
-    bucket = request.getfixturevalue("s3_bucket")
-    return open_storage(f"s3://{bucket}" + ("/some/prefix/" if request.param == "s3" else ""))
+    scheme, _, without_prefix = request.param.partition(" ")
+    bucket = request.getfixturevalue(BUCKETS[scheme])
+    return open_storage(f"{scheme}://{bucket}" + ("" if without_prefix else "/some/prefix/"))
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_no_threads() -> None:
     for thread in threading.enumerate():
-        if thread.name == "s3-part":
+        if thread.name == "storage-part":
             thread.join(1)  # it may have delivered its result just now
             assert not thread.is_alive()
 
@@ -165,10 +172,8 @@ def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Stor
     storage.write("run/a", b"whole")
     killed: list[Any] = []
     for key in ("run/b", "run2/b"):
-        if isinstance(storage, S3Storage):
-            target = {"Bucket": storage.bucket, "Key": storage._full(key)}
-            upload = storage._client.create_multipart_upload(**target)["UploadId"]
-            storage._client.upload_part(**target, UploadId=upload, PartNumber=1, Body=b"12345")
+        if upload := storage.upload(key):
+            upload.send(1, b"12345")
         else:
             killed.append(storage._temporary(key, b"12345"))  # type: ignore[attr-defined]
             killed[-1].__enter__()
@@ -272,7 +277,7 @@ def test_what_is_not_there_is_not_found(storage: Storage) -> None:
     assert storage.list("elsewhere") == []
 
 
-@pytest.mark.parametrize("storage", ["local", "s3", "s3 without a prefix"], indirect=True)
+@pytest.mark.parametrize("storage", ["local", "s3", "gs", "az", "s3 without a prefix"], indirect=True)
 def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
     keys.remove("run/a")  # a directory cannot also be a file
@@ -342,8 +347,7 @@ def test_a_writer_that_raises_leaves_nothing(storage: Storage, size: int, error:
     assert raised.value is error
     assert not storage.exists("run/model.pt")
     assert storage.list("") == []
-    if isinstance(storage, S3Storage):
-        assert s3.leftover_uploads(storage.bucket) == []
+    assert storage.list_unfinished("") == []
 
 
 def test_errors_of_a_reader_are_not_those_of_storage(storage: Storage) -> None:
@@ -479,11 +483,11 @@ def write_parts(storage: Storage, parts: int = 3) -> str:
 
 def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    sizes = [s3_parts.part_size(number) for number in range(1, 10_001)]
+    sizes = [parts.part_size(number) for number in range(1, 10_001)]
     assert sum(sizes) >= 5 << 40
     assert max(sizes) <= 5 << 30, "S3 takes no larger part"
-    assert sum(sizes[:1000]) == 1000 * s3_parts.PART, "an object of the usual size has even parts"
-    assert all(size * s3_parts.PARTS_IN_FLIGHT < max(200 * MIB, sum(sizes[:n]) / 50) for n, size in enumerate(sizes))
+    assert sum(sizes[:1000]) == 1000 * parts.PART, "an object of the usual size has even parts"
+    assert all(size * parts.PARTS_IN_FLIGHT < max(200 * MIB, sum(sizes[:n]) / 50) for n, size in enumerate(sizes))
 
 
 def test_parts_are_uploaded_in_the_sizes_they_grow_to(
@@ -491,8 +495,8 @@ def test_parts_are_uploaded_in_the_sizes_they_grow_to(
     s3_proxy: FaultProxy,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(s3_parts, "EVEN_PARTS", 2)
-    monkeypatch.setattr(s3_parts, "GROWTH", MIB)
+    monkeypatch.setattr(parts, "EVEN_PARTS", 2)
+    monkeypatch.setattr(parts, "GROWTH", MIB)
     sha256 = write_parts(s3_storage, 5)
     assert s3_storage.digest("run/model.pt") == (5 * PART + 1, sha256)
     sizes = {int(each.query["partNumber"]): len(each.body) for each in s3_proxy.seen("UploadPart")}
@@ -609,8 +613,8 @@ def test_uploads_give_up_in_the_end(
     with pytest.raises(StorageError, match=where):
         write_parts(s3_storage)
     assert_nothing_left(s3_storage)
-    parts = s3_parts.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
-    assert tries <= len(s3_proxy.seen(operation)) <= tries * parts
+    at_once = parts.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
+    assert tries <= len(s3_proxy.seen(operation)) <= tries * at_once
     assert len(s3_proxy.seen("AbortMultipartUpload")) == (operation != "CreateMultipartUpload")
 
 

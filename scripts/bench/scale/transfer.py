@@ -74,7 +74,7 @@ def measure() -> Iterator[Figure]:
 def _measure(size: int, at: str) -> Iterator[Figure]:
     state = _make_state(size)
     now, before = Run(S3Storage(f"s3://{BUCKET}"), "now"), Run(OneStream(f"s3://{BUCKET}"), "before")
-    with patch("app.storage.s3_parts.PARTS_IN_FLIGHT", 4):
+    with patch("app.storage.parts.PARTS_IN_FLIGHT", 4):
         there, checkpoint = _timed(lambda: _commit_as_before(before, state))
         back, _ = _timed(lambda: [find_faults(before, checkpoint) for _ in range(3)])
         delete_checkpoint(before, checkpoint.name)
@@ -143,7 +143,7 @@ def _s3(rate: float) -> Iterator[None]:
     """An S3 server with a bucket, and the proxy in front of it, which the AWS environment then names."""
     import boto3
 
-    limits = patch("app.storage.s3.READ_TIMEOUT_S", COMPLETE_S)
+    limits = patch("app.storage.bucket.READ_TIMEOUT_S", COMPLETE_S)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, KEYS), limits:
         port = _free_port()
         if versitygw := shutil.which("versitygw"):

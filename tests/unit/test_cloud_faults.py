@@ -1,0 +1,184 @@
+"""What failures of Google's and Azure's object stores end in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from app.errors import NotFoundError, StorageError
+from app.storage import bucket, open_storage, parts
+from app.storage.base import Storage
+from tests.harness import clouds, s3
+from tests.harness.clouds import azure_container, azure_server, google_bucket, google_server  # noqa: F401
+from tests.harness.s3 import FaultProxy, Request
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 1 << 20
+
+
+class Cloud(NamedTuple):
+    """A service behind a proxy, and how its requests are told."""
+
+    storage: Storage
+    proxy: FaultProxy
+    is_part: Callable[[Request], bool]
+    "Sends the bytes of a part."
+    is_completion: Callable[[Request], bool]
+    is_download: Callable[[Request], bool]
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts, little patience, and no pauses between tries."""
+    from azure.storage.blob import ExponentialRetry
+    from google.cloud.storage import retry
+
+    monkeypatch.setattr(parts, "PART", MIB)
+    monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bucket, "REQUEST_TRIES", 3)
+    monkeypatch.setattr(retry, "DEFAULT_RETRY", retry.DEFAULT_RETRY.with_delay(initial=0.01, maximum=0.02))
+    monkeypatch.setattr(ExponentialRetry, "get_backoff_time", lambda self, settings: 0.01)
+
+
+@pytest.fixture(params=[pytest.param(cloud, marks=pytest.mark.xdist_group(cloud)) for cloud in ("gs", "az")])
+def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    if request.param == "gs":
+        name, port = (request.getfixturevalue(fixture) for fixture in ("google_bucket", "google_server"))
+        use = clouds.use_google
+        tell: tuple[Callable[[Request], bool], ...] = (
+            lambda request: request.method in ("POST", "PUT") and b".part" in request.target.encode() + request.body,
+            lambda request: request.path.endswith("/compose"),
+            lambda request: request.path.startswith("/download"),
+        )
+    else:
+        name, port = (request.getfixturevalue(fixture) for fixture in ("azure_container", "azure_server"))
+        use = clouds.use_azure
+        tell = (
+            lambda request: request.query.get("comp") == "block",
+            lambda request: request.query.get("comp") == "blocklist" and request.method == "PUT",
+            lambda request: request.method == "GET" and "comp" not in request.query,
+        )
+    proxy = FaultProxy("127.0.0.1", port)
+    use(proxy.server_address[1], monkeypatch)
+    yield Cloud(open_storage(f"{request.param}://{name}/runs"), proxy, *tell)
+    proxy.end()
+
+
+def pattern(size: int) -> bytes:
+    """Bytes that are not the same in any two parts."""
+    return b"".join(n.to_bytes(8, "big") for n in range(size // 8 + 1))[:size]
+
+
+def write(storage: Storage, content: bytes) -> Any:
+    with storage.writer("run/model.pt") as writer:
+        writer.write(content)
+    return writer
+
+
+def assert_nothing_left(storage: Storage) -> None:
+    assert storage.list("") == []
+    assert storage.list_unfinished("") == []
+
+
+@pytest.mark.parametrize("fault", [s3.reset, s3.carry_out_then_reset, s3.stall, s3.answer(503, "ServerBusy")])
+def test_a_part_is_sent_again(cloud: Cloud, fault: s3.Fault) -> None:
+    content = pattern(5 * MIB + 1)
+    cloud.proxy.on(cloud.is_part, fault, times=1)
+    writer = write(cloud.storage, content)
+    assert writer.verified
+    assert cloud.storage.digest("run/model.pt") == (len(content), hashlib.sha256(content).hexdigest())
+    assert cloud.storage.list_unfinished("") == []
+
+
+def test_a_lost_answer_does_not_lose_the_object(cloud: Cloud) -> None:
+    content = pattern(3 * MIB)
+    cloud.proxy.on(cloud.is_completion, s3.carry_out_then_reset, times=1)
+    write(cloud.storage, content)
+    assert cloud.storage.read("run/model.pt") == content
+    assert cloud.storage.list_unfinished("") == []
+
+
+def test_a_create_whose_answer_is_lost_is_ours(cloud: Cloud) -> None:
+    cloud.proxy.on(lambda request: request.method in ("POST", "PUT"), s3.carry_out_then_reset, times=1)
+    assert cloud.storage.create("run/run.json", b"first")
+    assert not cloud.storage.create("run/run.json", b"second")
+    assert cloud.storage.read("run/run.json") == b"first"
+
+
+@pytest.mark.parametrize("kind", ["is_part", "is_completion"])
+def test_an_upload_that_fails_says_what_and_leaves_nothing(cloud: Cloud, kind: str) -> None:
+    cloud.proxy.on(getattr(cloud, kind), s3.answer(403, "Forbidden"), times=1)
+    with pytest.raises(StorageError, match=r"://test-.*/runs/run/model\.pt: cannot upload: "):
+        write(cloud.storage, pattern(3 * MIB))
+    assert_nothing_left(cloud.storage)
+
+
+def test_damage_on_the_way_is_refused(cloud: Cloud) -> None:
+    cloud.proxy.on(cloud.is_part, s3.damage(s3.pass_on))
+    with pytest.raises(StorageError, match="cannot upload"):
+        write(cloud.storage, pattern(3 * MIB))
+    assert cloud.storage.list("") == []
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "stall"])
+def test_a_read_that_is_cut_off_goes_on(cloud: Cloud, how: str) -> None:
+    content = pattern(3 * MIB + 5)
+    write(cloud.storage, content)
+    cloud.proxy.on(cloud.is_download, s3.cut_body(1000, how), times=1)
+    assert cloud.storage.digest("run/model.pt") == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_read_that_never_arrives_ends(cloud: Cloud) -> None:
+    write(cloud.storage, pattern(MIB))
+    cloud.proxy.on(cloud.is_download, s3.stall)
+    with pytest.raises(StorageError, match=r"/runs/run/model\.pt: cannot read: "):
+        cloud.storage.read("run/model.pt")
+
+
+def test_an_object_replaced_while_it_is_read_is_never_mixed(cloud: Cloud) -> None:
+    old, new = bytes(4 * MIB), bytes([1]) * (4 * MIB)
+    write(cloud.storage, old)
+    with cloud.storage.open("run/model.pt") as stream:
+        first = stream.read(10)
+        write(cloud.storage, new)
+        with pytest.raises(StorageError, match="replaced while it was read; try again"):
+            first += stream.read()
+    assert set(first) == {0}
+
+
+def test_a_bucket_that_is_not_there_is_no_missing_object(cloud: Cloud) -> None:
+    scheme = cloud.storage.locate("").partition("://")[0]
+    elsewhere = open_storage(f"{scheme}://test-not-there/runs")
+    for ask in (elsewhere.list, elsewhere.exists):
+        with pytest.raises(StorageError, match="correct STORAGE_PATH") as raised:
+            ask("run")
+        assert not isinstance(raised.value, NotFoundError)
+
+
+def test_what_cannot_be_reached_says_what_to_check(cloud: Cloud) -> None:
+    cloud.proxy.end()
+    with pytest.raises(StorageError, match=r"cannot write: .*; check .*reached from here"):
+        cloud.storage.write("run/a", b"")
+
+
+def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(StorageError, match="set AZURE_STORAGE_ACCOUNT, or AZURE_STORAGE_CONNECTION_STRING"):
+        open_storage("az://container/runs")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense")
+    with pytest.raises(StorageError, match=r"AZURE_STORAGE_\* environment cannot be used"):
+        open_storage("az://container/runs")
+
+
+def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(parts, "PART", 1 << 10)
+    storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
+    write(storage, content)
+    assert storage.read("run/model.pt") == content
+    assert [entry.key for entry in storage.list("")] == ["run/model.pt"]
+    assert storage.list_unfinished("") == []
