@@ -93,7 +93,7 @@ CLOUDS := --extra gcs --extra azure
 
 emulators: .venv/dev  ## Google's and Azure's object stores for the storage tests, which skip without (wants Go and npm)
 	GOBIN='$(CURDIR)/.venv/emulators' CGO_ENABLED=0 go install github.com/fsouza/fake-gcs-server@v1.56.1
-	npm install --silent --no-audit --no-fund --prefix .venv/emulators azurite@3.37.0
+	npm install --silent --no-audit --no-fund --prefix .venv/emulators azurite@3.35.0
 
 sample: .venv/dev  ## make the bundled digits again from the published files: make sample DATA_ROOT=data
 	$(BIN)/python -m scripts.make_sample --data-root $(DATA_ROOT)

@@ -33,6 +33,7 @@ pytest_plugins = [
     "tests.harness.program",
     "tests.harness.finished_run",
     "tests.harness.s3",
+    "tests.harness.clouds",
     "tests.harness.kubernetes",
     "tests.harness.process_group",
     "tests.harness.commands",

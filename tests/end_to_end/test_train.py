@@ -15,7 +15,10 @@ from app.errors import DataError
 from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import in_lineage, list_checkpoints
 from app.run.history import read_journal
+from app.storage import open_storage
+from submitter.cli import main as sunspot
 from tests.harness import s3
+from tests.harness.clouds import BUCKETS
 from tests.harness.program import Program
 from tests.harness.s3 import FaultProxy
 from tests.harness.training import (
@@ -155,3 +158,32 @@ def test_a_killed_run_in_s3_goes_on_elsewhere_from_what_is_whole(
     history = read_journal(run, "metrics", lineage([first, second]))
     assert sum(record["steps"] for record in history) == 800
     assert sum(record["rows"] for record in history) == 40_002
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_a_killed_run_goes_on_in_any_cloud(
+    scheme: str, program: Program, make_data: MakeData, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    url = f"{scheme}://{request.getfixturevalue(BUCKETS[scheme])}"
+    bucket, is_killed = open_storage(url), tmp_path / "killed"
+    bucket.write("data/part.parquet", Path(make_data(20_001, row_group=1000), "part.parquet").read_bytes())
+    program.settings["STORAGE_PATH"] = f"{url}/runs"
+    waiting = {"TASK": "tests.tasks.waiting", "TASK_ARGS": json.dumps({"100": str(is_killed)})}
+    settings = {**LONG, **waiting, "DATASET": f"{url}/data", "SNAPSHOT_COST": 0}
+    run = the_run(program)
+    process = program.start(**settings, NUM_WORKERS=2)
+    wait_for_step(run, 100, process)
+    kill_all(process)
+    is_killed.touch()
+
+    process = program.start(**settings, NUM_WORKERS=1)
+    output = process.communicate(timeout=250)[0]
+    assert process.returncode == 0, output
+    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 1]
+    assert newest(run).step == 800
+    assert_audit_clean(program)
+    for words in (["checkpoints", "verify", "run"], ["list"], ["delete", "run", "--yes"]):
+        assert sunspot([*words, "--storage", f"{url}/runs"]) == 0
+    assert bucket.list("runs") == []
+    assert bucket.list_unfinished("runs") == []

@@ -13,6 +13,12 @@ from pathlib import Path
 
 import pytest
 
+BUCKETS = {"s3": "s3_bucket", "gs": "google_bucket", "az": "azure_container"}
+"""The fixture of a fresh bucket, by the scheme of its URL."""
+
+CLOUDS = [pytest.param(scheme, marks=pytest.mark.xdist_group(scheme)) for scheme in ("gs", "az")]
+"""Parameters of tests: one process has each emulator."""
+
 EMULATORS = Path(sys.prefix, "emulators")
 
 START_S = 60

@@ -12,7 +12,6 @@ from app.errors import NotFoundError, StorageError
 from app.storage import bucket, open_storage, parts
 from app.storage.base import Storage
 from tests.harness import clouds, s3
-from tests.harness.clouds import azure_container, azure_server, google_bucket, google_server  # noqa: F401
 from tests.harness.s3 import FaultProxy, Request
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,7 +43,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExponentialRetry, "get_backoff_time", lambda self, settings: 0.01)
 
 
-@pytest.fixture(params=[pytest.param(cloud, marks=pytest.mark.xdist_group(cloud)) for cloud in ("gs", "az")])
+@pytest.fixture(params=clouds.CLOUDS)
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     if request.param == "gs":
         name, port = (request.getfixturevalue(fixture) for fixture in ("google_bucket", "google_server"))
@@ -175,7 +174,7 @@ def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
         open_storage("az://container/runs")
 
 
-def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART", 1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)

@@ -31,6 +31,8 @@ from app.data.parquet import SAMPLE, open_dataset, open_parquet
 from app.data.source import check_labels_match, find_sources, rows_in
 from app.errors import DataError, StorageError
 from app.settings import Settings
+from app.storage import open_storage
+from tests.harness.clouds import BUCKETS, CLOUDS, free_port, use_azure, use_google
 from tests.harness.datasets import everything, put_mnist, random_images, refusal
 
 MNIST_ROOT = Path(__file__).parents[3] / "shared" / "data"
@@ -569,17 +571,7 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path, monkeypatch, caplog):
     assert "waiting" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------------------------ S3
-
-
-@pytest.fixture(scope="module")
-def s3_server():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-    server.stop()
+# ------------------------------------------------------------------------------------------------------------- buckets
 
 
 def s3_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
@@ -590,27 +582,34 @@ def s3_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
         monkeypatch.setenv(f"AWS_{name}", value)
 
 
-def test_a_dataset_in_s3_is_the_same_dataset(tmp_path, monkeypatch, s3_server):
-    import boto3
-
-    s3_environment(monkeypatch, s3_server)
+@pytest.mark.parametrize("scheme", ["s3", *CLOUDS])
+def test_a_dataset_in_a_bucket_is_the_same_dataset(tmp_path, request, scheme):
+    url = f"{scheme}://{request.getfixturevalue(BUCKETS[scheme])}"
     both = folders(tmp_path, train=[0, 1, 2], test=[1, 2])
-    client = boto3.client("s3", endpoint_url=s3_server, region_name="us-east-1")
-    client.create_bucket(Bucket="data")
+    bucket = open_storage(url)
     for path in tmp_path.rglob("*.parquet"):
-        client.upload_file(str(path), "data", f"digits/{path.relative_to(tmp_path)}")
-    client.put_object(Bucket="data", Key="digits/train/_SUCCESS", Body=b"")
+        bucket.write(f"digits/{path.relative_to(tmp_path)}", path.read_bytes())
+    bucket.write("digits/train/_SUCCESS", b"")
 
     local, _ = open_dataset(both)
-    train, test = open_dataset("s3://data/digits/")
+    train, test = open_dataset(f"{url}/digits/")
     assert test
     assert train.fingerprint == local.fingerprint
-    assert train.where(0, 1) == "s3://data/digits/train/0.parquet, row 1"
+    assert train.where(0, 1) == f"{url}/digits/train/0.parquet, row 1"
     np.testing.assert_array_equal(everything(train)["image"], everything(local)["image"])
     np.testing.assert_array_equal(everything(test)["label"], [1, 2])
-    assert rows_in(open_parquet("s3://data/digits/test/0.parquet")) == 2
-    with refusal(DataError, "s3://data/nothing", "not found"):
-        open_parquet("s3://data/nothing")
+    assert rows_in(open_parquet(f"{url}/digits/test/0.parquet")) == 2
+    with refusal(DataError, f"{url}/nothing", "not found"):
+        open_parquet(f"{url}/nothing")
+
+
+@pytest.mark.parametrize("scheme", CLOUDS)
+def test_a_cloud_that_cannot_be_reached_is_no_damaged_file(monkeypatch, scheme):
+    monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 0.5)
+    use = {"gs": use_google, "az": use_azure}[scheme]
+    use(free_port(), monkeypatch)
+    with refusal(StorageError, f"{scheme}://data/digits", "cannot be read"):
+        open_parquet(f"{scheme}://data/digits")
 
 
 def test_a_url_that_is_forbidden_is_named(monkeypatch):

@@ -94,7 +94,7 @@ def test_all_nodes_that_cannot_use_the_storage_are_named_at_once(
     assert "28 of 50 other nodes cannot use it" in text
     assert "000000000000, 000000000001, 000000000002 and 15 others: it reads something else than was written" in text
     assert "000000000040, 000000000041, 000000000042 and 7 others: run/probe-...: denied" in text
-    assert "SUNSPOT_STORAGE_PATH must be s3://... or a file system that all nodes share" in text
+    assert "SUNSPOT_STORAGE_PATH must be s3://..., gs://... or az://..., or a file system that all nodes share" in text
     assert "\n" not in text
     [warning] = [line for line in capsys.readouterr().out.splitlines() if line]
     assert warning.startswith("warning: 2 nodes did not answer, asked about the storage: 000000000003, 000000000004: ")

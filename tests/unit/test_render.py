@@ -68,6 +68,9 @@ backoff_limit: 5
 """
 """A user's own profile with every key that a shipped one does not have."""
 
+WITH_IDENTITY = {"aks-spot", "eks-spot", "gke-spot"}
+"""Profiles whose pods reach storage by the cloud's identity, without a Secret."""
+
 OF_LOST_NODES = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
     for key in ("not-ready", "unreachable")
@@ -463,7 +466,8 @@ def test_what_every_job_has(profile: str) -> None:
         assert variables["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
         assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
         assert pod["serviceAccountName"] == "sunspot-train"
-        assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "sunspot-storage"}}]
+        secrets = [] if profile in WITH_IDENTITY else [{"secretRef": {"name": "sunspot-storage"}}]
+        assert pod["containers"][0]["envFrom"] == secrets
     assert not any("gpu" in name for name in pods_of(rendered)[0]["containers"][0]["resources"]["limits"])
     assert (workers["groupName"], workers["replicas"]) == ("workers", 2)
 

@@ -83,7 +83,7 @@ def test_all_problems_at_once_without_torch_or_ray() -> None:
         ("RUN_NAME", "Mnist"),
         ("RUN_NAME", "a" * 39),
         ("RUN_NAME", "ends-"),
-        ("STORAGE_PATH", "gs://bucket"),
+        ("STORAGE_PATH", "gcs://bucket"),
         ("STORAGE_PATH", "s3://"),
         ("NUM_WORKERS", "0"),
         ("NUM_WORKERS", "2.."),

@@ -31,7 +31,7 @@ from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
-from tests.harness.clouds import azure_container, azure_server, google_bucket, google_server  # noqa: F401
+from tests.harness.clouds import BUCKETS, CLOUDS
 from tests.harness.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,12 +48,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert_no_threads()
 
 
-BUCKETS = {"s3": "s3_bucket", "gs": "google_bucket", "az": "azure_container"}
-
-
-@pytest.fixture(
-    params=["local", "s3", *(pytest.param(cloud, marks=pytest.mark.xdist_group(cloud)) for cloud in ("gs", "az"))]
-)
+@pytest.fixture(params=["local", "s3", *CLOUDS])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return open_storage(str(tmp_path / "not" / "there" / "yet"))
@@ -277,7 +272,7 @@ def test_what_is_not_there_is_not_found(storage: Storage) -> None:
     assert storage.list("elsewhere") == []
 
 
-@pytest.mark.parametrize("storage", ["local", "s3", "gs", "az", "s3 without a prefix"], indirect=True)
+@pytest.mark.parametrize("storage", ["local", "s3", *CLOUDS, "s3 without a prefix"], indirect=True)
 def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
     keys.remove("run/a")  # a directory cannot also be a file
