@@ -20,7 +20,7 @@ import ray
 
 from app.ray_session import RAY_ENVIRONMENT
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
-from scripts.bench.scale import Subject, consensus, data, history, print_table, report, transfer
+from scripts.bench.scale import Subject, clouds, consensus, data, history, print_table, report, transfer
 
 
 @dataclass
@@ -85,6 +85,7 @@ SCALE: dict[str, Subject] = {
     "report": report,
     "history": history,
     "transfer": transfer,
+    "clouds": clouds,
 }
 
 

@@ -32,7 +32,8 @@ from app.data.source import check_labels_match, find_sources, rows_in
 from app.errors import DataError, StorageError
 from app.settings import Settings
 from app.storage import open_storage
-from tests.harness.clouds import BUCKETS, CLOUDS, free_port, use_azure, use_google
+from scripts import object_stores
+from tests.harness.clouds import BUCKETS, CLOUDS, use_azure, use_google
 from tests.harness.datasets import everything, put_mnist, random_images, refusal
 
 MNIST_ROOT = Path(__file__).parents[3] / "shared" / "data"
@@ -607,7 +608,7 @@ def test_a_dataset_in_a_bucket_is_the_same_dataset(tmp_path, request, scheme):
 def test_a_cloud_that_cannot_be_reached_is_no_damaged_file(monkeypatch, scheme):
     monkeypatch.setattr(parquet_files, "REQUEST_TIMEOUT_S", 0.5)
     use = {"gs": use_google, "az": use_azure}[scheme]
-    use(free_port(), monkeypatch)
+    use(object_stores.free_port(), monkeypatch)
     with refusal(StorageError, f"{scheme}://data/digits", "cannot be read"):
         open_parquet(f"{scheme}://data/digits")
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -36,6 +34,7 @@ from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, find_newest_good, write_manifest
 from app.storage.base import Storage
 from app.storage.s3 import S3Storage
+from scripts import object_stores
 from scripts.bench.scale import Figure
 
 Result = TypeVar("Result")
@@ -48,8 +47,6 @@ BUCKET = "bench"
 COMPLETE_S = 300
 """The server copies an object's parts when it is complete, which S3 does not; a second request meanwhile would replace
 the object while it is read."""
-
-KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_REGION": "us-east-1"}
 
 
 class OneStream(S3Storage):
@@ -72,20 +69,20 @@ def measure() -> Iterator[Figure]:
 
 
 def _measure(size: int, at: str) -> Iterator[Figure]:
-    state = _make_state(size)
+    state = make_state(size)
     now, before = Run(S3Storage(f"s3://{BUCKET}"), "now"), Run(OneStream(f"s3://{BUCKET}"), "before")
     with patch("app.storage.parts.PARTS_IN_FLIGHT", 4):
         there, checkpoint = _timed(lambda: _commit_as_before(before, state))
         back, _ = _timed(lambda: [find_faults(before, checkpoint) for _ in range(3)])
         delete_checkpoint(before, checkpoint.name)
-    took, checkpoint = _timed(lambda: _commit(now, state))
+    took, checkpoint = _timed(lambda: commit(now, state))
     yield Figure("seconds of a commit", at, took, "s", there)
-    took, _ = _timed(lambda: _restore(now))
+    took, _ = _timed(lambda: restore(now))
     yield Figure("seconds of a restore", at, took, "s", back)
     delete_checkpoint(now, checkpoint.name)
 
 
-def _make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
+def make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
     """The sizes of a model's weights and of Adam's state for it, in pages of zeros that take no memory."""
 
     def tensor(numbers: int) -> torch.Tensor:
@@ -102,7 +99,8 @@ def _manifest(run: Run) -> Checkpoint:
     return Checkpoint(checkpoint_name(1, 1), 1, 1, 100, 100, 1)
 
 
-def _commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
+def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
+    """Write a checkpoint of the state, as rank 0's thread does."""
     copied: Future[None] = Future()
     files = write_whole(run, Snapshot(_manifest(run), {}, state, Slot(0, None), copied, []))
     write_manifest(run, checkpoint := replace(_manifest(run), files=files))
@@ -123,13 +121,18 @@ def _commit_as_before(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Ch
     return checkpoint
 
 
-def _restore(run: Run) -> None:
+def restore(run: Run) -> None:
     """What a driver and the one worker of a node do."""
     checkpoint, _ = find_newest_good(run, read_attempts(run), trust_listing=True)
     assert checkpoint
     node = NodeState(run, None, ["node"])
     assert node.read(checkpoint) == []
     node.load(checkpoint)
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Wall-clock seconds."""
+    return _timed(act)[0]
 
 
 def _timed(act: Callable[[], Result]) -> tuple[float, Result]:
@@ -144,44 +147,13 @@ def _s3(rate: float) -> Iterator[None]:
     import boto3
 
     limits = patch("app.storage.bucket.READ_TIMEOUT_S", COMPLETE_S)
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, KEYS), limits:
-        port = _free_port()
-        if versitygw := shutil.which("versitygw"):
-            keys = {"ROOT_ACCESS_KEY": KEYS["AWS_ACCESS_KEY_ID"], "ROOT_SECRET_KEY": KEYS["AWS_SECRET_ACCESS_KEY"]}
-            command = [versitygw, "--quiet", "--keep-alive", "--port", f"127.0.0.1:{port}", "posix"]
-            command += ["--data-integrity-etag", folder]  # no MD5, which takes more of the cores than all the rest
-        else:
-            keys, command = {}, [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with object_stores.s3_server() as port, patch.dict(os.environ, object_stores.S3_KEYS), limits:
         proxy = [sys.executable, "-m", "scripts.bench.scale.throttle", str(port), str(rate)]
-        with (
-            subprocess.Popen(command, env={**os.environ, **keys}, stdout=subprocess.DEVNULL) as server,
-            subprocess.Popen(proxy, stdout=subprocess.PIPE, text=True) as throttle,
-        ):
+        with subprocess.Popen(proxy, stdout=subprocess.PIPE, text=True) as throttle:
             try:
                 assert throttle.stdout
                 os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{int(throttle.stdout.readline())}"
-                _wait_for(port)
-                boto3.client("s3", region_name=KEYS["AWS_REGION"]).create_bucket(Bucket=BUCKET)
+                boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=BUCKET)
                 yield
             finally:
                 throttle.terminate()
-                server.terminate()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for(port: int) -> None:
-    import socket
-
-    for _ in range(100):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise TimeoutError(f"no server at port {port} after 20 s")

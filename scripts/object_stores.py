@@ -1,0 +1,99 @@
+"""Object stores on this machine, for tests and benchmarks; `make emulators` installs Google's and Azure's.
+
+All listen on 127.0.0.1 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+EMULATORS = Path(sys.prefix, "emulators")
+
+FAKE_GCS, AZURITE = EMULATORS / "fake-gcs-server", EMULATORS / "node_modules" / ".bin" / "azurite-blob"
+
+START_S = 60.0
+
+S3_KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_REGION": "us-east-1"}
+
+AZURE_ACCOUNT = "devstoreaccount1"
+
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Known to all: Azurite's documentation."""
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[int]:
+    """The port of VersityGW where it is installed, else of moto; the keys are S3_KEYS."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        if versitygw := shutil.which("versitygw"):
+            names = {"ROOT_ACCESS_KEY": "AWS_ACCESS_KEY_ID", "ROOT_SECRET_KEY": "AWS_SECRET_ACCESS_KEY"}
+            keys = {theirs: S3_KEYS[ours] for theirs, ours in names.items()}
+            command = [versitygw, "--quiet", "--keep-alive", "--port", f"127.0.0.1:{port}", "posix"]
+            command += ["--data-integrity-etag", folder]  # no MD5, which takes more of the cores than all the rest
+        else:
+            keys, command = {}, [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        with _serve(command, port, keys):
+            yield port
+
+
+@contextlib.contextmanager
+def google_server() -> Iterator[int]:
+    """The port of fake-gcs-server."""
+    port = free_port()
+    options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory", "-log-level", "error"]
+    urls = ["-public-host", f"127.0.0.1:{port}", "-external-url", f"http://127.0.0.1:{port}"]
+    with _serve([str(FAKE_GCS), *options, *urls], port):
+        yield port
+
+
+@contextlib.contextmanager
+def azure_server() -> Iterator[int]:
+    """The port of Azurite; its credentials are in `azure_connection`."""
+    port = free_port()
+    command = [str(AZURITE), "--blobPort", str(port), "--silent", "--skipApiVersionCheck", "--loose"]
+    with _serve([*command, "--disableTelemetry", "--inMemoryPersistence"], port):
+        yield port
+
+
+def azure_connection(port: int) -> str:
+    """As Azure's clients read it from AZURE_STORAGE_CONNECTION_STRING."""
+    url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+    return f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};BlobEndpoint={url};"
+
+
+@contextlib.contextmanager
+def _serve(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    everything = {**os.environ, **(environment or {})}
+    server = subprocess.Popen(command, env=everything, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + START_S
+        while not _listens(port):
+            if server.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{Path(command[0]).name} does not listen at port {port}")
+            time.sleep(0.1)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
