@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from app.settings import IDENTITY, PREFIX, describe_settings
 from submitter.cli import make_parser
-from submitter.manifest.profile import DataWorkers, Machine, Profile, SecretKey, Spot, Worker, WorkerGroup
+from submitter.manifest.profile import DataWorkers, Head, Machine, Profile, SecretKey, Spot, Worker, WorkerGroup
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -32,10 +32,11 @@ KEPT = "**kept**"
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "The file": (Profile, ""),
-    "`head`": (Machine, "The pod of the head."),
-    "`worker`": (Worker, "A training pod: all keys of `head`, and"),
+    "Every pod": (Machine, "The keys of `head`, `worker`, `workers` and `data_workers`."),
+    "`head`": (Head, "The pod of the head: all keys of every pod, and"),
+    "`worker`": (Worker, "A training pod: all keys of every pod, and"),
     "`workers`": (WorkerGroup, "A group of training pods: all keys of `worker`, and"),
-    "`data_workers`": (DataWorkers, "CPU pods for Ray Data (`LOADER=ray`): all keys of `head`, and"),
+    "`data_workers`": (DataWorkers, "CPU pods for Ray Data (`LOADER=ray`): all keys of every pod, and"),
     "`spot`": (Spot, "How spot nodes are known: workers go to them, the head never."),
     "`env_secrets`": (SecretKey, "Each variable's value in a Secret."),
 }

@@ -18,5 +18,6 @@ A preemption, from the notice to the first step of the new worker group:
 
 Scaling up, and moving to better nodes, differ in step 3: NodeMonitor finds them. Without a notice, a restart begins at
 step 10, after `nodes.find_lost` and `receipts.FailureRecorder` have noted the loss, or `watchdog.Watchdog` has
-ended a hung rank.
+ended a hung rank. When the head is told to go, step 4 is `control.ControlChannel.save`: the workers save, and
+train on until the head takes them with it and a new driver begins.
 """

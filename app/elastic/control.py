@@ -33,6 +33,8 @@ class Command:
     "Save and end: Ray starts a new worker group, without the preempted nodes or with the new ones."
     deadline: float | None = None
     "When the first preempted node is gone, in seconds since the epoch."
+    save: bool = False
+    "Save, and train on: the head is to go, and a new one continues from there."
 
 
 @ray.remote(num_cpus=0)
@@ -59,7 +61,7 @@ class ControlChannel:
         Returns the facts of the incident that ended the group before, and that group's `last_state`.
         """
         self._group = group
-        self._command = replace(self._command, restart=False, deadline=None)
+        self._command = replace(self._command, restart=False, deadline=None, save=False)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
         return {**self._restart, "last_state": self._state}
 
@@ -96,6 +98,10 @@ class ControlChannel:
     def stop(self) -> None:
         """Ask this worker group, and any after it, to stop."""
         self._command = replace(self._command, stop=True)
+
+    def save(self) -> None:
+        """Ask the worker group to save once."""
+        self._command = replace(self._command, save=True)
 
     def restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
         """Ask the worker group to save and end; times are in seconds since the epoch."""

@@ -220,18 +220,25 @@ def watch_nodes(
 ) -> Iterator[None]:
     """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
 
-    A lost node is only noted: Ray Train restarts the group itself. `lag_s` and `choice` as for `NodeMonitor`.
+    A lost node is only noted: Ray Train restarts the group itself. When this node, the head, is to go, the group saves;
+    it trains on until the head takes everything with it. `lag_s` and `choice` as for `NodeMonitor`.
     """
+    here = ray.get_runtime_context().get_node_id()
     monitor = NodeMonitor(resources_per_worker, workers, reachable_nodes, lag_s, choice)
     checked = time.monotonic()
     warned = False
+    leaving = False
     asked: dict[str, int] = {}
 
     def check() -> None:
-        nonlocal checked, warned, asked
+        nonlocal checked, warned, leaving, asked
         try:
-            group = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S)
-            event = monitor.check(group, ray.nodes(), draining_nodes(), time.monotonic())
+            group, draining = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S), draining_nodes()
+            event = monitor.check(group, ray.nodes(), draining, time.monotonic())
+            if here in draining and not leaving:
+                leaving = True
+                control.save.remote()
+                print("the head was told to go: the workers save, and a new head continues from there", flush=True)
             if monitor.asked != asked:
                 ask_of_groups(resources_per_worker, monitor.asked)
                 asked = monitor.asked

@@ -68,6 +68,8 @@ class Worker:
     reporter: Reporter | None
     "On rank 0 only."
     _reported: float = 0.0
+    _saved: bool = False
+    "Whether it has saved as the head is to go."
 
     def open_window(self) -> MetricWindow:
         """For the metrics of the steps to come."""
@@ -78,9 +80,11 @@ class Worker:
         """What rank 0 wants done after `step`, which took `step_s` seconds; nothing on other ranks."""
         if not self.reporter:
             return StepActions()
-        command = self.commands.poll()
-        return self.checkpoints.due(step, step_s)._replace(
-            report=self.reporter.due(), stop=command.stop, restart=command.restart
+        command, due = self.commands.poll(), self.checkpoints.due(step, step_s)
+        asked = command.save and not self._saved and not due.busy
+        self._saved |= asked
+        return due._replace(
+            save=due.save or asked, report=self.reporter.due(), stop=command.stop, restart=command.restart
         )
 
     def took_step(self, step: int, rows: torch.Tensor | None, window: MetricWindow, epoch_ends: bool) -> None:

@@ -19,6 +19,11 @@ GROUP_LABEL = "ray.io/group"
 AUTOSCALER_LABEL = "sunspot/autoscaler"
 """On heads with Ray's autoscaler: the only pods that k8s/base lets talk to the API server."""
 
+PROTECTION = ("cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt")
+"""Annotations of the head in k8s/rayjob.yaml."""
+
+EVICTABLE_LABEL = "sunspot/evictable"
+
 AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
 
 GPU = "nvidia.com/gpu"
@@ -53,6 +58,8 @@ def make_cluster(
     for group in (head, workers):
         _patch_pod(group["template"], profile, run, variables)
     _set_machine(head, profile.head or Machine())
+    if profile.head and profile.head.evictable:
+        _make_evictable(head["template"]["metadata"])
     if shape.runs > 1:
         memory = parse_quantity(ray_container(head)["resources"]["limits"]["memory"])
         memory += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
@@ -116,6 +123,12 @@ def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
     group["template"]["spec"]["affinity"] = {
         "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
     }
+
+
+def _make_evictable(metadata: dict[str, Any]) -> None:
+    """Let autoscalers and drains end the pod: with its annotations, and out of the disruption budget of k8s/base."""
+    metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
+    metadata["labels"][EVICTABLE_LABEL] = "true"
 
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:

@@ -149,6 +149,13 @@ class Machine(_Part):
     "Merged into the pod last: what no other key can say."
 
 
+class Head(Machine):
+    """The pod of the head."""
+
+    evictable: bool | None = _takes("true or false")
+    "Whether the drain of a node may end it, which costs the run about a minute; default: only the end of the run does."
+
+
 class Worker(Machine):
     """A training pod."""
 
@@ -229,7 +236,7 @@ class Profile(_Part):
         dict[Annotated[str, BeforeValidator(_setting_name)], Annotated[str, BeforeValidator(_to_setting)]] | None
     ) = _takes("settings with their values, e.g. {EPOCHS: 5}")
     spot: Spot | None = _takes("label and value of spot nodes")
-    head: Machine | None = _takes("what the head gets: cpu, memory and so on")
+    head: Head | None = _takes("what the head gets: cpu, memory and so on")
     worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
     workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of groups of training pods")
     "Groups of training pods, first choice first; each adds to what `worker` says."

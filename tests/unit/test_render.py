@@ -24,6 +24,7 @@ from submitter.cli import main
 from submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from submitter.manifest.profile import load_profile
 from submitter.manifest.render import Rendered, image_problem, render, settings_of, to_yaml
+from submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN, SHELL
 
 REPOSITORY = Path(__file__).parents[2]
@@ -550,6 +551,23 @@ def test_workers_go_to_spot_nodes_and_the_head_never(profile: str) -> None:
 def test_pods_of_a_node_that_does_not_answer_go_soon(profile: str) -> None:
     for pod in pods_of(render(profile, {})):
         assert pod["tolerations"][:2] == OF_LOST_NODES
+
+
+def test_a_head_may_be_evictable(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: kind\nannotations: {example.com/owner: me}\nhead: {evictable: true}\n")
+    head, workers = (group["template"]["metadata"] for group in groups_of(render(str(profile), {})))
+    assert head["annotations"] == {"example.com/owner": "me"}
+    [budget] = read_documents(MANIFESTS / "base" / "disruption.yaml")
+    selector = budget["spec"]["selector"]
+    [expression] = selector["matchExpressions"]
+    assert expression == {"key": "sunspot/evictable", "operator": "DoesNotExist"}
+    assert head["labels"]["sunspot/evictable"] == "true"
+    assert "sunspot/evictable" not in workers["labels"]
+    profile.write_text("extends: kind\nhead: {evictable: false}\n")
+    head, _ = (group["template"]["metadata"] for group in groups_of(render(str(profile), {})))
+    assert head["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+    assert "sunspot/evictable" not in head["labels"]
 
 
 @pytest.mark.parametrize("profile", GPU_PROFILES)

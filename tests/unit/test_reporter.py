@@ -52,7 +52,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     reporter = Reporter(run, plan, begun, State(), MagicMock(), journals, checkpoints)
     telemetry = MagicMock()
     fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
-    commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False))
+    commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False, save=False))
     worker = Worker(
         **{"plan": plan, "start": 0, "evaluated": True, "metrics": {}, "rank": 0, "world_size": 1, **fakes},
         **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": commands},

@@ -1,0 +1,60 @@
+"""A head that is told to go: the workers save once, and train on."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.elastic import nodes
+from app.elastic.control import Command
+from app.parallel import StepActions
+from app.settings import Workers
+from app.train.worker import Worker
+
+
+def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "head")
+    answers = {"get_runtime_context": lambda: context, "nodes": lambda: [], "get": lambda value, timeout: value}
+    monkeypatch.setattr(nodes, "ray", SimpleNamespace(**answers))
+    monkeypatch.setattr(nodes, "NODE_CHECK_EVERY_S", 0.01)
+    draining: dict[str, float | None] = {}
+    looks, saves = [], []
+
+    def look() -> dict[str, float | None]:
+        looks.append(1)
+        return dict(draining)
+
+    monkeypatch.setattr(nodes, "draining_nodes", look)
+    control = SimpleNamespace(  # it has nothing else that could be called
+        group=SimpleNamespace(remote=dict), save=SimpleNamespace(remote=lambda: saves.append(1))
+    )
+
+    def wait_for_looks() -> None:
+        until = len(looks) + 3
+        while len(looks) < until:
+            time.sleep(0.01)
+
+    with nodes.watch_nodes(control, {"CPU": 1.0}, Workers(1, 1), 0.0):
+        draining["another"] = None
+        wait_for_looks()
+        assert not saves
+        draining["head"] = time.time() + 27
+        wait_for_looks()
+    assert saves == [1]
+
+
+def test_the_workers_save_once_and_train_on() -> None:
+    due = [StepActions(), StepActions(busy=True), StepActions(), StepActions(copy=True), StepActions(save=True)]
+    commands = iter([Command(), *[Command(save=True)] * 4])
+    worker: Any = SimpleNamespace(
+        commands=SimpleNamespace(poll=lambda: next(commands)),
+        checkpoints=SimpleNamespace(due=lambda step, step_s: due[step]),
+        reporter=SimpleNamespace(due=lambda: False),
+        _saved=False,
+    )
+    actions = [Worker.due(worker, step, 0.1) for step in range(len(due))]
+    assert [action.save for action in actions] == [False, False, True, False, True], "not while one is committed"
+    assert not any(action.stop or action.restart for action in actions)
