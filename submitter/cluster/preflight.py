@@ -35,8 +35,9 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
         in_cluster = _find_cluster_problems(cluster, manifest, warnings)
         if not in_cluster:
             expected = cluster.apply(manifest, dry_run=True)
+            in_cluster += find_queue_problem(expected)
     except ClusterError as error:
-        in_cluster.append(str(error))
+        in_cluster.append(explain_refusal(error))
     in_storage = _find_storage_problems(run)
     problems = in_cluster + in_storage
     if problems:
@@ -44,6 +45,27 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
         lines = "\n".join(f"  {line}" for line in problems)
         raise kind(f"{plural(len(problems), 'problem')}, and nothing was sent:\n{lines}")
     return expected, warnings
+
+
+def find_queue_problem(expected: JobView) -> list[str]:
+    """What keeps Kueue from looking after a new RayJob (`expected`: of a dry run) whose queue would hold it back."""
+    is_new = not expected.version
+    if not expected.queue or not is_new or expected.spec.get("suspend"):
+        return []
+    return [
+        f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota; install Kueue "
+        "(with ray.io/rayjob among its integrations, and this namespace managed by it), or leave the queue out"
+    ]
+
+
+def explain_refusal(error: ClusterError) -> str:
+    """The API server's words, with the fix where Kueue's leave it open."""
+    if "workload slicing" not in str(error):
+        return str(error)
+    return (
+        f"{error}. A number of pods that changes needs Kueue 0.18 or later (or its feature gate "
+        "ElasticJobsViaWorkloadSlices): give NUM_WORKERS one number, or leave the queue out"
+    )
 
 
 def check_identity(run: Run, variables: Mapping[str, str]) -> None:

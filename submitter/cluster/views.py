@@ -44,7 +44,7 @@ class JobView:
     name: str
     uid: str
     version: str
-    "Changes with every change of the object."
+    "Changes with every change of the object; empty in a dry run of its creation."
     created: float
     try_began: float
     deleting: bool

@@ -8,7 +8,13 @@ from app.errors import ClusterError
 from app.formatting import as_bytes, plural
 from app.storage.probe import Check, Result, failure
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError
-from submitter.cluster.preflight import find_missing_rights, find_references, how_to_make
+from submitter.cluster.preflight import (
+    explain_refusal,
+    find_missing_rights,
+    find_queue_problem,
+    find_references,
+    how_to_make,
+)
 from submitter.doctor.nodes import find_places, requests_of
 from submitter.manifest.profile import QUEUE, manifests
 from submitter.manifest.render import Rendered
@@ -162,12 +168,15 @@ def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     """A dry run: fields that an older KubeRay lacks, limits, other admission."""
     try:
-        cluster.apply(rendered.manifest, dry_run=True)
+        expected = cluster.apply(rendered.manifest, dry_run=True)
+        for problem in find_queue_problem(expected):
+            what, _, fix = problem.partition("; ")
+            yield Check("Kueue", Result.FAILED, what, fix)
         yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
     except RefusedError as error:
         if error.status == 404:
             return  # KubeRay or the namespace is missing: reported already
-        yield failure("manifest", error)
+        yield failure("manifest", ClusterError(explain_refusal(error)))
 
 
 def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:

@@ -30,7 +30,10 @@ from submitter.manifest.yaml_files import read_yaml
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 
-RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE)
+ELASTIC = "kueue.x-k8s.io/elastic-job"
+"""Kueue's annotation for jobs whose number of pods changes; the operator passes it on to the cluster that it makes."""
+
+RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
 """Prefixes of labels and annotations that the renderer sets, or that have their own option."""
 
 LONGEST_CHAIN = 20

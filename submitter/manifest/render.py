@@ -30,7 +30,7 @@ from submitter.manifest.pods import (
     set_variable,
     worker_group,
 )
-from submitter.manifest.profile import QUEUE, Profile, WorkerGroup, load_profile, manifests
+from submitter.manifest.profile import ELASTIC, QUEUE, Profile, WorkerGroup, load_profile, manifests
 from submitter.manifest.shape import Shape, choose_shape
 from submitter.manifest.yaml_files import read_yaml, to_yaml
 from submitter.output import write_file
@@ -269,11 +269,10 @@ def _find_problems(
             f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods; leave out the queue, "
             "or the cluster"
         )
-    if profile.queue and shape and shape.autoscaled:
-        changing = "data_workers (min below max)" if not shape.pods.elastic else f"{PREFIX}NUM_WORKERS={shape.pods}"
+    if profile.queue and len(profile.groups) > 1:
         problems.append(
-            f"queue {profile.queue}: Kueue admits a fixed number of pods, and {changing} may change it; "
-            "set it to one number, or leave the queue out"
+            f"queue {profile.queue}: pods that wait, and those that stand in for them, would both count in its quota; "
+            "keep one group in workers (the queue's flavours may choose among nodes), or leave the queue out"
         )
     return problems
 
@@ -289,6 +288,8 @@ def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -
     metadata["annotations"] = {GENERATION: str(generation), **(profile.annotations or {})}
     if profile.queue:
         metadata["labels"][QUEUE] = profile.queue
+        if spec.get("rayClusterSpec", {}).get("enableInTreeAutoscaling"):
+            metadata["annotations"][ELASTIC] = "true"
     for field, value in {
         "preRunningDeadlineSeconds": profile.pre_running_deadline_s,
         "activeDeadlineSeconds": profile.active_deadline_s,

@@ -79,7 +79,7 @@ class FakeCluster:
         "What becomes of a pod that was created."
         self.forbidden: set[str] = set()
         "`verb resource` that access reviews deny; a path that may not be read."
-        self.has_operator = True
+        self.has_operator, self.has_kueue = True, False
         self.requests: list[tuple[str, str]] = []
         self.oldest_version = 0
         "Watches from before this are refused with 410."
@@ -278,9 +278,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "PATCH":
             assert self.headers["Content-Type"] == "application/apply-patch+yaml"
             assert self.query["fieldManager"] == "sunspot"
-            job = json.loads(self.body)
-            if self.query.get("dryRun") != "All":
-                before = cluster.jobs.get(name)
+            job, before = json.loads(self.body), cluster.jobs.get(name)
+            if before is None and cluster.has_kueue and "kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]:
+                job["spec"]["suspend"] = True
+            if self.query.get("dryRun") == "All":
+                job["metadata"] = {**(before or job)["metadata"], **job["metadata"]}
+            else:
                 if before is None or before["spec"] != job["spec"]:
                     job = cluster.put_job({**(before or {}), **job})
             self.reply(200, job)

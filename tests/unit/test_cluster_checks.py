@@ -285,6 +285,9 @@ def test_a_queue_that_the_profile_names(
 ) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nqueue: team\n")
+    found = checks(sunspot, "--profile", str(profile), code=4)
+    assert found["Kueue"]["seen"].endswith("it would run beside its quota")
+    fit.has_kueue = True
     if queue:
         fit.documents[f"{QUEUES}/team"] = queue
     found = checks(sunspot, "--profile", str(profile), code=4 if result == "failed" else 0)

@@ -758,6 +758,15 @@ def test_a_queue_of_kueue() -> None:
     rendered = render("gke-spot", {}, queue="gpus")
     assert rendered.manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert rendered.manifest["spec"]["shutdownAfterJobFinishes"] is True
+    assert "kueue.x-k8s.io/elastic-job" not in rendered.manifest["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize("settings", [{"NUM_WORKERS": "1..2"}, {"LOADER": "ray"}])
+def test_kueue_is_told_that_the_pods_may_change(settings: dict[str, str], tmp_path: Path) -> None:
+    profile = own_profile(tmp_path, "extends: gke-spot\nqueue: gpus\ndata_workers: {cpu: 4, memory: 8Gi, max: 2}")
+    rendered = render(profile, settings)
+    assert cluster_of(rendered)["enableInTreeAutoscaling"] is True
+    assert rendered.manifest["metadata"]["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
 
 
 def test_a_job_for_a_cluster_that_runs() -> None:
@@ -793,7 +802,6 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {}, {"image": ""}, "image='': set it to the reference of an image"),
         ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
         ("kind", {"TASK_ARGS": '{"a": "$HOME"}'}, {"cluster": "shared"}, "SUNSPOT_TASK_ARGS=.*expand the \\$"),
-        ("kind", {"NUM_WORKERS": "1..2"}, {"queue": "q"}, "queue q: .*SUNSPOT_NUM_WORKERS=1..2 .*leave the queue out"),
         ("kind", {}, {"queue": "q", "cluster": "shared"}, "queue q: .*leave out the queue, or the cluster"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"CPU": 7}'}, {}, "a pod has 6 CPUs for 1; ask for fewer"),
         ("gke-spot", {"RESOURCES_PER_WORKER": '{"GPU": 2}'}, {}, "a worker has 1 GPU here"),
@@ -865,8 +873,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         "worker.cpu",
         "worker.memry",
     ]
-    text = refusal("kind", {"STORAGE_PATH": "x", "USE_GPU": "true", "NUM_WORKERS": "1..2"}, queue="q", generation=0)
-    assert text.startswith("4 problems")
+    text = refusal("kind", {"STORAGE_PATH": "x", "USE_GPU": "true", "NUM_WORKERS": "1..2"}, generation=0)
+    assert text.startswith("3 problems")
 
 
 def test_a_profile_extends_another_by_key_and_null_takes_away(tmp_path: Path) -> None:

@@ -289,6 +289,25 @@ def test_what_the_api_server_refuses_is_told_in_its_words(cluster: FakeCluster, 
     assert "Traceback" not in sunspot.err
 
 
+def test_a_queue_has_to_hold_a_new_job_back(cluster: FakeCluster, sunspot: Command) -> None:
+    """Kueue's webhook suspends it in the dry run; without Kueue its label means nothing, and the job would begin."""
+    assert sunspot.submit("--queue", "gpus") == 4
+    assert "queue gpus: Kueue would not hold the job back" in sunspot.err
+    assert cluster.jobs == {}
+    cluster.has_kueue = True
+    assert sunspot.submit("--queue", "gpus") == 0, sunspot.err
+    cluster.jobs[only_job(cluster)]["spec"]["suspend"] = False
+    assert sunspot.submit("--queue", "gpus") == 0, "a job that was admitted is attached to"
+
+
+def test_an_elastic_run_needs_a_newer_kueue(cluster: FakeCluster, sunspot: Command) -> None:
+    words = "a kueue managed job should only use autoscaling when workload slicing is enabled"
+    cluster.objects.add(f"{CORE}/serviceaccounts/sunspot-autoscaler")
+    cluster.on("PATCH", "dryRun=All", answer(403, words))
+    assert sunspot.submit("--queue", "gpus", "--set", "NUM_WORKERS=1..2") == 4
+    assert f"{words}. A number of pods that changes needs Kueue 0.18 or later" in sunspot.err
+
+
 def test_storage_that_is_reached_only_inside_the_cluster(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

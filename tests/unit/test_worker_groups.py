@@ -141,6 +141,7 @@ def test_each_group_has_its_own_pod(tmp_path: Path) -> None:
             "extends: kind\nsettings: {LEARNING_RATE: 'uniform(1, 2)', CONCURRENT_TRIALS: 2}\nworkers: [{}, {}]",
             "2 groups, for a search of 2 trials at once",
         ),
+        ("extends: kind\nqueue: q\nworkers: [{}, {}]", "queue q: .*keep one group in workers"),
         (
             'extends: kind\nsettings: {NODE_GROUPS: \'[{"name": "a", "most": 1, "after_s": 0}]\'}',
             "NODE_GROUPS: it follows from the profile",
