@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.background import Background
 from app.run import Run
+from app.run.incidents import Cause
 from app.run.status import stop_requested
 
 COMMAND_EVERY_S = 0.5
@@ -35,6 +36,8 @@ class Command:
     "When the first preempted node is gone, in seconds since the epoch."
     save: bool = False
     "Save, and train on: the head is to go, and a new one continues from there."
+    moves: bool = False
+    "Nodes are given back, and with them the copies in their memory: the state has to be in storage."
 
 
 @ray.remote(num_cpus=0)
@@ -61,7 +64,7 @@ class ControlChannel:
         Returns the facts of the incident that ended the group before, and that group's `last_state`.
         """
         self._group = group
-        self._command = replace(self._command, restart=False, deadline=None, save=False)
+        self._command = replace(self._command, restart=False, deadline=None, moves=False, save=False)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
         return {**self._restart, "last_state": self._state}
 
@@ -106,7 +109,7 @@ class ControlChannel:
     def restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
         """Ask the worker group to save and end; times are in seconds since the epoch."""
         self.note(cause=cause, detail=detail, noticed=noticed)
-        self._command = replace(self._command, restart=True, deadline=deadline)
+        self._command = replace(self._command, restart=True, deadline=deadline, moves=cause == Cause.MOVED)
         self._group = {}
 
     def note(self, **facts: Any) -> None:

@@ -126,6 +126,8 @@ def fit_once(
     if settings.num_workers.elastic or settings.node_groups:
         lag_s = install_coordinator()
     if settings.node_groups:
+        if lag_s:
+            raise SunspotError("several groups of nodes: Ray's own coordinator asks for any node; keep one group")
         choice = GroupChoice(settings.node_groups, settings.num_workers.most)
         per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
         wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)

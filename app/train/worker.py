@@ -133,8 +133,8 @@ class Worker:
 
     def _drain_limit_s(self) -> float | None:
         """Seconds that the commit of the last checkpoint may take; None: no limit."""
-        deadline = self.commands.poll().deadline
-        if deadline is not None:
-            left_s = max(0.0, deadline - time.time() - DEADLINE_MARGIN_S)
+        command = self.commands.poll()
+        if command.deadline is not None:
+            left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)
             return min(left_s, self.plan.settings.notice_s or left_s)  # a clock that was set back would wait for hours
-        return DRAIN_S if self.checkpoints.in_memory else None
+        return DRAIN_S if self.checkpoints.in_memory and not command.moves else None

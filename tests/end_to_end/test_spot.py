@@ -253,3 +253,7 @@ def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> No
         again = ray.get(control.begin.remote({"attempt": 3}))
         assert (again["cause"], again["noticed"]) == ("reclaim", 2.0)
         assert not ray.get(control.command.remote()).restart
+        ray.get(control.restart_group.remote("move", "from node x", 3.0, None))
+        assert ray.get(control.command.remote()).moves
+        ray.get(control.begin.remote({"attempt": 4}))
+        assert not ray.get(control.command.remote()).moves

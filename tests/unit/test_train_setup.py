@@ -21,7 +21,7 @@ from app.run.history import read_journal
 from app.settings import Settings
 from app.train.probe import probe_here
 from app.train.setup import open_journals, refuse_small_micro_batches
-from app.train.worker import Worker
+from app.train.worker import DRAIN_S, Worker
 
 
 def test_small_micro_batches_are_refused_with_batch_norm() -> None:
@@ -58,6 +58,15 @@ def test_a_notice_is_no_longer_than_a_notice_when_a_clock_is_set(ahead_s: float,
         commands=SimpleNamespace(poll=lambda: command), plan=SimpleNamespace(settings=Settings(notice_s=30))
     )
     assert Worker._drain_limit_s(worker) == pytest.approx(limit_s, abs=0.5)
+
+
+@pytest.mark.parametrize(("moves", "limit_s"), [(False, DRAIN_S), (True, None)])
+def test_a_state_whose_nodes_are_given_back_gets_to_storage(moves: bool, limit_s: float | None) -> None:
+    command = Command(restart=True, moves=moves)
+    worker: Any = SimpleNamespace(
+        commands=SimpleNamespace(poll=lambda: command), checkpoints=SimpleNamespace(in_memory=True)
+    )
+    assert Worker._drain_limit_s(worker) == limit_s
 
 
 def test_a_node_that_does_not_see_the_storage_is_found(tmp_path: Path) -> None:
