@@ -7,7 +7,7 @@ of its own, beside the training; a neighbour that does not answer is waited for 
 import itertools
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, cast
@@ -128,11 +128,17 @@ class PartExchange:
                 cast(dist.Work, each).wait()
 
 
-def find_keepers(nodes: Sequence[str]) -> list[int]:
-    """For each rank, the rank that keeps a copy of its part: one on the next node; on a single node, itself."""
+def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
+    """The ranks on each node, in their order; `nodes` are those of rank 0, 1, ..."""
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
+    return ranks
+
+
+def find_keepers(nodes: Sequence[str]) -> list[int]:
+    """For each rank, the rank that keeps a copy of its part: one on the next node; on a single node, itself."""
+    ranks = ranks_by_node(nodes)
     following = dict(zip(ranks, [*list(ranks)[1:], *list(ranks)[:1]], strict=True))
     places = {rank: place for its in ranks.values() for place, rank in enumerate(its)}
     return [(there := ranks[following[node]])[places[rank] % len(there)] for rank, node in enumerate(nodes)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from app.checkpoint.neighbours import ranks_by_node
 from app.checkpoint.node_parts import PartCopy
 from app.checkpoint.slots import MemorySnapshot
 from app.run.attempts import Attempt, lineage
@@ -63,9 +64,7 @@ def choose_parts(attempts: list[Attempt], machines: Sequence[Machine]) -> list[P
     whole = [key for key, state in holders.items() if len(state) == key[-1]]
     if not whole:
         return []
-    ranks: dict[str, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        ranks.setdefault(machine.node, []).append(rank)
+    ranks = ranks_by_node(machine.node for machine in machines)
     chosen, count = [], dict.fromkeys(ranks, 0)
     for part, copies in sorted(holders[max(whole)].items()):
         likely = machines[part * len(machines) // max(whole)[-1]].node

@@ -10,12 +10,10 @@ import tempfile
 import torch
 
 from app.plan import make_plan
-from app.run import open_run
-from app.run.attempts import new_owner
 from app.run.history import read_journal
 from app.settings import Settings, load_settings
 from app.tasks import load_task
-from app.train.trainer import fit
+from scripts.bench.product import train
 
 PAIRS = 5
 STEPS = 80
@@ -51,10 +49,7 @@ def settings(storage: str, **more: str) -> Settings:
 def ours(**more: str) -> float:
     """From the first record after the warm-up to the last, including whatever else the loop does."""
     with tempfile.TemporaryDirectory() as storage:
-        chosen = settings(storage, **more)
-        plan = make_plan(chosen, load_task(chosen))
-        run = open_run(storage, chosen.run_name)
-        fit(plan, run, new_owner(run, ""))
+        run, _ = train(settings(storage, **more))
         records = [record for record in read_journal(run, "metrics") if record["step"] >= WARM_UP]
     first, last = records[0], records[-1]
     return 1000 * (last["time"] - first["time"]) / (last["step"] - first["step"])

@@ -1,21 +1,16 @@
 """A worker that is killed: from the signal to the first step of the next group, and the weights it ends with."""
 
-import io
 import tempfile
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
 
-from app.plan import make_plan
 from app.ray_session import ray_session
-from app.run import Run, open_run
-from app.run.attempts import new_owner
+from app.run import Run
 from app.run.history import read_journal
 from app.run.incidents import read_receipts
 from app.settings import load_settings
-from app.tasks import load_task
-from app.train.trainer import fit
+from scripts.bench.product import train
 
 KILLS = 3
 
@@ -39,10 +34,7 @@ def measure(device: torch.device) -> None:
             sizes = {"USE_GPU": "true"} if gpu else {"USE_GPU": "false", "MAX_STEPS": "24"}
             args = f'{{"signals": "{signals}", "kills": {kills}}}'
             settings = load_settings({**SETTINGS, "STORAGE_PATH": folder, "RUN_NAME": name, "TASK_ARGS": args, **sizes})
-            plan = make_plan(settings, load_task(settings))
-            run = open_run(folder, name)
-            with redirect_stdout(io.StringIO()):
-                newest = fit(plan, run, new_owner(run, ""))
+            run, newest = train(settings)
             models[name] = torch.load(Path(folder, run.key("checkpoints", newest.name, "model.pt")), map_location="cpu")
             if kills:
                 print_losses(run, [float(line) for line in signals.read_text().split()])

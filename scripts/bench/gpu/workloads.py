@@ -1,11 +1,10 @@
 """The models that are measured, trained by the product and by a plain loop on the same rows."""
 
-import io
 import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ import torch
 from app.data.text import REFERENCE, read_text
 from app.data.torch_loader import load_rows
 from app.plan import make_plan
-from app.run import open_run
-from app.run.attempts import new_owner
 from app.run.history import read_journal
 from app.settings import Settings, load_settings
 from app.tasks import load_task
-from app.train.trainer import fit
 from scripts.bench.gpu.ceilings import synchronize
+from scripts.bench.product import train
 
 WARM_UP_S = 3.0
 """Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
@@ -114,11 +111,7 @@ def dataset(workload: Workload, data: str) -> str:
 def ours(workload: Workload, device: torch.device, **more: str) -> float:
     """Milliseconds of a step of a run, from its first record after the warm-up to its last."""
     with folders() as (storage, data):
-        settings = workload.settings(storage, data, device, **more)
-        plan = make_plan(settings, load_task(settings))
-        run = open_run(storage, settings.run_name)
-        with redirect_stdout(io.StringIO()):
-            fit(plan, run, new_owner(run, ""))
+        run, _ = train(workload.settings(storage, data, device, **more))
         records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]
     warm = [record for record in records if record["time"] > records[0]["time"] + WARM_UP_S]
     first, last = (warm or records)[0], records[-1]

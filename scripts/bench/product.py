@@ -1,0 +1,20 @@
+"""The product itself, as the benchmarks measure it."""
+
+import io
+from contextlib import redirect_stdout
+
+from app.plan import make_plan
+from app.run import Run, open_run
+from app.run.attempts import new_owner
+from app.run.checkpoints import Checkpoint
+from app.settings import Settings
+from app.tasks import load_task
+from app.train.trainer import fit
+
+
+def train(settings: Settings) -> tuple[Run, Checkpoint]:
+    """Train a run to its end, without a word; returns it with its newest checkpoint."""
+    plan = make_plan(settings, load_task(settings))
+    run = open_run(settings.storage_path, settings.run_name)
+    with redirect_stdout(io.StringIO()):
+        return run, fit(plan, run, new_owner(run, ""))
