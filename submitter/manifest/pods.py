@@ -58,6 +58,8 @@ def make_cluster(
     for group in (head, workers):
         _patch_pod(group["template"], profile, run, variables)
     _set_machine(head, profile.head or Machine())
+    if profile.head and profile.head.image:
+        ray_container(head)["image"] = profile.head.image
     if profile.head and profile.head.evictable:
         _make_evictable(head["template"]["metadata"])
     if shape.runs > 1:

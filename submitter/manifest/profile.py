@@ -155,6 +155,8 @@ class Machine(_Part):
 class Head(Machine):
     """The pod of the head."""
 
+    image: Text | None = _takes("the reference of an image")
+    "For the head alone, of the same version; without CUDA (`make image HEAD=1`), a new head starts sooner."
     evictable: bool | None = _takes("true or false")
     "Whether the drain of a node may end it, which costs the run about a minute; default: only the end of the run does."
 

@@ -106,6 +106,11 @@ def render(
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
+    if image and chosen.head and chosen.head.image:
+        problems.append(
+            f"image {image}: the head would keep head.image={chosen.head.image}, maybe another version; name both "
+            "in the profile"
+        )
     _refuse(problems, profile)
 
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
@@ -337,6 +342,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         benefit = "within a zone the network is faster, and costs nothing"
     found = [
         ("image", ray_container(workers)["image"], source(profile.image)),
+        *([("head's image", profile.head.image, f"profile {name}")] if profile.head and profile.head.image else ()),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
         *(groups if len(groups) > 1 else ()),
         ("autoscaler", *autoscaler),

@@ -553,6 +553,16 @@ def test_pods_of_a_node_that_does_not_answer_go_soon(profile: str) -> None:
         assert pod["tolerations"][:2] == OF_LOST_NODES
 
 
+def test_a_head_may_have_an_image_of_its_own(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: kind\nimage: sunspot:1\nhead: {image: 'sunspot-head:1'}\n")
+    rendered = render(str(profile), {})
+    assert [pod["containers"][0]["image"] for pod in pods_of(rendered)] == ["sunspot-head:1", "sunspot:1"]
+    assert [value.value for value in rendered.derived if "image" in value.name] == ["sunspot:1", "sunspot-head:1"]
+    with pytest.raises(SettingsError, match="image sunspot:2: the head would keep"):
+        render(str(profile), {}, image="sunspot:2")
+
+
 def test_a_head_may_be_evictable(tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: kind\nannotations: {example.com/owner: me}\nhead: {evictable: true}\n")
