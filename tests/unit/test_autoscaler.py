@@ -1,0 +1,98 @@
+"""Ray's autoscaler makes the pods that are asked of each group: its own scheduler, on the groups of a rendered job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
+from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.schema import AutoscalerInstance
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import ClusterResourceConstraint, NodeState, NodeStatus
+from ray.core.generated.instance_manager_pb2 import Instance, NodeKind
+
+from submitter.manifest.pods import AUTOSCALER
+from submitter.manifest.render import Rendered, render
+
+SPOT, PAID = "workers", "workers-2"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    path: Path = tmp_path_factory.mktemp("profile") / "mine.yaml"
+    path.write_text("extends: gke-spot\nsettings: {NUM_WORKERS: 2..4}\nworkers: [{}, {spot: false, max: 3}]")
+    return render(str(path), {})
+
+
+class Autoscaler:
+    def __init__(self, job: Rendered) -> None:
+        types = _generate_available_node_types_from_ray_cr_spec(job.manifest["spec"]["rayClusterSpec"])
+        self.types = {
+            name: NodeTypeConfig(name, found["min_workers"], found["max_workers"], resources=found["resources"])
+            for name, found in types.items()
+        }
+        self.per_worker = job.settings.resources_per_worker
+        self.instances: list[AutoscalerInstance] = []
+
+    def add(self, group: str, count: int, status: int = Instance.RAY_RUNNING, idle_s: float = 0) -> None:
+        """So many pods: running, with a worker unless they have been idle, or still pending (ALLOCATED)."""
+        total = self.types[group].resources
+        for _ in range(count):
+            name = f"{group}/{len(self.instances)}"
+            node = NodeState(
+                node_id=name.encode(),
+                ray_node_type_name=group,
+                total_resources=total,
+                available_resources=total if idle_s else {},
+                status=NodeStatus.IDLE if idle_s else NodeStatus.RUNNING,
+                idle_duration_ms=int(idle_s * 1000),
+            )
+            pod = Instance(
+                instance_id=name, instance_type=group, status=status, node_id=name, node_kind=NodeKind.WORKER
+            )
+            running = status == Instance.RAY_RUNNING
+            self.instances.append(
+                AutoscalerInstance(im_instance=pod, ray_node=node if running else None, cloud_instance_id=name)
+            )
+
+    def decide(self, **asked: int) -> tuple[dict[str, int], list[str]]:
+        """The pods that it would make, and the groups of those that it would end, when this is asked of the groups."""
+        bundles = [
+            ResourceRequestUtil.make({**self.per_worker, group: 1.0})
+            for group, workers in zip((SPOT, PAID), asked.values(), strict=True)
+            for _ in range(workers)
+        ]
+        constraint = ClusterResourceConstraint(resource_requests=ResourceRequestUtil.group_by_count(bundles))
+        reply = ResourceDemandScheduler().schedule(
+            SchedulingRequest(
+                disable_launch_config_check=True,
+                node_type_configs=self.types,
+                cluster_resource_constraints=[constraint],
+                current_instances=self.instances,
+                idle_timeout_s=AUTOSCALER["idleTimeoutSeconds"],
+            )
+        )
+        assert not reply.infeasible_cluster_resource_constraints
+        made = {request.instance_type: request.count for request in reply.to_launch}
+        return made, [request.instance_type for request in reply.to_terminate]
+
+
+def test_pods_stand_in_while_others_are_pending(job: Rendered) -> None:
+    autoscaler = Autoscaler(job)
+    assert autoscaler.decide(spot=4, paid=0) == ({SPOT: 4}, [])
+    autoscaler.add(SPOT, 4, Instance.ALLOCATED)
+    assert autoscaler.decide(spot=4, paid=0) == ({}, [])
+    assert autoscaler.decide(spot=4, paid=3) == ({PAID: 3}, [])
+    autoscaler.add(PAID, 3)
+    assert autoscaler.decide(spot=4, paid=3) == ({}, [])
+
+
+def test_pods_end_that_are_no_longer_asked_for_and_idle(job: Rendered) -> None:
+    autoscaler = Autoscaler(job)
+    autoscaler.add(SPOT, 4)
+    autoscaler.add(PAID, 2)
+    autoscaler.add(PAID, 1, idle_s=AUTOSCALER["idleTimeoutSeconds"] + 1)
+    assert autoscaler.decide(spot=4, paid=3) == ({}, []), "it is asked for"
+    assert autoscaler.decide(spot=4, paid=0) == ({}, [PAID]), "the others still have workers"
