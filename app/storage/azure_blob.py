@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from app.errors import NotFoundError, StorageError, shorten
 from app.storage import bucket, parts
-from app.storage.azure_upload import BlockUpload, begun_at
+from app.storage.azure_upload import BlockUpload, latest_of
 from app.storage.base import Entry, Unfinished
 from app.storage.bucket import Bucket, Page, Range, is_below
 from app.storage.deadline import moved
@@ -109,15 +109,14 @@ class AzureStorage(Bucket):
             both = self._pages_of_blobs(self._full(prefix), include=["uncommittedblobs"])
             names = [blob.name for blobs, _ in both for blob in blobs if blob.name not in whole]
             return sorted(
-                Unfinished(key, sum(block.size for block in blocks), begun_at(blocks), name)
+                Unfinished(key, sum(block.size for block in blocks), *latest_of(blocks))
                 for name in names
                 if is_below(key := self._relative(name), prefix)
                 if (blocks := self._container.get_blob_client(name).get_block_list("uncommitted")[1])
             )
 
     def discard(self, unfinished: Unfinished) -> None:
-        with self._errors("remove the parts of", unfinished.key):
-            BlockUpload(self._container.get_blob_client(unfinished.token), contextlib.nullcontext, "").remove_blocks()
+        self._begin_upload(unfinished.key, unfinished.token).remove_blocks()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):

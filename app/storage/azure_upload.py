@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.storage.base import Errors
-from app.storage.deadline import refuse_if_given_up
 from app.storage.parts import Part, PartUpload
 
 
@@ -24,7 +23,7 @@ class BlockUpload(PartUpload):
     def __init__(self, blob: Any, errors: Errors, token: str = "") -> None:
         """Begins it, unless another process has begun the one with this `token`."""
         self._blob, self._errors = blob, errors
-        self.token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # begun_at
+        self.token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # latest_of
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
@@ -45,8 +44,7 @@ class BlockUpload(PartUpload):
         return True
 
     def abort(self) -> None:
-        with contextlib.suppress(Exception):  # then Azure frees the space after a week
-            refuse_if_given_up(self._blob.blob_name)  # a later try may be sending blocks
+        with contextlib.suppress(Exception):  # or when it was given up: a later try may be sending blocks
             self.remove_blocks()
 
     def remove_blocks(self) -> None:
@@ -54,9 +52,8 @@ class BlockUpload(PartUpload):
         from azure.core import MatchConditions
         from azure.core.exceptions import ResourceExistsError, ResourceModifiedError, ResourceNotFoundError
 
-        with contextlib.suppress(
-            ResourceExistsError, ResourceModifiedError, ResourceNotFoundError
-        ):  # it was, meanwhile
+        committed_meanwhile = (ResourceExistsError, ResourceModifiedError, ResourceNotFoundError)
+        with self._errors(), contextlib.suppress(*committed_meanwhile):
             empty = self._blob.commit_block_list([], match_condition=MatchConditions.IfMissing)
             self._blob.delete_blob(etag=empty["etag"], match_condition=MatchConditions.IfNotModified)
 
@@ -64,6 +61,7 @@ class BlockUpload(PartUpload):
         return f"{self.token}-{number:05d}"
 
 
-def begun_at(blocks: Sequence[Any]) -> float:
-    """When the latest upload of these blocks was begun, in seconds since the epoch; Azure does not say."""
-    return max(float(block.id[:10]) for block in blocks)
+def latest_of(blocks: Sequence[Any]) -> tuple[float, str]:
+    """The latest upload of these blocks: when it was begun, in seconds since the epoch, and its token."""
+    token = max(block.id.rpartition("-")[0] for block in blocks)
+    return float(token[:10]), token

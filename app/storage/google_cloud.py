@@ -130,8 +130,7 @@ class GoogleStorage(Bucket):
         )
 
     def discard(self, unfinished: Unfinished) -> None:
-        with self._errors("remove the parts of", unfinished.key):
-            self._begin_upload(unfinished.key, unfinished.token).remove_parts()
+        self._begin_upload(unfinished.key, unfinished.token).remove_parts()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):
