@@ -27,6 +27,7 @@ from app.errors import NotFoundError, SettingsError, StorageError
 from app.storage import bucket as module
 from app.storage import open_storage, parts
 from app.storage.base import Storage, map_parallel
+from app.storage.bucket import Bucket
 from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage
@@ -163,12 +164,20 @@ def test_a_listing_tells_a_write_of_the_same_size(storage: Storage) -> None:
     assert version() != first
 
 
+def begin(storage: Bucket, key: str) -> str:
+    """Begin an upload, without the proof that the server verifies its parts, which would add one."""
+    if not isinstance(storage, S3Storage):
+        return ""
+    target = {"Bucket": storage.bucket, "Key": storage._full(key)}
+    return str(storage._client.create_multipart_upload(**target)["UploadId"])
+
+
 def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Storage) -> None:
     storage.write("run/a", b"whole")
     killed: list[Any] = []
     for key in ("run/b", "run2/b"):
-        if upload := storage.upload(key):
-            upload.send(1, b"12345")
+        if isinstance(storage, Bucket):
+            storage.upload(key, begin(storage, key)).send(1, b"12345")
         else:
             killed.append(storage._temporary(key, b"12345"))  # type: ignore[attr-defined]
             killed[-1].__enter__()
