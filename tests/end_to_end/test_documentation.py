@@ -154,7 +154,7 @@ def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pyt
     import ray
 
     first_line = "from app.predict import model_worker"
-    monkeypatch.setenv("SUNSPOT_STORAGE_PATH", str(checkout / "runs"))
+    monkeypatch.chdir(checkout)
     names: dict[str, Any] = {"ray": ray, "images": np.zeros((3, 1, 28, 28), dtype=np.uint8)}
     exec(first_line + "\n" + find_example("python", first_line), names)
     assert names["classes"].shape == (3,)
