@@ -80,7 +80,7 @@ class AzureStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str) -> BlockUpload:
+    def upload(self, key: str, token: str = "") -> BlockUpload:
         errors = functools.partial(self._errors, "upload", key)
         return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token)
 
@@ -116,7 +116,7 @@ class AzureStorage(Bucket):
             )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._begin_upload(unfinished.key, unfinished.token).remove_blocks()
+        self.upload(unfinished.key, unfinished.token).remove_blocks()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):

@@ -88,7 +88,7 @@ class Bucket(Storage):
         """Write an object if there is none; False when that was refused."""
 
     @abstractmethod
-    def _begin_upload(self, key: str, token: str) -> PartUpload: ...
+    def upload(self, key: str, token: str = "") -> PartUpload: ...
 
     @abstractmethod
     def _list_pages(self, prefix: str) -> Iterator[Page]:
@@ -159,9 +159,6 @@ class Bucket(Storage):
 
         with completed(PartWriter(lambda: self.upload(key), put)) as writer:
             yield writer
-
-    def upload(self, key: str, token: str = "") -> PartUpload:
-        return self._begin_upload(key, token)
 
     def list(self, prefix: str) -> list[Entry]:
         # Keys ending in '/' are folders made by bucket browsers.

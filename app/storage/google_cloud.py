@@ -102,7 +102,7 @@ class GoogleStorage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str) -> ComposedUpload:
+    def upload(self, key: str, token: str = "") -> ComposedUpload:
         errors = functools.partial(self._errors, "upload", key)
         return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token)
 
@@ -130,7 +130,7 @@ class GoogleStorage(Bucket):
         )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self._begin_upload(unfinished.key, unfinished.token).remove_parts()
+        self.upload(unfinished.key, unfinished.token).remove_parts()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):

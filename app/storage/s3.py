@@ -107,7 +107,7 @@ class S3Storage(Bucket):
             return False
         return True
 
-    def _begin_upload(self, key: str, token: str) -> MultipartUpload:
+    def upload(self, key: str, token: str = "") -> MultipartUpload:
         errors = functools.partial(self._errors, "upload", key)
         return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._verification, token)
 
