@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format emulators bench bench-gpu image wheel smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format emulators bench bench-gpu bench-failures image wheel smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -75,6 +75,9 @@ recovery: .venv/dev  ## what lost nodes cost a run on a cluster: make recovery K
 
 soak: .venv/dev  ## half an hour of incidents: make soak RECLAIM='COMMAND {node}' KILL='COMMAND {node}'
 	@$(SETTINGS) $(STRIKE) $(BIN)/python -m scripts.soak $(OPTIONS)
+
+bench-failures: .venv/dev  ## one schedule of losses for Sunspot and others: make bench-failures KILL='...' OPTIONS='--nodes a,b,c'
+	@$(SETTINGS) $(STRIKE) $(BIN)/python -m scripts.failures $(OPTIONS)
 
 submit: .venv/submitter  ## render and submit to the current cluster: make submit PROFILE=gke-spot RUN=mnist
 	@$(SETTINGS) $(BIN)/sunspot submit $(RENDER) $(if $(KUBE_CONTEXT),--context '$(KUBE_CONTEXT)')

@@ -43,6 +43,15 @@ def pods(job: str, namespace: str) -> list[Pod]:
     ]
 
 
+def ready_nodes(namespace: str) -> set[str]:
+    """The names of the nodes that are ready."""
+    return {
+        node["metadata"]["name"]
+        for node in kubectl_json("get", "nodes", namespace=namespace)["items"]
+        if any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"].get("conditions", ()))
+    }
+
+
 def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
     """What kubectl prints, `text` being its input; raises `ClusterError`."""
     context = os.environ.get("KUBE_CONTEXT")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from app.settings import PREFIX
 from scripts.cluster import kubectl, kubectl_json, pods, until
 
 SCRIPTS = Path(__file__).parent
-STOCK, LOOP = SCRIPTS / "stock.yaml", SCRIPTS / "bench" / "stock_loop.py"
+STOCK = SCRIPTS / "stock.yaml"
 
 START_S = 900
 """For all workers to train: pods have to start, a lost one to be replaced, and the image may have to be pulled."""
@@ -61,6 +62,15 @@ class Subject(Protocol):
     def groups(self) -> list[Group]:
         """Its worker groups so far, oldest first; raises `SunspotError` if there can be no more."""
 
+    def timeline(self) -> list[tuple[float, int]]:
+        """When which steps had been taken, in seconds since the epoch, by time."""
+
+    def replayed(self) -> int:
+        """Steps that have been taken again."""
+
+    def over(self) -> str:
+        """How it has ended; empty while it may go on."""
+
     def rank0(self) -> str:
         """The pod of rank 0; empty if unknown."""
 
@@ -89,16 +99,32 @@ class Ours:
 
     def groups(self) -> list[Group]:
         """By the receipts: one for each group that has taken a step."""
+        if over := self.over():
+            raise SunspotError(f"nothing is left to interrupt: {self.run.name} {over}")
+        return [
+            Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
+            for receipt in self._receipts()
+        ]
+
+    def replayed(self) -> int:
+        """By the receipts, too."""
+        return sum(receipt.replayed for receipt in self._receipts())
+
+    def _receipts(self) -> list[Receipt]:
+        return read_receipts(read_journal(self.run, "events"))
+
+    def timeline(self) -> list[tuple[float, int]]:
+        """By the metric history, attempts that were superseded included."""
+        return sorted((record["time"], record["step"]) for record in read_journal(self.run, "metrics"))
+
+    def over(self) -> str:
+        """By cluster and storage."""
         from submitter.cluster.watch import observe_run
 
         snapshot = observe_run(self._cluster, self.run)
         state, reason = snapshot.state()
-        if state.terminal and not snapshot.cluster_trouble and not snapshot.storage_trouble:
-            raise SunspotError(f"{self.run.name} {state}, with nothing left to interrupt: {reason}")
-        return [
-            Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
-            for receipt in read_receipts(read_journal(self.run, "events"))
-        ]
+        known = state.terminal and not snapshot.cluster_trouble and not snapshot.storage_trouble
+        return f"{state}, {reason}" if known else ""
 
     def rank0(self) -> str:
         """As the newest attempt recorded it."""
@@ -114,15 +140,20 @@ class Ours:
 class Stock:
     """The usual loop, watched through its driver's log."""
 
+    name = "stock"
+
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
         from submitter.manifest.profile import load_profile
 
         given = {name.removeprefix(PREFIX): value for name, value in os.environ.items() if name.startswith(PREFIX)}
         settings = {**given, **settings}
-        self.job, self.namespace = f"{settings['RUN_NAME']}-stock", namespace or "sunspot"
+        self.job, self.namespace = f"{settings['RUN_NAME']}-{self.name}", namespace or "sunspot"
+        self.storage_path = settings.get("STORAGE_PATH", "runs")
         self._lines: dict[str, None] = {}
+        loop = SCRIPTS / "bench" / f"{self.name}_loop.py"
         manifest = yaml.safe_load(STOCK.read_text())
         manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
+        manifest["spec"]["entrypoint"] = f"python /stock/{loop.name}"
         cluster = manifest["spec"]["rayClusterSpec"]
         for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
             (container,) = group["template"]["spec"]["containers"]
@@ -135,7 +166,7 @@ class Stock:
             toleration = {"key": spot.label, "operator": "Exists"}
             workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
-        self._objects = yaml.safe_dump_all([{**code, "data": {LOOP.name: LOOP.read_text()}}, manifest])
+        self._objects = yaml.safe_dump_all([{**code, "data": {loop.name: loop.read_text()}}, manifest])
 
     def submit(self) -> None:
         """Apply its code and its RayJob."""
@@ -143,6 +174,21 @@ class Stock:
 
     def groups(self) -> list[Group]:
         """By the driver's output; what it printed between the last read and the loss of its head is unknown."""
+        if over := self.over():
+            raise SunspotError(f"{self.job} has ended: {over}")
+        return read_groups(self._lines)
+
+    def timeline(self) -> list[tuple[float, int]]:
+        """As read by `over`; a step that several workers tell of counts once."""
+        told = [(record["time"], record["step"]) for record in read_records(self._lines) if "step" in record]
+        return [now for before, now in pairwise([(0.0, 0), *told]) if now[1] != before[1]]
+
+    def replayed(self) -> int:
+        """As the groups begin anew."""
+        return sum(group.replayed for group in read_groups(self._lines))
+
+    def over(self) -> str:
+        """Also reads what the driver has printed."""
         job = kubectl_json("get", "rayjob", self.job, namespace=self.namespace).get("status", {})
         heads = [pod.name for pod in pods(self.job, self.namespace) if pod.head]
         if heads and job.get("jobId"):
@@ -150,9 +196,8 @@ class Stock:
             self._lines |= dict.fromkeys(
                 kubectl("exec", heads[0], "--", "cat", log, namespace=self.namespace).split("\n")
             )
-        if job.get("jobDeploymentStatus") in ("Complete", "Failed"):
-            raise SunspotError(f"{self.job} has ended: {job.get('message', '')[-2000:]}")
-        return read_groups(self._lines)
+        ended = job.get("jobDeploymentStatus", "")
+        return f"{ended} {job.get('message', '')[-2000:]}" if ended in ("Complete", "Failed") else ""
 
     def rank0(self) -> str:
         """By the address that Ray puts before the newest start's line."""
@@ -162,6 +207,16 @@ class Stock:
     def end(self) -> None:
         """Delete it; what it kept in storage stays."""
         kubectl("delete", "-f", "-", namespace=self.namespace, text=self._objects)
+
+
+class Torchft(Stock):
+    """The same task under TorchFT, through Ray's `TorchftConfig`; `torchft` is in the image."""
+
+    name = "torchft"
+
+    def replayed(self) -> int:
+        """As the steps fall back, which they do when no replica is left."""
+        return sum(max(0, before - after + 1) for (_, before), (_, after) in pairwise(self.timeline()))
 
 
 @contextmanager

@@ -9,6 +9,9 @@ Rank 0 prints a line of JSON for each step, `{"time", "step", "world"}`, and for
 "event": "start", "from_step", "checkpoint_step", "world"}`. Times are in seconds since the epoch; steps are optimizer
 steps counted through the run, and those after `from_step` are repeated. Ray shows a worker's line twice.
 
+With AUDIT, the ids of the rows that each step consumed are written with each checkpoint, as scripts/failures/rows.py
+reads them.
+
 Only the driver needs this file: Ray sends the function to the workers. The image contains app/ alone, so:
 
     FROM sunspot:0.1.0
@@ -26,6 +29,7 @@ import time
 from typing import Any
 
 import ray.train
+import ray.train.collective
 import ray.train.torch
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
@@ -35,6 +39,7 @@ from app.data.torch_loader import load_rows
 from app.errors import run_and_exit
 from app.plan import Plan, make_plan, with_absolute_paths
 from app.settings import load_settings
+from app.storage import open_storage
 from app.tasks import load_task
 
 FILE = "checkpoint.pt"
@@ -56,12 +61,12 @@ def train(config: dict[str, Any]) -> None:
         optimizer, lambda step: task.schedule(min(step, plan.total_steps - 1), plan.total_steps)
     )
     rows = load_rows(plan.source)
-    loader = DataLoader(
-        TensorDataset(rows["image"], rows["label"]), batch_size=settings.global_batch_size // world, shuffle=True
-    )
+    dataset = TensorDataset(rows["image"], rows["label"], rows["row"])
+    loader = DataLoader(dataset, batch_size=settings.global_batch_size // world, shuffle=True)
     loader = ray.train.torch.prepare_data_loader(loader)
 
     first_epoch = step = checkpoint_step = 0
+    start, parent = ray.train.collective.broadcast_from_rank_zero(f"{began:.3f}"), "none"
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
             state = torch.load(os.path.join(folder, FILE))
@@ -69,16 +74,18 @@ def train(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         first_epoch, step, checkpoint_step = state["epoch"], state["epoch_began"], state["step"]
+        parent = state["start"]
     if rank == 0:
         print_event(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
 
     saved_on_notice = False
+    taken: list[tuple[int, int, list[int]]] = []
     for epoch in range(first_epoch, settings.epochs):
         if world > 1:
             loader.sampler.set_epoch(epoch)
         epoch_began = step
         model.train()
-        for image, label in loader:
+        for image, label, row in loader:
             losses, _ = task.loss(model, {"image": image, "label": label})
             loss = losses.mean()
             optimizer.zero_grad()
@@ -86,6 +93,8 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
             scheduler.step()
             step += 1
+            if settings.audit:
+                taken.append((epoch + 1, step, row.tolist()))
             if rank == 0:
                 print_event(time=time.time(), step=step, world=world)
 
@@ -99,10 +108,16 @@ def train(config: dict[str, Any]) -> None:
                     "optimizer": optimizer.state_dict(),
                     "scheduler": scheduler.state_dict(),
                     "step": step,
+                    "start": start,
                     # A restart begins at the first row of the unfinished epoch.
                     "epoch": epoch + over,
                     "epoch_began": step if over else epoch_began,
                 }
+                if taken:
+                    told = json.dumps({"rows": len(dataset), "time": time.time(), "taken": taken}).encode()
+                    name = f"{start}-after-{parent}-at-{checkpoint_step}/{step}-{rank}.json"
+                    open_storage(settings.storage_path).write(f"{settings.run_name}-stock/rows/{name}", told)
+                    taken = []
                 save({"loss": loss.item(), "step": step}, state, rank)
             if step == plan.total_steps:
                 return

@@ -57,6 +57,15 @@ class Run:
 
     job, namespace, workers = "job", "sunspot", 2
 
+    def timeline(self) -> list[tuple[float, int]]:
+        return [(group.first_step, group.from_step) for group in self.all]
+
+    def replayed(self) -> int:
+        return sum(group.replayed for group in self.all)
+
+    def over(self) -> str:
+        return ""
+
     def __init__(self, *groups: Group) -> None:
         self.all = list(groups)
 
@@ -184,7 +193,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     assert ours.groups() == [Group(2, 50, 2, 110.0, 2, RECEIPT)]
     assert ours.rank0() == "a"
     states.append((RunState.SUCCEEDED, "at step 94"))
-    with pytest.raises(SunspotError, match="mine succeeded, with nothing left to interrupt: at step 94"):
+    with pytest.raises(SunspotError, match="nothing is left to interrupt: mine succeeded, at step 94"):
         ours.groups()
     snapshot.cluster_trouble = "gone"  # then it is not known
     assert ours.groups()

@@ -1,0 +1,145 @@
+"""`make bench-failures`: wall time, goodput and rows lost under one schedule of failures, for each contender in turn.
+
+Nodes of the cluster of KUBE_CONTEXT go by your commands, at the same seconds after each contender's first step:
+RECLAIM with notice, KILL without, and ADD brings them back; {node} in them stands for the name. The contenders train
+the same task for the same number of steps: Sunspot; the loop of Ray's guides under the defaults of Ray and KubeRay; and
+TorchFT through Ray's `TorchftConfig`, with an image that has it (--torchft-image).
+
+Table, plot and figures are written to --output as they come, so that what is cut short leaves what it knew. The cluster
+is one for `make recovery`. Goodput is the steps at a contender's own usual pace, over the time that it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from app.errors import ClusterError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
+from app.storage import open_storage
+from scripts.cluster import commands_of_the_environment, ready_nodes, until
+from scripts.failures.losses import dealt, schedule
+from scripts.failures.result import Result, plot, table
+from scripts.failures.rows import of_checkpoints, of_replicas, of_sunspot
+from scripts.recovery import SETTINGS, add_options, settings_of
+from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
+from submitter.commands.audit import Epoch
+
+CONTENDERS = {"sunspot": "Sunspot", "stock": "the loop of Ray's guides", "torchft": "TorchFT under Ray"}
+
+LOOK_EVERY_S = 10.0
+
+STILL_S = 1800.0
+"""A contender that takes no step for so long has failed: Ray's defaults have taken seven minutes to notice a loss."""
+
+
+def main() -> int:
+    """Run the contenders one after the other."""
+    parser = argparse.ArgumentParser("bench-failures", description="Trains through the same losses, in several ways.")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of each contender; default: 3000")
+    parser.add_argument("--every", type=float, default=240, metavar="S", help="seconds between losses; default: 240")
+    parser.add_argument("--away", type=float, default=60, metavar="S", help="until a node comes back; default: 60")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
+    parser.add_argument("--nodes", required=True, help="names of the workers' nodes, with commas; never the head's")
+    parser.add_argument("--only", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}, with commas")
+    parser.add_argument("--torchft-image", help="with torchft in it; without, TorchFT is left out")
+    parser.add_argument("--output", default="bench-failures", help="folder; default: bench-failures")
+    add_options(parser, "failures")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.only.split(",")) - set(CONTENDERS):
+        raise SettingsError(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(CONTENDERS)}")
+    commands = commands_of_the_environment("reclaim", "kill", "add")
+    # A name of its own, as a run that is there would go on.
+    arguments.run = f"{arguments.run}-{int(time.time()) % 10**6}"
+    defaults = {**SETTINGS, "MAX_STEPS": str(arguments.steps), "CHECKPOINT_EVERY_STEPS": "60", "REPORT_EVERY_S": "1"}
+    settings = settings_of(arguments, defaults)
+    results: list[Result] = []
+    for name in arguments.only.split(","):
+        if name == "torchft" and not arguments.torchft_image:
+            print("TorchFT is left out: --torchft-image names none", flush=True)
+            continue
+        subject = make(name, arguments, settings)
+        results.append(Result(CONTENDERS[name], arguments.steps))
+        try:
+            train(subject, results, commands, arguments)
+            epochs = count(name, subject)
+        except SunspotError as error:  # the others' figures are worth having
+            results[-1].ended, epochs = shorten(error), []
+        results[-1].missing = sum(epoch.missing for epoch in epochs) if epochs else None
+        results[-1].repeated = sum(epoch.repeated for epoch in epochs) if epochs else None
+        write(results, Path(arguments.output))
+        print(table(results), flush=True)
+    return int(any(result.ended for result in results))
+
+
+def make(name: str, arguments: argparse.Namespace, settings: dict[str, str]) -> Subject:
+    """The contender of a name."""
+    kinds: dict[str, Callable[..., Subject]] = {"sunspot": Ours, "stock": Stock, "torchft": Torchft}
+    image = arguments.torchft_image if name == "torchft" else arguments.image
+    return kinds[name](arguments.profile, settings, image, arguments.namespace)
+
+
+def train(subject: Subject, results: list[Result], commands: dict[str, str], arguments: argparse.Namespace) -> None:
+    """Train to the last step through the losses, and write the results as they come."""
+    result, nodes = results[-1], sorted(arguments.nodes.split(","))
+    losses = schedule(arguments.seed, arguments.every, len(nodes))
+    until(f"cluster with all of {', '.join(nodes)}", START_S, lambda: ready_nodes(subject.namespace) >= set(nodes))
+    print(f"== {time.strftime('%H:%M:%S')} {result.name}: {subject.job}", flush=True)
+    subject.submit()
+    try:
+
+        def first_step() -> list[tuple[float, int]]:
+            if over := subject.over():
+                raise SunspotError(f"{subject.job}: {over}")
+            return subject.timeline()
+
+        began = until(f"step of {subject.job}", START_S, first_step)[0][0]
+
+        def tell(at_s: float, kind: str, node: str) -> None:
+            result.losses.append((round(at_s, 1), kind, node))
+
+        with dealt(losses, nodes, commands, arguments.away, began, tell) as dealing:
+            while result.reached < arguments.steps and not result.ended and not dealing.done():
+                time.sleep(LOOK_EVERY_S)
+                look(subject, result, began)
+                write(results, Path(arguments.output))
+    finally:
+        subject.end()
+
+
+def look(subject: Subject, result: Result, began: float) -> None:
+    """Take in what is new; a cluster or storage that does not answer is asked again."""
+    try:
+        over = subject.over()
+        result.points = [(round(at - began, 2), step) for at, step in subject.timeline()]
+        result.again = subject.replayed()
+    except (ClusterError, StorageError) as error:
+        print(f"   {error}", flush=True)
+        return
+    if result.reached < result.steps:
+        still = time.time() - began - max((at for at, _ in result.points), default=0.0)
+        result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "")
+
+
+def count(name: str, subject: Subject) -> list[Epoch]:
+    """The rows of each epoch, by the code of the audit."""
+    if isinstance(subject, Ours):
+        return of_sunspot(subject.run)
+    assert isinstance(subject, Stock)
+    storage = open_storage(subject.storage_path)
+    return (of_replicas if name == "torchft" else of_checkpoints)(storage, subject.job)
+
+
+def write(results: list[Result], folder: Path) -> None:
+    """The table, the plot and the figures behind them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(table(results))
+    (folder / "plot.svg").write_text(plot(results))
+    (folder / "results.json").write_text(json.dumps([asdict(result) for result in results]))
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

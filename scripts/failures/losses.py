@@ -1,0 +1,69 @@
+"""The losses of the benchmark of failures: nodes that go, with notice and without, and come back."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Event
+from typing import NamedTuple
+
+from app.background import start_thread
+from scripts.cluster import begin, finish
+
+
+class Loss(NamedTuple):
+    """A node that goes."""
+
+    at_s: float
+    "Seconds since the first step."
+    kind: str
+    "reclaim: with notice; kill: without."
+    node: int
+    "Which one, in the order of their names."
+
+
+def schedule(seed: int, every_s: float, nodes: int) -> Iterator[Loss]:
+    """Losses without end, `every_s` seconds apart give or take a half; of each two, one comes with notice."""
+    chance, at_s = random.Random(seed), 0.0
+    while True:
+        for kind in chance.sample(["reclaim", "kill"], 2):
+            at_s += every_s * chance.uniform(0.5, 1.5)
+            yield Loss(at_s, kind, chance.randrange(nodes))
+
+
+@contextmanager
+def dealt(
+    losses: Iterator[Loss],
+    nodes: list[str],
+    commands: dict[str, str],
+    away_s: float,
+    began: float,
+    tell: Callable[[float, str, str], None],
+) -> Iterator[Future[None]]:
+    """Deal the losses in a thread while the context lasts; each node comes back after `away_s`, before the next goes.
+
+    `began` is the time of the first step; `tell` is called with the seconds since, the kind and the node. The future is
+    done when a command of the user's has failed, which is raised at the end.
+    """
+    stop = Event()
+
+    def deal() -> None:
+        for loss in losses:
+            if stop.wait(max(0.0, began + loss.at_s - time.time())):
+                return
+            node = nodes[loss.node]
+            print(f"== {time.strftime('%H:%M:%S')} {loss.kind} {node}", flush=True)
+            tell(time.time() - began, loss.kind, node)
+            finish(begin(commands[loss.kind], node))
+            stop.wait(away_s)
+            finish(begin(commands["add"], node))
+
+    dealing = start_thread(deal, "losses")
+    try:
+        yield dealing
+    finally:
+        stop.set()
+        dealing.result()

@@ -1,0 +1,112 @@
+"""What a contender did in the benchmark of failures: its figures, and all of them as a table and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from itertools import pairwise
+from statistics import median
+
+from app.report.charts import HEIGHT, WIDTH, Line, Point, key, line_chart, linear_axis
+
+SCALE = 2
+"""Of the plot over a chart of the report."""
+
+LEGEND = 44
+"""Height of the legend above the drawing."""
+
+
+@dataclass
+class Result:
+    """One contender, so far. Times are in seconds since its first step."""
+
+    name: str
+    steps: int
+    "Wanted."
+    points: list[tuple[float, int]] = field(default_factory=list)
+    "When which steps had been taken."
+    again: int = 0
+    "Steps taken again."
+    losses: list[tuple[float, str, str]] = field(default_factory=list)
+    "When which kind of loss was dealt to which node."
+    missing: int | None = None
+    "Rows of finished epochs that the model has not learned from; None: not known."
+    repeated: int | None = None
+    "Rows that it has learned from again within an epoch."
+    ended: str = ""
+    "Why it did not take all steps; empty: it has, or has not ended yet."
+
+    @property
+    def reached(self) -> int:
+        """The highest step."""
+        return max((step for _, step in self.points), default=0)
+
+    @property
+    def wall_s(self) -> float:
+        """From the first step known to the highest one, for the first time."""
+        return next((at for at, step in self.points if step == self.reached), 0.0)
+
+    @property
+    def goodput(self) -> float | None:
+        """Steps at the contender's usual pace, over the time that it took; None before there is a pace."""
+        paces = [(t1 - t0) / (s1 - s0) for (t0, s0), (t1, s1) in pairwise(self.points) if s1 > s0 and t1 > t0]
+        taken = self.reached - self.points[0][1] if self.points else 0
+        return min(1.0, taken * median(paces) / self.wall_s) if paces and self.wall_s else None
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time without a step that had not been taken before."""
+        best, since, longest = 0, 0.0, 0.0
+        for at, step in self.points:
+            if step > best:
+                longest, since, best = max(longest, at - since), at, step
+        return longest
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each contender."""
+    names = ["", "steps", "wall time", "goodput", "losses with notice", "without", "steps again", "rows missing"]
+    lines = [[*names, "rows repeated", "longest without a new step"], ["---"] * (len(names) + 2)]
+    for result in results:
+        kinds = [kind for _, kind, _ in result.losses]
+        goodput = f"{result.goodput:.1%}" if result.goodput is not None else ""
+        steps = f"{result.reached:,}" + (f" of {result.steps:,}" if result.reached < result.steps else "")
+        figures = [steps, f"{result.wall_s / 60:.1f} min", goodput, kinds.count("reclaim"), kinds.count("kill")]
+        rows = ["" if rows is None else f"{rows:,}" for rows in (result.missing, result.repeated)]
+        name = f"{result.name} ({result.ended})" if result.ended else result.name
+        lines.append([name, *map(str, figures), f"{result.again:,}", *rows, f"{result.longest_s:.0f} s"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def plot(results: Sequence[Result]) -> str:
+    """Steps over wall time, each contender a line, with the losses: an SVG that stands alone."""
+    drawn = [result for result in results if result.points]
+    lines = [
+        Line(result.name, [Point(at / 60, float(step)) for at, step in result.points], style)
+        for result, style in zip(drawn, "abc", strict=False)
+    ]
+    longest = max(drawn, key=lambda result: len(result.losses), default=None)
+    marks = [(at / 60, "notice" if kind == "reclaim" else "") for at, kind, _ in longest.losses] if longest else []
+    places = [point.x for line in lines for point in line.points] + [at for at, _ in marks]
+    x = linear_axis(places, from_zero=True, tight=True)
+    y = linear_axis((point.y for line in lines for point in line.points), from_zero=True)
+    said = "Steps over wall time. " + " ".join(
+        f"{r.name}: {r.reached} steps in {r.wall_s / 60:.1f} min." for r in drawn
+    )
+    chart = line_chart(
+        said, x, "minutes since the first step; dotted: a loss, named if with notice", y, lines, (), marks
+    )
+    legend = []
+    for number, line in enumerate(lines):
+        place = 20 + 220 * number
+        sample = key(line.style).replace("<svg ", f'<svg x="{place}" y="16" width="24" height="12" ', 1)
+        legend.append(f'{sample}<text x="{place + 32}" y="26">{escape(line.name)}</text>')
+    style = files("app.report").joinpath("style.css").read_text()
+    placed = chart.replace("<svg ", f'<svg y="{LEGEND}" width="{SCALE * WIDTH}" height="{SCALE * HEIGHT}" ', 1)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SCALE * WIDTH} {SCALE * HEIGHT + LEGEND}">'
+        f"<style>{style} svg {{ background: var(--paper); font-family: system-ui, sans-serif; }}</style>"
+        f"{''.join(legend)}{placed}</svg>\n"
+    )
