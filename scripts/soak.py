@@ -15,8 +15,7 @@ import sys
 import time
 
 from app.errors import SunspotError, run_and_exit
-from app.run.history import read_journal
-from app.run.incidents import describe, read_receipts
+from app.run.incidents import describe
 from scripts.cluster import commands_of_the_environment
 from scripts.recovery import add_options, inject, settings_of
 from scripts.smoke import LEAST_ACCURACY
@@ -83,7 +82,7 @@ def inject_all(run: Ours, commands: dict[str, str], chance: random.Random, incid
 
 def report(run: Ours) -> None:
     """Print receipts and goodput; raises `SunspotError` if the run is not as good as any other."""
-    receipts = [receipt for receipt in read_receipts(read_journal(run.run, "events")) if receipt.cause.incident]
+    receipts = [receipt for receipt in run.receipts() if receipt.cause.incident]
     for receipt in receipts:
         print(f"{time.strftime('%H:%M:%S', time.gmtime(receipt.first_step))}  {describe(receipt)}")
     sunspot("audit", run.run.name)

@@ -103,14 +103,15 @@ class Ours:
             raise SunspotError(f"nothing is left to interrupt: {self.run.name} {over}")
         return [
             Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
-            for receipt in self._receipts()
+            for receipt in self.receipts()
         ]
 
     def replayed(self) -> int:
         """By the receipts, too."""
-        return sum(receipt.replayed for receipt in self._receipts())
+        return sum(receipt.replayed for receipt in self.receipts())
 
-    def _receipts(self) -> list[Receipt]:
+    def receipts(self) -> list[Receipt]:
+        """Those of all its starts of workers so far, oldest first."""
         return read_receipts(read_journal(self.run, "events"))
 
     def timeline(self) -> list[tuple[float, int]]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from app.errors import ClusterError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 from app.storage import open_storage
@@ -28,7 +29,25 @@ from scripts.recovery import SETTINGS, add_options, settings_of
 from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
 from submitter.commands.audit import Epoch
 
-CONTENDERS = {"sunspot": "Sunspot", "stock": "the loop of Ray's guides", "torchft": "TorchFT under Ray"}
+
+class Contender(NamedTuple):
+    """A way to train the task."""
+
+    title: str
+    subject: Callable[..., Subject]
+    count_rows: Callable[[Any], list[Epoch]]
+    "The rows of each epoch of its subject, by the code of the audit."
+
+
+CONTENDERS = {
+    "sunspot": Contender("Sunspot", Ours, lambda ours: of_sunspot(ours.run)),
+    "stock": Contender(
+        "the loop of Ray's guides", Stock, lambda stock: of_checkpoints(open_storage(stock.storage_path), stock.job)
+    ),
+    "torchft": Contender(
+        "TorchFT under Ray", Torchft, lambda torchft: of_replicas(open_storage(torchft.storage_path), torchft.job)
+    ),
+}
 
 LOOK_EVERY_S = 10.0
 
@@ -61,25 +80,21 @@ def main() -> int:
         if name == "torchft" and not arguments.torchft_image:
             print("TorchFT is left out: --torchft-image names none", flush=True)
             continue
-        subject = make(name, arguments, settings)
-        results.append(Result(CONTENDERS[name], arguments.steps))
+        contender = CONTENDERS[name]
+        image = arguments.torchft_image if name == "torchft" else arguments.image
+        subject = contender.subject(arguments.profile, settings, image, arguments.namespace)
+        results.append(Result(contender.title, arguments.steps))
         try:
             train(subject, results, commands, arguments)
-            epochs = count(name, subject)
+            epochs = contender.count_rows(subject)
         except SunspotError as error:  # the others' figures are worth having
             results[-1].ended, epochs = shorten(error), []
-        results[-1].missing = sum(epoch.missing for epoch in epochs) if epochs else None
-        results[-1].repeated = sum(epoch.repeated for epoch in epochs) if epochs else None
+        if epochs:
+            results[-1].missing = sum(epoch.missing for epoch in epochs)
+            results[-1].repeated = sum(epoch.repeated for epoch in epochs)
         write(results, Path(arguments.output))
         print(table(results), flush=True)
     return int(any(result.ended for result in results))
-
-
-def make(name: str, arguments: argparse.Namespace, settings: dict[str, str]) -> Subject:
-    """The contender of a name."""
-    kinds: dict[str, Callable[..., Subject]] = {"sunspot": Ours, "stock": Stock, "torchft": Torchft}
-    image = arguments.torchft_image if name == "torchft" else arguments.image
-    return kinds[name](arguments.profile, settings, image, arguments.namespace)
 
 
 def train(subject: Subject, results: list[Result], commands: dict[str, str], arguments: argparse.Namespace) -> None:
@@ -122,15 +137,6 @@ def look(subject: Subject, result: Result, began: float) -> None:
     if result.reached < result.steps:
         still = time.time() - began - max((at for at, _ in result.points), default=0.0)
         result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "")
-
-
-def count(name: str, subject: Subject) -> list[Epoch]:
-    """The rows of each epoch, by the code of the audit."""
-    if isinstance(subject, Ours):
-        return of_sunspot(subject.run)
-    assert isinstance(subject, Stock)
-    storage = open_storage(subject.storage_path)
-    return (of_replicas if name == "torchft" else of_checkpoints)(storage, subject.job)
 
 
 def write(results: list[Result], folder: Path) -> None:
