@@ -140,7 +140,8 @@ def _running(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, n
     state = RunState.STARTING if own.state is RunState.LOST else own.state
     if silence := _silence(own, now):
         return RunState.SILENT, _join(f"{silence}, though its Ray job runs: frozen, cut off or gone", why)
-    default = "" if why or state is not RunState.RUNNING else _describe_work(own)
+    stand_in = len(job.training_groups) > 1  # then pods of one group may wait while those of another train
+    default = _describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
     return state, _join(own.reason or default, why) or str(state)
 
 
@@ -225,6 +226,8 @@ def pods_in_trouble(job: JobView, pods: Pods, warnings: Warnings, now: float) ->
     if not whys:
         return ""
     commonest, _ = whys.most_common(1)[0]
+    if len(job.training_groups) > 1:
+        return f"{plural(wanted - ready, 'more worker pod')} asked for: {commonest}"
     return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {commonest}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,6 +260,14 @@ def test_why_a_run_is_pending(pods: list[dict[str, Any]], said: list[str]) -> No
     assert state is RunState.PENDING
     for part in said:
         assert part in reason
+
+
+def test_pods_of_one_group_may_wait_while_those_of_another_train() -> None:
+    of_two = replace(job(), training_groups=("workers", "workers-2"))
+    pods = [view(raw) for raw in (head(), worker(1), worker(2, UNSCHEDULABLE))]
+    state, reason = judge(of_two, pods, status=status(RunState.RUNNING, world_size=1), now=NOW)
+    assert state is RunState.RUNNING
+    assert reason.startswith("1 worker trains; 1 more worker pod asked for: no node takes it (0/4")
 
 
 @pytest.mark.parametrize(
