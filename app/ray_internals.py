@@ -1,6 +1,7 @@
 """Private APIs of Ray, checked against Ray 2.60.0; where a Ray has changed one, runs do without it, with a warning.
 
 ray._private.state.state.get_draining_nodes   which nodes are preempted, and until when: no public API tells
+sys.argv of a worker                          when Ray launched it: the public API tells only of actors and tasks
 ray._private.state.actors                     whether a Ray Train controller lives: the public ray.util.state asks the
                                               dashboard, which local sessions do not have
 ray._raylet.PlacementGroupID                  to give back what a failed controller had reserved: the public API removes
@@ -14,6 +15,7 @@ ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes
 
 import functools
 import socket
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,6 +43,8 @@ CONNECTIONS = 32
 ROUNDING = 1e-6
 """Added to amounts before a division, as Ray Train does not: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
 
+LAUNCHED_AT = "--worker-launch-time-ms="
+
 NO_DEADLINE = 0
 
 TRAIN_REQUESTER = "train-"
@@ -60,6 +64,12 @@ def draining_nodes() -> dict[str, float | None]:
         _warn_once(f"losing a node that was told to go costs steps: this Ray does not tell which those are ({error})")
         return {}
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}
+
+
+def launch_time() -> float | None:
+    """When Ray launched this worker, in seconds since the epoch; None: it does not tell."""
+    given = [argument.removeprefix(LAUNCHED_AT) for argument in sys.argv if argument.startswith(LAUNCHED_AT)]
+    return int(given[-1]) / 1000 if given and given[-1].isdigit() else None
 
 
 def drain_nodes(nodes: Iterable[str]) -> None:

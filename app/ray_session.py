@@ -16,8 +16,6 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
     # app/elastic/nodes.py checks more often, and scales up too.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # The wait for a process group whose peer is gone delays every restart.
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     # app/observe/output.py ships what workers print; Ray would add each line again.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.

@@ -33,7 +33,7 @@ KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")
 """No run goes on without these: their nodes come back at once, the others' after the first step."""
 
-PHASES = ("noticed", "save_began", "committed", "restarted")
+PHASES = ("noticed", "save_began", "committed", "launched", "up", "formed", "restarted", "loaded")
 
 RECOVER_S = 1200
 """For the first step after a fault: Ray's defaults have taken seven minutes to notice one."""

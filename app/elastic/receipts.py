@@ -1,7 +1,7 @@
 """The receipt of a restart: what it cost, written by rank 0 of the new worker group after its first step."""
 
 import time
-from typing import Any
+from typing import Any, TypedDict
 
 import ray.train
 
@@ -18,7 +18,18 @@ MAX_REASON, MAX_DETAIL = 160, 500
 """Characters kept of one worker's error, and of all of them."""
 
 
-def make_receipt(start: Start, state: State, incident: dict[str, Any], first_step: float) -> Receipt:
+class Phases(TypedDict, total=False):
+    """When a group came how far before its first step, in seconds since the epoch (`Receipt`)."""
+
+    launched: float | None
+    up: float | None
+    formed: float | None
+    loaded: float | None
+
+
+def make_receipt(
+    start: Start, state: State, incident: dict[str, Any], first_step: float, phases: Phases | None = None
+) -> Receipt:
     """The receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
     `incident` has the facts of what ended the group before (`ControlChannel.begin`).
@@ -50,6 +61,7 @@ def make_receipt(start: Start, state: State, incident: dict[str, Any], first_ste
         tier=state.tier,
         world_before=world_before,
         world_after=attempt.metadata["world_size"],
+        **(phases or {}),
         paused_s=paused_s,
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),
     )

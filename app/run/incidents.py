@@ -78,6 +78,14 @@ class Receipt:
     "Where the state came from: memory, storage, or beginning."
     world_before: Workers
     world_after: Workers
+    launched: Moment | None = None
+    "When Ray launched rank 0's process, the old group being gone. Older versions wrote none of these four."
+    up: Moment | None = None
+    "When all processes answered."
+    formed: Moment | None = None
+    "When they had formed their process group."
+    loaded: Moment | None = None
+    "When rank 0 had the state, and all else that a step needs."
     paused_s: Measure = 0.0
     "Seconds in between in which the run had ended and used no nodes."
     worker_seconds_lost: Measure = 0.0
@@ -88,9 +96,26 @@ class Receipt:
         return max(0, self.last_step - self.step)
 
     @property
+    def began(self) -> float:
+        """The notice or the loss; where neither was observed, the last step that counts."""
+        return self.noticed if self.noticed is not None else self.left
+
+    @property
     def recovery_s(self) -> float:
         """Seconds from the notice or the loss to the first step after it."""
-        return self.first_step - (self.noticed if self.noticed is not None else self.left)
+        return self.first_step - self.began
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds from the notice or the loss to the end of each phase that was observed, in their order."""
+        ends = {
+            "old group gone": self.launched,
+            "processes up": self.up,
+            "group formed": self.formed,
+            "state there": self.loaded,
+            "first step": self.first_step,
+        }
+        return {name: end - self.began for name, end in ends.items() if end is not None}
 
     def record(self) -> dict[str, Any]:
         """As an event of the run."""
@@ -123,10 +148,13 @@ def describe(receipt: Receipt) -> str:
     workers = plural(receipt.world_after, "worker")
     if receipt.world_before not in (0, receipt.world_after):
         workers = f"{receipt.world_before} -> {workers}"
+    phases = [f"{name} {at:.1f} s" for name, at in receipt.phases.items()][:-1] if receipt.cause.incident else []
+    passed_by = f" ({', '.join(phases)})" if phases else ""
     origin = "the beginning" if receipt.tier == "beginning" else receipt.tier
     return (
-        f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}, {plural(receipt.replayed, 'step')} "
-        f"replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds lost, from {origin}"
+        f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}{passed_by}, "
+        f"{plural(receipt.replayed, 'step')} replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds "
+        f"lost, from {origin}"
     )
 
 

@@ -13,7 +13,7 @@ from app.checkpoint import CheckpointManager
 from app.checkpoint.manager import exceeds_notice
 from app.elastic.claim import Start
 from app.elastic.control import CONTROL_TIMEOUT_S
-from app.elastic.receipts import make_receipt
+from app.elastic.receipts import Phases, make_receipt
 from app.elastic.restore import State
 from app.errors import StorageError
 from app.observe.metrics import MetricWindow
@@ -56,6 +56,8 @@ class Reporter:
         self._ranks = RankHistory(run, start.attempt.number)
         self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
         "For the caller to enter."
+        self.phases = Phases()
+        "Of this group's start, for its receipt; the caller fills them in."
         self._timer = Timer()
         self._shown = 0.0
         self._heartbeat: float | None = None
@@ -174,7 +176,7 @@ class Reporter:
 
     def _close_incident(self) -> None:
         self._recovered = True
-        receipt = make_receipt(self._start, self._state, self._incident, time.time())
+        receipt = make_receipt(self._start, self._state, self._incident, time.time(), self.phases)
         self._journals["events"].append(receipt.record())
         self._receipts.append(receipt)
         self._control.recovered.remote()

@@ -27,7 +27,7 @@ from app.data.source import Batch, Source
 from app.data.torch_loader import TorchLoader
 from app.elastic.claim import Start, agree_on_start
 from app.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
-from app.elastic.receipts import RESTARTING
+from app.elastic.receipts import RESTARTING, Phases
 from app.elastic.restore import State, load_start
 from app.elastic.watchdog import Watchdog
 from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
@@ -35,6 +35,7 @@ from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
 from app.parallel import build_without_values, finish_together, gather_objects, shard_model, shard_optimizer_state
 from app.plan import Plan
+from app.ray_internals import launch_time
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
 from app.run.failures import describe_failure, record_failure
@@ -42,6 +43,7 @@ from app.run.history import Journal
 from app.run.incidents import Cause
 from app.settings import Settings, differences
 from app.tasks import Task, load_task
+from app.train.backend import processes_up
 from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker
 
@@ -66,6 +68,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `finish_together`).
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
+    phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
 
     def warn(text: str) -> None:
         print(f"warning: {text}", flush=True)
@@ -106,6 +109,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             )
             del state, found  # as large as the model and its optimizer
             if worker.reporter:
+                worker.reporter.phases = Phases(**phases, loaded=time.time())
                 stack.enter_context(worker.reporter.publisher)
                 stack.callback(worker.reporter.end)
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 import ray.data
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
 from app.data.ray_loader import StepStreams
 from app.data.source import rows_in
@@ -29,6 +29,7 @@ from app.run.incidents import Cause
 from app.run.status import Status
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
+from app.train.backend import BackendConfig
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes, probe_gpus
 
@@ -174,7 +175,7 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
             "threads": resources.threads,
             "collective_timeout_s": collective_timeout_s,
         },
-        torch_config=TorchConfig(timeout_s=int(collective_timeout_s)),
+        torch_config=BackendConfig(timeout_s=int(collective_timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
             elastic_resize_monitor_interval_s=NEVER_S,

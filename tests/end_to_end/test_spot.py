@@ -68,6 +68,8 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
         assert notice.noticed is not None
         assert notice.committed is not None
         assert notice.noticed < notice.committed < notice.restarted < notice.first_step
+        assert list(notice.phases) == ["old group gone", "processes up", "group formed", "state there", "first step"]
+        assert sorted(notice.phases.values()) == list(notice.phases.values())
         assert read_failures(run) == [], "workers that end for a restart have not failed"
 
         committed = newest(run).step

@@ -36,6 +36,7 @@ def test_a_receipt_is_an_event_and_back() -> None:
     [read] = read_receipts([{"event": "hung", "attempt": 1}, {**event, "of a later version": 1}])
     assert read == written
     assert (read.replayed, read.recovery_s) == (4, 8.0)
+    assert read.phases == {"first step": 8.0}, "an older version wrote no other"
 
 
 @pytest.mark.parametrize("change", [{"cause": "of a later version"}, {"cause": None}, {"first_step": ...}])
@@ -60,6 +61,11 @@ def test_a_receipt_that_cannot_be_used_hides_no_other(change: dict[str, Any]) ->
             {"noticed": 11.0, "last_step": 11, "worker_seconds_lost": 19.7, "tier": "storage"},
             "node lost: first step 9.0 s after the loss, 1 step replayed, 2 workers, 20 worker-seconds lost, "
             "from storage",
+        ),
+        (
+            {"noticed": 11.0, "launched": 12.5, "up": 15.25, "formed": 16.0, "loaded": 18.0},
+            "node lost: first step 9.0 s after the loss (old group gone 1.5 s, processes up 4.2 s, group formed 5.0 s, "
+            "state there 7.0 s), 0 steps replayed, 2 workers, 0 worker-seconds lost, from memory",
         ),
         (
             {"cause": Cause.DRIVER_LOST},

@@ -46,8 +46,8 @@ def print_losses(run: Run, signals: list[float]) -> None:
     """A line for each signal, with the seconds from it to each phase in the receipt."""
     receipts = [receipt for receipt in read_receipts(read_journal(run, "events")) if receipt.cause.incident]
     for signal, receipt in zip(signals, receipts, strict=True):
-        times = {"noticed": receipt.noticed, "claimed": receipt.restarted, "first step": receipt.first_step}
-        phases = ", ".join(f"{name} {at - signal:.1f} s" for name, at in times.items() if at)
+        times = {"noticed": 0.0, **receipt.phases}
+        phases = ", ".join(f"{name} {receipt.began + at - signal:.1f} s" for name, at in times.items())
         print(f"SIGKILL to {phases}; {receipt.replayed} steps again, from {receipt.tier}", flush=True)
 
 

@@ -1,0 +1,44 @@
+"""Sets up torch's process group as Ray Train does, and takes no leave of it: the processes end anyway."""
+
+import time
+from typing import Any
+
+from ray.train.torch import TorchConfig
+
+_TorchBackend: Any = TorchConfig().backend_cls  # Ray has no public name for it
+
+_up: float | None = None
+
+
+class Backend(_TorchBackend):
+    """Ray's; runs in Ray Train's controller."""
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Form the process group, now that all processes answer."""
+        worker_group.execute_single_async(0, note_processes_up)
+        super().on_start(worker_group, backend_config)
+
+    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Do nothing, as Ray is about to kill the processes.
+
+        Its own backend has each destroy its process group first, which takes seconds, or for ever, when a peer is gone.
+        """
+
+
+class BackendConfig(TorchConfig):
+    """Ray's `TorchConfig` for this backend."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Backend
+
+
+def note_processes_up() -> None:
+    """Remember that all processes of the group answer; runs on rank 0."""
+    global _up
+    _up = time.time()
+
+
+def processes_up() -> float | None:
+    """When all processes of the group answered, in seconds since the epoch; known to rank 0."""
+    return _up
