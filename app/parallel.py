@@ -105,12 +105,12 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
     place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, and keep their names. A
     block is gathered just before it computes, and freed after. Parameters on the meta device get memory, no values.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if settings.parallel == "fsdp":
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         mesh = DeviceMesh.from_group(_world(), device.type)
         whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         # Half of the bytes, and the arithmetic of ddp, where autocast rounds the same weights after the gathering.
@@ -141,12 +141,9 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def prepare(model: nn.Module) -> nn.Module:
     """The model to train with, from `shard_model`'s: its gradients are averaged over the workers."""
-    if is_fsdp(model):
+    if is_fsdp(model) or dist.get_world_size() == 1:
         return model
-    import ray.train.torch  # here, as reading a checkpoint needs no Ray
-
-    prepared: nn.Module = ray.train.torch.prepare_model(model)
-    return prepared
+    return DistributedDataParallel(model)
 
 
 @contextmanager
@@ -160,6 +157,15 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def clip_gradients(model: nn.Module, longest: float) -> None:
+    """Scale the gradient of a step down to the length `longest` (0: off), over all parameters and, under fsdp, parts.
+
+    Once for a step, when gradients are averaged. All workers call this together; none waits for its device.
+    """
+    if longest:
+        nn.utils.clip_grad_norm_(model.parameters(), longest)
 
 
 def is_fsdp(model: object) -> TypeIs[FSDPModule]:

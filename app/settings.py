@@ -195,7 +195,19 @@ class Settings(BaseModel):
     "Most rows in one forward pass of one worker; more are accumulated."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
-    "The peak rate; the task's schedule scales it."
+    "The peak rate; the task's schedule scales it, or SCHEDULE where the task has none."
+
+    schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
+    "From the peak rate down to 0 by the last step, or constant; for a task without a schedule of its own."
+
+    warmup_steps: int = _setting(0, "a whole number from 0", ge=0)
+    "Steps over which the rate rises to its peak first; for a task without a schedule of its own."
+
+    weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
+    "Of AdamW, on matrices only; for a task without an optimizer of its own."
+
+    clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
+    "Longest gradient of a step, over all parameters; a longer one is scaled down to it. 0: off."
 
     seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
     "With the data, decides the whole sequence of optimizer steps."

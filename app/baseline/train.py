@@ -12,6 +12,7 @@ import torch
 
 from app.data.source import Batch
 from app.data.torch_loader import load_rows
+from app.parallel import clip_gradients
 from app.plan import make_plan
 from app.settings import Settings
 from app.storage import open_storage
@@ -39,6 +40,7 @@ def train(settings: Settings) -> str:
         for batch in shuffled(rows, settings.global_batch_size, device):
             losses, _ = task.loss(model, batch)
             losses.mean().backward()
+            clip_gradients(model, settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

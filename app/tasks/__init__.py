@@ -9,9 +9,10 @@ import torch
 from app.data.source import Batch, Source
 from app.errors import SettingsError, shorten
 from app.settings import Settings
+from app.tasks.defaults import fill_in, refuse_unused
 
-TASK_FUNCTIONS = ("build_model", "build_optimizer", "schedule", "loss")
-"""What a task defines, unless it defines `build_module` for Lightning (app/tasks/lightning_adapter.py)."""
+TASK_FUNCTIONS = ("build_model", "loss")
+"""What a task has to define, unless it defines `build_module` for Lightning (app/tasks/lightning_adapter.py)."""
 
 LIGHTNING = ("lightning", "pytorch_lightning", "torchmetrics")
 """Packages of the extra `lightning`."""
@@ -24,6 +25,15 @@ class Task(Protocol):
         """The model, on the CPU, initialized with torch's default generator."""
         ...
 
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        """The loss of each row, float [B], and any further metrics of each row by name, [B].
+
+        Per row, so that means over all workers are exact even if their shares differ.
+        """
+        ...
+
+    # Optional: the first two have defaults by the settings (app/tasks/defaults.py).
+
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer, with each group at its peak learning rate."""
         ...
@@ -32,14 +42,6 @@ class Task(Protocol):
         """The factor on the learning rates at optimizer step 0 .. total_steps - 1."""
         ...
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """The loss of each row, float [B], and any further metrics of each row by name, [B].
-
-        Per row, so that means over all workers are exact even if their shares differ.
-        """
-        ...
-
-    # Optional:
     # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (app/data/source.py), for rows
     # other than those of DATASET.
     # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's
@@ -63,7 +65,7 @@ def load_predict(settings: Settings) -> Predict:
 
 
 def load_task(settings: Settings) -> Task:
-    """Import the task; raises `SettingsError` if that fails, or if it lacks a function."""
+    """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
     try:
         module = importlib.import_module(settings.task)
         for_lightning = hasattr(module, "build_module")
@@ -74,6 +76,7 @@ def load_task(settings: Settings) -> Task:
         fix = "install sunspot[lightning]" if missing_extra else "set it to a module on PYTHONPATH"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     if for_lightning:
+        refuse_unused(settings, own={"build_optimizer", "schedule"})
         return cast(Task, LightningTask(module, settings))
     missing = [name for name in TASK_FUNCTIONS if not hasattr(module, name)]
     if missing:
@@ -81,4 +84,4 @@ def load_task(settings: Settings) -> Task:
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module, "
             "the one function of a task for Lightning"
         )
-    return cast(Task, module)
+    return cast(Task, fill_in(module, settings))

@@ -188,6 +188,7 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
         num_sanity_val_steps=0,
         limit_val_batches=0,
         use_distributed_sampler=False,
+        gradient_clip_val=settings.clip_norm or None,
         **options,
     )
     trainer.fit_loop.max_batches = steps.per_epoch

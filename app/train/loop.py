@@ -8,7 +8,7 @@ import torch
 from app.data.order import forward_passes, micro_batches
 from app.data.source import Batch
 from app.observe.metrics import Stopwatch
-from app.parallel import StepConsensus, gradient_sync, prepare
+from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
 from app.train.setup import join_run
 from app.train.step import after_step, evaluate, seed_generators, timed
 from app.train.worker import Worker
@@ -53,6 +53,7 @@ def train(worker: Worker) -> None:
             begin, end = steps.bounds(step % steps.per_epoch)
             values = accumulate_gradients(worker, model, batch, end - begin, window.forward)
             worker.checkpoints.wait_for_copy()  # from here on parameters change
+            clip_gradients(model, settings.clip_norm)
             learning_rate = set_learning_rate(optimizer, task.schedule(step, total_steps))
             optimizer.step()
             optimizer.zero_grad()

@@ -50,6 +50,9 @@ from app.train.worker import Worker
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
 
+OF_SETTINGS = ("lr", "weight_decay")
+"""Of an optimizer's groups: settings that may change from one start of a run to the next."""
+
 Warn = Callable[[str], None]
 
 
@@ -250,15 +253,16 @@ def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, state: State) -> Optimizer:
     """The task's optimizer with the state's; a state in parts is read here, into the model too."""
     optimizer = task.build_optimizer(model, settings)
-    peaks = [group["lr"] for group in optimizer.param_groups]  # by today's LEARNING_RATE, not the checkpoint's
+    # By today's settings, not the checkpoint's.
+    todays = [{name: group[name] for name in OF_SETTINGS if name in group} for group in optimizer.param_groups]
     if state.optimizer:
         # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
         own = map_tensors(state.optimizer, torch.clone) if next(model.parameters()).is_cpu else state.optimizer
         optimizer.load_state_dict(shard_optimizer_state(optimizer, own))
     elif state.load_parts:
         state.load_parts(model, optimizer)
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["initial_lr"] = peak
+    for group, chosen in zip(optimizer.param_groups, todays, strict=True):
+        group.update(chosen, initial_lr=chosen["lr"])
     return optimizer
 
 

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from app.settings import Settings
 from tests.harness import REPOSITORY, SHELL
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -127,26 +128,30 @@ def test_the_command_works(command: str, checkout: Path, trained: str, ray_addre
 def test_the_task_learns() -> None:
     import torch
 
-    task: dict[str, Any] = {}
+    from app.data.source import EmptySource
+    from app.tasks.defaults import fill_in
+
+    module = ModuleType("my_task")
     text = find_example("python", "# my_task.py")
     assert text.count("\n") < 40
-    exec(text, task)
-    settings = SimpleNamespace(task_args={"hidden": 32}, learning_rate=0.01)
+    exec(text, vars(module))
+    settings = Settings(task_args={"hidden": 32}, learning_rate=0.01)
+    task = fill_in(module, settings)
     torch.manual_seed(0)
-    model = task["build_model"](settings, SimpleNamespace(shape=(1, 28, 28), classes=10))
-    optimizer = task["build_optimizer"](model, settings)
+    model = task.build_model(settings, EmptySource((1, 28, 28), 10))
+    optimizer = task.build_optimizer(model, settings)
     batch = {"image": torch.randint(0, 256, (64, 1, 28, 28), dtype=torch.uint8), "label": torch.arange(64) % 10}
     means = []
     for _ in range(30):
-        losses, metrics = task["loss"](model, batch)
+        losses, metrics = task.loss(model, batch)
         assert losses.shape == metrics["accuracy"].shape == (64,)
         means.append(losses.mean().item())
         losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert means[-1] < means[0] / 2
-    assert task["predict"](model, batch["image"]).shape == (64, 10)
-    assert task["schedule"](0, 10) == 1
+    assert task.predict(model, batch["image"]).shape == (64, 10)
+    assert task.schedule(0, 10) == 1
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     if origin:
         retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint", print)
 
-    plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare_alone(model, group)
+    plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare(model)
     for step in range(group.first, group.upto):
         find_gradients(plan, prepared, step, group.ranks, rank)
         optimizer.step()
@@ -198,13 +198,6 @@ def share_copy(root: str, rank: int) -> None:
     gather_objects(None, world)
     assert loaded.data.tolist() == [rank] * len(content)
     dist.destroy_process_group()
-
-
-def prepare_alone(model: torch.nn.Module, group: Group) -> torch.nn.Module:
-    """What `prepare` does, which asks Ray for the device under ddp."""
-    if group.parallel == "fsdp":
-        return prepare(model)
-    return torch.nn.parallel.DistributedDataParallel(model)
 
 
 def main(root: str) -> None:

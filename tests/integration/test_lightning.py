@@ -12,6 +12,7 @@ import lightning
 import pytest
 import torch
 
+from app.data.order import Steps
 from app.data.source import EmptySource
 from app.errors import SettingsError
 from app.observe.metrics import Sums
@@ -22,9 +23,9 @@ from app.run.failures import read_failures
 from app.run.history import read_journal
 from app.run.incidents import Cause
 from app.run.status import request_stop
-from app.settings import load_settings
+from app.settings import Settings, load_settings
 from app.tasks import load_task
-from app.tasks.lightning_adapter import LightningTask
+from app.tasks.lightning_adapter import LightningTask, make_trainer
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
@@ -257,6 +258,11 @@ def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
         load_task(settings).schedule(0, 1)
     with pytest.raises(SettingsError, match=r"does not define build_model.*nor build_module"):
         load_task(load_settings({"TASK": "json"}))
+
+
+@pytest.mark.parametrize(("clip_norm", "given"), [(0.0, None), (1.5, 1.5)])
+def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> None:
+    assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 
 def test_a_value_that_is_logged_now_and_then_is_averaged_over_its_own_rows() -> None:

@@ -41,6 +41,10 @@ CONTRACT = {
     "CHECKPOINT_ORDER": "min",
     "MAX_FAILURES": "3",
     "AUDIT": "false",
+    "WARMUP_STEPS": "0",
+    "SCHEDULE": "linear",
+    "CLIP_NORM": "0.0",
+    "WEIGHT_DECAY": "0.0",
 }
 
 

@@ -1,0 +1,57 @@
+"""The optimizer and the schedule of a task that brings none of its own, as the settings say."""
+
+import math
+from collections.abc import Set
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+from app.errors import SettingsError
+from app.settings import PREFIX, Settings
+
+READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
+"""The settings that each default reads: a task that brings its own has no use for them."""
+
+
+def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
+    """What the module of a task defines, and the defaults for the rest; raises `SettingsError` as `refuse_unused`."""
+    refuse_unused(settings, own=READ_BY.keys() & vars(module).keys())
+
+    def schedule(step: int, total_steps: int) -> float:
+        return learning_rate_factor(settings, step, total_steps)
+
+    return SimpleNamespace(**{"build_optimizer": build_optimizer, "schedule": schedule, **vars(module)})
+
+
+def refuse_unused(settings: Settings, own: Set[str]) -> None:
+    """Raise `SettingsError` if a setting would change nothing, as the task has such a function of its own."""
+    for function in READ_BY.keys() & own:
+        for name in READ_BY[function]:
+            value, default = getattr(settings, name), Settings.model_fields[name].default
+            if value != default:
+                raise SettingsError(
+                    f"{PREFIX}{name.upper()}={value}: {settings.task} brings its own {function.removeprefix('build_')}"
+                    f", which does not read it; leave it at {default} (a task's own hyperparameters are in "
+                    f"{PREFIX}TASK_ARGS)"
+                )
+
+
+def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW with WEIGHT_DECAY on matrices, and none on norms and biases."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate)
+
+
+def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
+    """WARMUP_STEPS up to the peak, then as SCHEDULE says: down to 0 just after the last step, or constant."""
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, total_steps - warmup)
+    if settings.schedule == "linear":
+        return 1 - done
+    return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0

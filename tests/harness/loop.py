@@ -1,0 +1,107 @@
+"""The training loop without Ray: forked ranks take the steps of a plan, and nothing is saved or reported."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # torch imports these on first use: not in each child
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+from app.data.source import Batch, read_rows
+from app.elastic.restore import State
+from app.observe.metrics import MetricWindow
+from app.parallel import part_of
+from app.plan import Plan, make_plan
+from app.run.attempts import Attempt
+from app.settings import Settings
+from app.tasks import load_task
+from app.train.loop import train
+from app.train.setup import build_model, build_optimizer, make_padding_batch
+from app.train.worker import Worker
+from tests.harness.process_group import in_processes
+
+
+class QuietWorker(Worker):
+    """Tells Ray nothing."""
+
+    def report(self, record: dict[str, Any], window: MetricWindow) -> None:
+        pass
+
+
+class Shares:
+    """A rank's rows of each step of the first epoch, which are in the order of the source."""
+
+    def __init__(self, plan: Plan, world_size: int, rank: int) -> None:
+        _, end = plan.steps.bounds(plan.total_steps - 1)
+        self._rows = {name: torch.from_numpy(column) for name, column in read_rows(plan.source, 0, end).items()}
+        self._steps, self._world_size, self._rank = plan.steps, world_size, rank
+
+    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        for step in range(first, last):
+            begin, end = self._steps.share(step, self._world_size, self._rank)
+            yield {name: column[begin:end] for name, column in self._rows.items()}
+
+
+def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
+    """A rank at the beginning of a run, on the CPU."""
+    rank, world_size, device = dist.get_rank(group), dist.get_world_size(group), torch.device("cpu")
+    task = load_task(plan.settings)
+    model = build_model(plan, task, State(), Attempt(1, "me", None, 0), device)
+    idle: Any = SimpleNamespace(
+        **dict.fromkeys(("heartbeat", "report", "save", "took_step", "wait_for_copy"), lambda *args, **options: None)
+    )
+    loader: Any = Shares(plan, world_size, rank)
+    return QuietWorker(
+        plan=plan,
+        task=task,
+        start=0,
+        evaluated=True,
+        metrics={},
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        model=model,
+        optimizer=build_optimizer(plan.settings, task, model, State()),
+        loader=loader,
+        padding_batch=make_padding_batch(plan.source, device),
+        control_group=group,
+        checkpoints=idle,
+        commands=idle,
+        watchdog=idle,
+        telemetry=idle,
+        reporter=None,
+    )
+
+
+def plan_without_evaluation(settings: Settings) -> Plan:
+    plan = make_plan(settings, load_task(settings))
+    return Plan(settings, plan.source, None, plan.steps, plan.total_steps)
+
+
+def train_ranks(folder: Path, count: int, **settings: Any) -> dict[str, np.ndarray]:
+    """The weights that `count` ranks end with."""
+    folder.mkdir()
+    plan = plan_without_evaluation(Settings(**settings))
+    return in_processes(folder, count, functools.partial(train_rank, plan))[0]  # type: ignore[no-any-return]
+
+
+def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
+    """What one of them does."""
+    worker = make_worker(plan, group)
+    train(worker)
+    whole = {name: gather(tensor) for name, tensor in worker.model.state_dict().items()}
+    dist.barrier()
+    return whole
+
+
+def gather(tensor: torch.Tensor) -> np.ndarray:
+    """All of a tensor that may be cut into parts."""
+    return (tensor.full_tensor() if part_of(tensor) is not tensor else tensor).numpy()

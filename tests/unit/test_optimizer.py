@@ -1,0 +1,92 @@
+"""What the settings say of the optimizer: schedule, decay and clipping; the same at any number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from app.elastic.restore import State
+from app.errors import SettingsError
+from app.parallel import clip_gradients
+from app.settings import Settings
+from app.tasks import load_task
+from app.tasks.defaults import build_optimizer, fill_in, learning_rate_factor
+from app.train import setup
+from tests.harness.loop import train_ranks
+
+TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.1, "max_steps": 4}
+"""Trained by SGD, whose steps are as long as its gradients."""
+
+
+@given(st.sampled_from(["linear", "cosine", "constant"]), st.integers(0, 30), st.integers(1, 40))
+def test_a_rate_rises_to_its_peak_and_falls_from_there(schedule: str, warmup: int, total: int) -> None:
+    settings = Settings(schedule=schedule, warmup_steps=warmup)
+    factors = [learning_rate_factor(settings, step, total) for step in range(total)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[:warmup] == sorted(factors[:warmup])
+    assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
+    if total > warmup:
+        assert factors[warmup] == 1, "the peak comes right after the warm-up"
+        assert learning_rate_factor(settings, total, total) == pytest.approx(float(schedule == "constant"), abs=1e-9)
+
+
+def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
+    module = ModuleType("mine")
+    module.build_model, module.loss = (lambda *_: nn.Linear(2, 2)), None  # type: ignore[attr-defined]
+    settings = Settings(schedule="cosine", warmup_steps=1, weight_decay=0.1, learning_rate=0.5)
+    task = fill_in(module, settings)
+    assert [task.schedule(step, 3) for step in range(3)] == pytest.approx([0.5, 1.0, 0.5])
+    decays = {len(g["params"][0].shape): (g["weight_decay"], g["lr"]) for g in _groups(task, settings)}
+    assert decays == {2: (0.1, 0.5), 1: (0.0, 0.5)}
+    module.schedule = lambda step, total_steps: 7.0  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match=r"SUNSPOT_SCHEDULE=cosine: .* brings its own schedule"):
+        fill_in(module, settings)
+    assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
+
+
+def _groups(task: Any, settings: Settings) -> Any:
+    return task.build_optimizer(task.build_model(settings, None), settings).param_groups
+
+
+@pytest.mark.parametrize("task", ["app.tasks.mnist", "app.tasks.gpt", "app.tasks.lightning_mnist"])
+@pytest.mark.parametrize(("name", "value"), [("schedule", "cosine"), ("warmup_steps", 3), ("weight_decay", 0.1)])
+def test_a_setting_that_would_change_nothing_is_refused(task: str, name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=f"SUNSPOT_{name.upper()}={value}: {task} brings its own"):
+        load_task(Settings(task=task, **{name: value}))
+    load_task(Settings(task=task, clip_norm=1))
+
+
+def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
+    model, before, today = nn.Linear(2, 2), Settings(weight_decay=0.1), Settings(weight_decay=0.3, learning_rate=0.5)
+    saved = build_optimizer(model, before).state_dict()
+    optimizer = setup.build_optimizer(today, fill_in(ModuleType("mine"), today), model, State(optimizer=saved))
+    found = [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
+    assert found == [(0.3, 0.5, 0.5), (0.0, 0.5, 0.5)]
+
+
+def test_a_gradient_is_cut_to_its_longest() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    for longest, left in [(0.0, 5.0), (10.0, 5.0), (2.5, 2.5)]:
+        model.weight.grad = torch.tensor([[3.0, 4.0, 0.0]])
+        clip_gradients(model, longest)
+        assert float(model.weight.grad.norm()) == pytest.approx(left)
+
+
+def test_clipping_is_of_the_whole_step_and_model(tmp_path: Path) -> None:
+    """However many workers share it, in however many passes, and with the model whole or in parts."""
+    free = train_ranks(tmp_path / "free", 1, **TINY)
+    alone = train_ranks(tmp_path / "alone", 1, **TINY, clip_norm=0.05)
+    several = train_ranks(tmp_path / "several", 3, **TINY, clip_norm=0.05, micro_batch_size=4)
+    parts = train_ranks(tmp_path / "parts", 3, **TINY, clip_norm=0.05, micro_batch_size=4, parallel="fsdp")
+    for name, weights in alone.items():
+        np.testing.assert_allclose(several[name], weights, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(parts[name], several[name], rtol=0, atol=1e-6)
+    assert not np.allclose(free["4.weight"], alone["4.weight"], atol=1e-3)
