@@ -14,6 +14,12 @@ from app.errors import ClusterError, GaveUpError, SettingsError, StorageError, S
 
 LOOK_EVERY_S = 2
 
+KUBECTL_S = 400
+"""For an answer of kubectl: more than any timeout that it is given, for a connection that died unnoticed."""
+
+COMMAND_S = 900
+"""For a command of the user's."""
+
 
 @dataclass(frozen=True)
 class Pod:
@@ -53,13 +59,16 @@ def ready_nodes(namespace: str) -> set[str]:
 
 
 def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
-    """What kubectl prints, `text` being its input; raises `ClusterError`."""
+    """What kubectl prints, as it is, `text` being its input; raises `ClusterError`."""
     context = os.environ.get("KUBE_CONTEXT")
     command = ["kubectl", *(["--context", context] if context else []), "-n", namespace, *words]
-    done = subprocess.run(command, input=text, text=True, capture_output=True)
+    try:
+        done = subprocess.run(command, input=text and text.encode(), capture_output=True, timeout=KUBECTL_S)
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"kubectl {words[0]}: no answer within {KUBECTL_S} s") from error
     if done.returncode:
-        raise ClusterError(f"kubectl {words[0]}: {done.stderr.strip()}")
-    return done.stdout
+        raise ClusterError(f"kubectl {words[0]}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout.decode(errors="replace")
 
 
 def kubectl_json(*words: str, namespace: str) -> dict[str, Any]:
@@ -84,7 +93,11 @@ def begin(command: str, node: str) -> subprocess.Popen[str]:
 
 def finish(command: subprocess.Popen[str]) -> None:
     """Wait for it; raises `SunspotError` with what it said when it fails."""
-    said, _ = command.communicate()
+    try:
+        said, _ = command.communicate(timeout=COMMAND_S)
+    except subprocess.TimeoutExpired as error:
+        command.kill()
+        raise SunspotError(f"{command.args!s} has not ended within {COMMAND_S} s") from error
     if command.returncode:
         raise SunspotError(f"{command.args!s} ended with {command.returncode}: {said.strip()}")
 

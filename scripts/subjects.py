@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from app.errors import SunspotError
+from app.errors import GaveUpError, SunspotError
 from app.run import Run, open_run
 from app.run.attempts import read_attempts
 from app.run.history import read_journal
@@ -132,10 +132,13 @@ class Ours:
         return str(read_attempts(self.run)[-1].metadata.get("nodes", {}).get("0", ""))
 
     def end(self) -> None:
-        """Stop it, so that it commits; its storage stays."""
+        """Stop it, so that it commits, and wait for its pods to go, also when it has finished; its storage stays."""
+        from submitter.cluster.watch import GONE_WITHIN_S, delete_jobs, observe_run
         from submitter.commands.stop import stop
 
         stop(self._cluster, self.run, 300, True, False)
+        if not delete_jobs(self._cluster, observe_run(self._cluster, self.run).jobs, GONE_WITHIN_S):
+            raise GaveUpError(f"the pods of {self.job} are still there after {GONE_WITHIN_S:.0f} s")
 
 
 class Stock:
@@ -151,6 +154,7 @@ class Stock:
         self.job, self.namespace = f"{settings['RUN_NAME']}-{self.name}", namespace or "sunspot"
         self.storage_path = settings.get("STORAGE_PATH", "runs")
         self._lines: dict[str, None] = {}
+        self._read: dict[tuple[str, str], int] = {}
         loop = SCRIPTS / "bench" / f"{self.name}_loop.py"
         manifest = yaml.safe_load(STOCK.read_text())
         manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
@@ -167,11 +171,11 @@ class Stock:
             toleration = {"key": spot.label, "operator": "Exists"}
             workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
-        self._objects = yaml.safe_dump_all([{**code, "data": {loop.name: loop.read_text()}}, manifest])
+        self._objects = [{**code, "data": {loop.name: loop.read_text()}}, manifest]
 
     def submit(self) -> None:
         """Apply its code and its RayJob."""
-        kubectl("apply", "-f", "-", namespace=self.namespace, text=self._objects)
+        kubectl("apply", "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
 
     def groups(self) -> list[Group]:
         """By the driver's output; what it printed between the last read and the loss of its head is unknown."""
@@ -193,12 +197,18 @@ class Stock:
         job = kubectl_json("get", "rayjob", self.job, namespace=self.namespace).get("status", {})
         heads = [pod.name for pod in pods(self.job, self.namespace) if pod.head]
         if heads and job.get("jobId"):
-            log = f"/tmp/ray/session_latest/logs/job-driver-{job['jobId']}.log"
-            self._lines |= dict.fromkeys(
-                kubectl("exec", heads[0], "--", "cat", log, namespace=self.namespace).split("\n")
-            )
+            self._read_log(heads[0], f"/tmp/ray/session_latest/logs/job-driver-{job['jobId']}.log")
         ended = job.get("jobDeploymentStatus", "")
         return f"{ended} {job.get('message', '')[-2000:]}" if ended in ("Complete", "Failed") else ""
+
+    def _read_log(self, head: str, log: str) -> None:
+        """Take in the lines that it has had since; the last one may be half written, and is read again."""
+        known = self._read.get((head, log), 0)
+        *lines, _ = kubectl("exec", head, "--", "tail", "-n", f"+{known + 1}", log, namespace=self.namespace).split(
+            "\n"
+        )
+        self._lines |= dict.fromkeys(lines)
+        self._read[head, log] = known + len(lines)
 
     def rank0(self) -> str:
         """By the address that Ray puts before the newest start's line."""
@@ -206,8 +216,9 @@ class Stock:
         return next((pod.name for pod in pods(self.job, self.namespace) if pod.ip in starts[-1:]), "")
 
     def end(self) -> None:
-        """Delete it; what it kept in storage stays."""
-        kubectl("delete", "-f", "-", namespace=self.namespace, text=self._objects)
+        """Delete it, and wait for its pods to go; what it kept in storage stays."""
+        wait = ("--cascade=foreground", "--ignore-not-found", "--timeout=300s")
+        kubectl("delete", *wait, "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
 
 
 class Torchft(Stock):
@@ -215,9 +226,31 @@ class Torchft(Stock):
 
     name = "torchft"
 
+    def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
+        own = {"CPU": 1, **json.loads(settings.get("RESOURCES_PER_WORKER") or "{}"), "worker": 1}
+        settings = {**settings, "RESOURCES_PER_WORKER": json.dumps(own)}
+        super().__init__(profile, settings, image, namespace)
+        cluster = self._objects[1]["spec"]["rayClusterSpec"]
+        head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+        # Ray's lighthouse wants a processor of the head, which is kept from the workers by what only their nodes have.
+        head["rayStartParams"] = {"num-cpus": "1"}
+        workers["rayStartParams"]["resources"] = json.dumps(json.dumps({"worker": 1}))
+        # All workers tell of each step, in lines that Ray would take for one, and show every 5 s.
+        head["template"]["spec"]["containers"][0]["env"].append({"name": "RAY_DEDUP_LOGS", "value": "0"})
+
     def replayed(self) -> int:
         """As the steps fall back, which they do when no replica is left."""
-        return sum(max(0, before - after + 1) for (_, before), (_, after) in pairwise(self.timeline()))
+        again = reached = 0
+        for _, step in self.timeline():
+            if begins_anew(step, reached):
+                again, reached = again + reached - step + 1, step
+            reached = max(reached, step)
+        return again
+
+
+def begins_anew(step: int, reached: int) -> bool:
+    """Whether replicas that had reached a step have begun anew: one may tell of a step after another of the next."""
+    return step < reached - 1
 
 
 @contextmanager

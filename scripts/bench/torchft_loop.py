@@ -1,21 +1,31 @@
-"""`python -m scripts.bench.torchft_loop`: training under TorchFT, as in Ray's example of `TorchftConfig`.
+r"""`python -m scripts.bench.torchft_loop`: training under TorchFT, as in Ray's example of `TorchftConfig`.
 
 Each worker is a replica of its own: when one is lost the others go on without it, and Ray replaces that one, which gets
 the state from them. As in the example, nothing is reported to Ray and nothing is saved, and a worker that is replaced
 begins its part of the data again. Task, data, batch, workers, MAX_STEPS and MAX_FAILURES come from the SUNSPOT_
-settings, and `torchft` has to be in the image.
+settings.
 
 Each worker prints `{"time", "step", "world"}` for each step that was committed; `world` is how many took part in it.
-Its parts are those of the example in Ray 2.60, with torchft 0.2; it has not been run yet.
+Its parts are those of the example in Ray 2.60, with torchft 0.2.
 With AUDIT, each also writes the ids of the rows that it consumed in a step, as scripts/failures/rows.py reads them.
+
+The image has torchft and the exporter of OpenTelemetry that it imports, beside app/:
+
+    pip install --no-deps --target torchft torchft==0.2.0 opentelemetry-exporter-otlp-proto-http==1.45.2 \
+      opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-otlp-common==0.66b2 \
+      opentelemetry-exporter-http-transport==0.66b2
+    FROM sunspot:0.1.0
+    COPY torchft /sunspot
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray.train
 import ray.util
@@ -60,7 +70,9 @@ def train(config: dict[str, Any]) -> None:
         world_size=1,
         rank=0,
         replica_id=f"worker-{rank}",
-        hostname=ray.util.get_node_ip_address(),  # the name of a pod is known to nobody else
+        # By address: the name of a pod is known to nobody else.
+        hostname=ray.util.get_node_ip_address(),
+        lighthouse_addr=f"http://{config['driver']}:{urlsplit(os.environ['TORCHFT_LIGHTHOUSE']).port}",
         timeout=timedelta(seconds=60),
         checkpoint_transport=PGTransport(group, timeout=timedelta(seconds=30), device=torch.device("cpu")),
     )
@@ -72,11 +84,14 @@ def train(config: dict[str, Any]) -> None:
     )
     loader = DataLoader(dataset, settings.global_batch_size // world, sampler=sampler)
     batches = iter(loader)
+    epoch = 0
+    "From 1; 0 until the first step tells a worker that is replaced which one the others are in."
     model.train()
     while (step := manager.current_step()) < plan.total_steps:
         batch = next(batches, None)
         if batch is None:
-            sampler.set_epoch(step // plan.steps.per_epoch)
+            epoch += bool(epoch)
+            sampler.set_epoch(epoch)
             batches = iter(loader)
             continue
         image, label, row = batch
@@ -90,8 +105,8 @@ def train(config: dict[str, Any]) -> None:
             step = manager.current_step()
             now = time.time()
             print(json.dumps({"time": now, "step": step, "world": manager.num_participants()}), flush=True)
+            epoch = epoch or (step - 1) // len(loader) + 1
             if settings.audit:
-                epoch = (step - 1) // plan.steps.per_epoch + 1
                 told = json.dumps({"rows": len(dataset), "time": now, "taken": [(epoch, step, row.tolist())]}).encode()
                 name = f"{began:.3f}-after-none-at-0/{step}-{rank}.json"
                 open_storage(settings.storage_path).write(f"{settings.run_name}-torchft/rows/{name}", told)
@@ -105,7 +120,10 @@ def main() -> int:
     settings = with_absolute_paths(load_settings())
     TorchTrainer(
         train,
-        train_loop_config={"plan": make_plan(settings, load_task(settings))},
+        train_loop_config={
+            "plan": make_plan(settings, load_task(settings)),
+            "driver": ray.util.get_node_ip_address(),  # where the lighthouse is
+        },
         scaling_config=ScalingConfig(
             num_workers=settings.num_workers.most, resources_per_worker=settings.resources_per_worker or None
         ),

@@ -5,25 +5,25 @@ RECLAIM with notice, KILL without, and ADD brings them back; {node} in them stan
 the same task for the same number of steps: Sunspot; the loop of Ray's guides under the defaults of Ray and KubeRay; and
 TorchFT through Ray's `TorchftConfig`, with an image that has it (--torchft-image).
 
-Table, plot and figures are written to --output as they come, so that what is cut short leaves what it knew. The cluster
-is one for `make recovery`. Goodput is the steps at a contender's own usual pace, over the time that it took.
+Results, table and plot are written to --output as they come, so that what is cut short leaves what it knew, and stay
+there for the contenders of a later call: --only does one again. The cluster is one for `make recovery`; its clocks and
+this machine's agree. Goodput is the steps at a contender's own usual pace, over the time that it took.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.errors import ClusterError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
+from app.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 from app.storage import open_storage
-from scripts.cluster import commands_of_the_environment, ready_nodes, until
+from scripts.cluster import commands_of_the_environment, pods, ready_nodes, until
 from scripts.failures.losses import dealt, schedule
-from scripts.failures.result import Result, plot, table
+from scripts.failures.result import Result, read, table, write
 from scripts.failures.rows import of_checkpoints, of_replicas, of_sunspot
 from scripts.recovery import SETTINGS, add_options, settings_of
 from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
@@ -49,14 +49,18 @@ CONTENDERS = {
     ),
 }
 
-LOOK_EVERY_S = 10.0
+LOOK_EVERY_S = 60.0
+"""A look at ours reads all of its history, and all are to have the cores for themselves."""
+
+END_S = 300.0
+"""For what follows the last step: a checkpoint, and its rows."""
 
 STILL_S = 1800.0
 """A contender that takes no step for so long has failed: Ray's defaults have taken seven minutes to notice a loss."""
 
 
-def main() -> int:
-    """Run the contenders one after the other."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser("bench-failures", description="Trains through the same losses, in several ways.")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of each contender; default: 3000")
     parser.add_argument("--every", type=float, default=240, metavar="S", help="seconds between losses; default: 240")
@@ -67,7 +71,12 @@ def main() -> int:
     parser.add_argument("--torchft-image", help="with torchft in it; without, TorchFT is left out")
     parser.add_argument("--output", default="bench-failures", help="folder; default: bench-failures")
     add_options(parser, "failures")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the contenders one after the other."""
+    arguments = make_parser().parse_args()
     if unknown := set(arguments.only.split(",")) - set(CONTENDERS):
         raise SettingsError(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(CONTENDERS)}")
     commands = commands_of_the_environment("reclaim", "kill", "add")
@@ -75,7 +84,7 @@ def main() -> int:
     arguments.run = f"{arguments.run}-{int(time.time()) % 10**6}"
     defaults = {**SETTINGS, "MAX_STEPS": str(arguments.steps), "CHECKPOINT_EVERY_STEPS": "60", "REPORT_EVERY_S": "1"}
     settings = settings_of(arguments, defaults)
-    results: list[Result] = []
+    folder = Path(arguments.output)
     for name in arguments.only.split(","):
         if name == "torchft" and not arguments.torchft_image:
             print("TorchFT is left out: --torchft-image names none", flush=True)
@@ -83,18 +92,23 @@ def main() -> int:
         contender = CONTENDERS[name]
         image = arguments.torchft_image if name == "torchft" else arguments.image
         subject = contender.subject(arguments.profile, settings, image, arguments.namespace)
-        results.append(Result(contender.title, arguments.steps))
+        result = Result(contender.title, subject.job, arguments.steps)
+        results = [*(each for each in read(folder) if each.name != result.name), result]
         try:
             train(subject, results, commands, arguments)
-            epochs = contender.count_rows(subject)
         except SunspotError as error:  # the others' figures are worth having
-            results[-1].ended, epochs = shorten(error), []
+            result.ended = shorten(error)
+        try:
+            epochs = contender.count_rows(subject)
+        except SunspotError as error:
+            print(f"the rows of {subject.job} are not known: {error}", flush=True)
+            epochs = []
         if epochs:
-            results[-1].missing = sum(epoch.missing for epoch in epochs)
-            results[-1].repeated = sum(epoch.repeated for epoch in epochs)
-        write(results, Path(arguments.output))
+            result.missing = sum(epoch.missing for epoch in epochs)
+            result.repeated = sum(epoch.repeated for epoch in epochs)
+        write(results, folder)
         print(table(results), flush=True)
-    return int(any(result.ended for result in results))
+    return int(any(result.ended for result in read(folder)))
 
 
 def train(subject: Subject, results: list[Result], commands: dict[str, str], arguments: argparse.Namespace) -> None:
@@ -112,6 +126,8 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
             return subject.timeline()
 
         began = until(f"step of {subject.job}", START_S, first_step)[0][0]
+        if heads := {pod.node for pod in pods(subject.job, subject.namespace) if pod.head} & set(nodes):
+            raise SettingsError(f"--nodes {arguments.nodes}: the head of {subject.job} runs on {', '.join(heads)}")
 
         def tell(at_s: float, kind: str, node: str) -> None:
             result.losses.append((round(at_s, 1), kind, node))
@@ -121,30 +137,29 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
                 time.sleep(LOOK_EVERY_S)
                 look(subject, result, began)
                 write(results, Path(arguments.output))
+        if not result.ended:
+            result.losses = [loss for loss in result.losses if loss[0] <= result.wall_s]
+            with suppress(GaveUpError):
+                until(f"end of {subject.job}", END_S, subject.over)
     finally:
-        subject.end()
+        try:
+            subject.end()
+        except SunspotError as error:  # what it did is known
+            print(f"   {error}", flush=True)
 
 
 def look(subject: Subject, result: Result, began: float) -> None:
-    """Take in what is new; a cluster or storage that does not answer is asked again."""
+    """Take in what is new; a cluster or storage that does not answer is asked again, until it counts as no step."""
+    over = ""
     try:
         over = subject.over()
         result.points = [(round(at - began, 2), step) for at, step in subject.timeline()]
         result.again = subject.replayed()
     except (ClusterError, StorageError) as error:
         print(f"   {error}", flush=True)
-        return
     if result.reached < result.steps:
         still = time.time() - began - max((at for at, _ in result.points), default=0.0)
         result.ended = over or (f"no step for {still:.0f} s" if still > STILL_S else "")
-
-
-def write(results: list[Result], folder: Path) -> None:
-    """The table, the plot and the figures behind them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(table(results))
-    (folder / "plot.svg").write_text(plot(results))
-    (folder / "results.json").write_text(json.dumps([asdict(result) for result in results]))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
-"""What a contender did in the benchmark of failures: its figures, and all of them as a table and a plot."""
+"""What a contender did in the benchmark of failures: its figures, and all of them as a table and a plot.
+
+`python -m scripts.failures.result FOLDER` makes both again from the results in the folder.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
-from app.report.charts import HEIGHT, WIDTH, Line, Point, key, line_chart, linear_axis
+from app.report.charts import HEIGHT, LEFT, WIDTH, Line, Point, key, line_chart, linear_axis
 
-SCALE = 2
-"""Of the plot over a chart of the report."""
+RESULTS = "results.jsonl"
 
-LEGEND = 44
-"""Height of the legend above the drawing."""
+LEGEND = 20
+"""Height of the legend above the drawing, in its units."""
 
 
 @dataclass
@@ -23,6 +28,8 @@ class Result:
     """One contender, so far. Times are in seconds since its first step."""
 
     name: str
+    job: str
+    "The RayJob, after which its folder in storage is named."
     steps: int
     "Wanted."
     points: list[tuple[float, int]] = field(default_factory=list)
@@ -65,6 +72,22 @@ class Result:
         return longest
 
 
+def read(folder: Path) -> list[Result]:
+    """The results that a benchmark has left in a folder; none if there was none."""
+    file = folder / RESULTS
+    return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def write(results: Sequence[Result], folder: Path) -> None:
+    """The results, a line of JSON each, with the table and the plot made from them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {RESULTS: "".join(json.dumps(asdict(result)) + "\n" for result in results)}
+    for name, text in {**texts, "table.md": table(results), "plot.svg": plot(results)}.items():
+        part = folder / f"{name}.part"  # hours of work, if it is killed meanwhile
+        part.write_text(text)
+        part.replace(folder / name)
+
+
 def table(results: Sequence[Result]) -> str:
     """A line for each contender."""
     names = ["", "steps", "wall time", "goodput", "losses with notice", "without", "steps again", "rows missing"]
@@ -88,25 +111,25 @@ def plot(results: Sequence[Result]) -> str:
         for result, style in zip(drawn, "abc", strict=False)
     ]
     longest = max(drawn, key=lambda result: len(result.losses), default=None)
-    marks = [(at / 60, "notice" if kind == "reclaim" else "") for at, kind, _ in longest.losses] if longest else []
+    marks = [(at / 60, "n" if kind == "reclaim" else "") for at, kind, _ in longest.losses] if longest else []
     places = [point.x for line in lines for point in line.points] + [at for at, _ in marks]
     x = linear_axis(places, from_zero=True, tight=True)
     y = linear_axis((point.y for line in lines for point in line.points), from_zero=True)
     said = "Steps over wall time. " + " ".join(
         f"{r.name}: {r.reached} steps in {r.wall_s / 60:.1f} min." for r in drawn
     )
-    chart = line_chart(
-        said, x, "minutes since the first step; dotted: a loss, named if with notice", y, lines, (), marks
-    )
-    legend = []
-    for number, line in enumerate(lines):
-        place = 20 + 220 * number
-        sample = key(line.style).replace("<svg ", f'<svg x="{place}" y="16" width="24" height="12" ', 1)
-        legend.append(f'{sample}<text x="{place + 32}" y="26">{escape(line.name)}</text>')
+    label = "minutes since the first step; dotted: a loss (n: with notice)"
+    chart = line_chart(said, x, label, y, lines, (), marks)
     style = files("app.report").joinpath("style.css").read_text()
-    placed = chart.replace("<svg ", f'<svg y="{LEGEND}" width="{SCALE * WIDTH}" height="{SCALE * HEIGHT}" ', 1)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SCALE * WIDTH} {SCALE * HEIGHT + LEGEND}">'
-        f"<style>{style} svg {{ background: var(--paper); font-family: system-ui, sans-serif; }}</style>"
-        f"{''.join(legend)}{placed}</svg>\n"
-    )
+    style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
+    added = [f"<style>{style}</style>"]
+    for place, line in zip(range(LEFT, WIDTH, 106), lines, strict=False):
+        sample = key(line.style).replace("<svg ", f'<svg x="{place}" y="{4 - LEGEND}" width="24" height="12" ', 1)
+        added.append(f'{sample}<text x="{place + 28}" y="{14 - LEGEND}">{escape(line.name)}</text>')
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    grown = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 {-LEGEND} {WIDTH} {HEIGHT + LEGEND}"'
+    return chart.replace(box, grown, 1).removesuffix("</svg>") + "".join(added) + "</svg>\n"
+
+
+if __name__ == "__main__":
+    write(read(Path(sys.argv[1])), Path(sys.argv[1]))

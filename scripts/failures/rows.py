@@ -16,6 +16,7 @@ from app.errors import NotFoundError
 from app.run import Run
 from app.storage import Storage
 from app.storage.base import Entry, map_parallel
+from scripts.subjects import begins_anew
 from submitter.commands.audit import Data, Epoch, count_rows, prove
 
 NAME = re.compile(r".*/rows/(?P<start>[0-9.]+)-after-(?P<parent>none|[0-9.]+)-at-(?P<at>\d+)/\d+-\d+\.json")
@@ -64,10 +65,12 @@ def of_replicas(storage: Storage, folder: str) -> list[Epoch]:
     """Of replicas that go on without the lost one: all steps, unless all of them begin anew."""
     told = _read(storage, [entry for entry, _ in _find(storage, folder)])
     kept: list[Taken] = []
+    reached = 0
     for step in (step for one in sorted(told, key=lambda one: one.time) for step in one.taken):
-        if kept and step.step < kept[-1].step - 1:  # a worker may tell of a step after another does of the next
-            kept = [earlier for earlier in kept if earlier.step < step.step]
+        if begins_anew(step.step, reached):
+            kept, reached = [earlier for earlier in kept if earlier.step < step.step], step.step
         kept.append(step)
+        reached = max(reached, step.step)
     return count(kept, told)
 
 

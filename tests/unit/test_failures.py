@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
+import shlex
 import time
 import xml.etree.ElementTree
 from pathlib import Path
@@ -13,12 +15,16 @@ import pytest
 
 import scripts.cluster
 import scripts.failures.__main__ as program
-from app.errors import SunspotError
+import scripts.subjects
+from app.errors import ClusterError, SettingsError, SunspotError
 from app.storage import open_storage
+from scripts.cluster import Pod
 from scripts.failures.losses import schedule
-from scripts.failures.result import Result, plot, table
+from scripts.failures.result import RESULTS, Result, plot, read, table, write
 from scripts.failures.rows import of_checkpoints, of_replicas
+from scripts.subjects import Stock, Torchft
 from submitter.commands.audit import Epoch
+from tests.harness import REPOSITORY
 
 
 def test_the_schedule_is_the_same_for_all_and_half_of_it_comes_with_notice() -> None:
@@ -65,18 +71,64 @@ def test_rows_of_replicas_that_lose_one_and_then_all(tmp_path: Path) -> None:
     assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 3, 2, 1), Epoch(2, 1, 0, 0)]
 
 
-def test_figures_of_a_contender() -> None:
+def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that tells of a step after another told of the next has taken none again."""
+    torchft = Torchft("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}, None, None)
+    for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
+        lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
+        monkeypatch.setattr(torchft, "_lines", dict.fromkeys(lines))
+        assert torchft.replayed() == again, told
+
+
+def test_the_lighthouse_of_torchft_has_a_processor_that_no_worker_takes() -> None:
+    settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
+    _, job = Torchft("kind", settings, None, None)._objects
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "1"}
+    given = shlex.split(workers["rayStartParams"]["resources"])  # the operator puts it into a shell's command
+    assert [json.loads(word) for word in given] == [{"worker": 1}]
+    for group in (cluster["headGroupSpec"], workers):
+        environment = {one["name"]: one["value"] for one in group["template"]["spec"]["containers"][0]["env"]}
+        assert json.loads(environment["SUNSPOT_RESOURCES_PER_WORKER"]) == {"CPU": 2, "worker": 1}
+
+
+def test_a_drivers_log_is_read_on_from_its_last_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also past carriage returns, and from the beginning in another head."""
+    logs, asked = {"a": "one\r\ntwo\rtwo\nthr", "b": "four\n"}, []
+
+    def kubectl(verb: str, head: str, *words: str, namespace: str) -> str:
+        asked.append(int(words[3]))
+        return "\n".join(logs[head].split("\n")[asked[-1] - 1 :])
+
+    monkeypatch.setattr(scripts.subjects, "kubectl", kubectl)
+    stock = Stock("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}, None, None)
+    stock._read_log("a", "log")
+    logs["a"] += "ee\n"
+    stock._read_log("a", "log")
+    stock._read_log("b", "log")
+    assert (list(stock._lines), asked) == (["one\r", "two\rtwo", "three", "four"], [1, 3, 1])
+
+
+def test_figures_of_a_contender(tmp_path: Path) -> None:
     points = [(float(at), at + 1) for at in range(50)] + [(float(at + 100), at + 41) for at in range(60)]
-    result = Result("Sunspot", 100, points, 10, [(49.5, "kill", "a")])
+    result = Result("Sunspot", "job", 100, points, 10, [(49.5, "kill", "a")])
     assert (result.reached, result.wall_s, result.longest_s) == (100, 159.0, 61.0)
     assert result.goodput == pytest.approx(99 / 159)
-    cut = Result("stock", 200, points, 10, [(49.5, "kill", "a"), (70.0, "reclaim", "b")], 3, 4, "Failed")
-    lines = table([result, cut, Result("TorchFT", 5)]).splitlines()
+    cut = Result("stock", "job", 200, points, 10, [(49.5, "kill", "a"), (70.0, "reclaim", "b")], 3, 4, "Failed")
+    results = [result, cut, Result("TorchFT", "job", 5)]
+    lines = table(results).splitlines()
     assert lines[2].startswith("| Sunspot | 100 | 2.6 min | 62.3% | 0 | 1 | 10 |  |  |")
     assert lines[3].startswith("| stock (Failed) | 100 of 200 | 2.6 min | 62.3% | 1 | 1 | 10 | 3 | 4 |")
     assert len({line.count("|") for line in lines}) == 1
-    drawing = xml.etree.ElementTree.fromstring(plot([result, cut, Result("TorchFT", 5)]))
-    assert "stock: 100 steps in 2.6 min." in next(e.get("aria-label", "") for e in drawing.iter() if e.get("role"))
+    drawing = xml.etree.ElementTree.fromstring(plot(results))
+    assert "stock: 100 steps in 2.6 min." in drawing.get("aria-label", "")
+    write(results, tmp_path)
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert set(kept) == {RESULTS, "table.md", "plot.svg"}
+    (tmp_path / "plot.svg").unlink()
+    write(read(tmp_path), tmp_path)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == kept
 
 
 class Subject:
@@ -109,24 +161,54 @@ def test_a_contender_goes_through_the_losses(
 ) -> None:
     """It ends with its last step, when the job fails, or with a command that does."""
     monkeypatch.setattr(program, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(program, "END_S", 0)
     monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b", "c"})
+    monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "c", "", True), Pod("w", "a", "", False)])
     monkeypatch.setattr(scripts.cluster, "LOOK_EVERY_S", 0.01)
     log = tmp_path / "log"
     commands = {name: f"echo {name} {{node}} >> {log}" for name in ("reclaim", "kill")}
     commands["add"] = f"{add} add {{node}} >> {log}"
     arguments = argparse.Namespace(steps=20, every=0.1, away=0.01, seed=0, nodes="b,a", output=str(tmp_path / "out"))
-    subject, results = Subject(ends_after), [Result("it", 20)]
+    subject, results = Subject(ends_after), [Result("it", "job", 20)]
     if add == "false":
         with pytest.raises(SunspotError, match="ended with 1"):
             program.train(subject, results, commands, arguments)  # type: ignore[arg-type]
     else:
         program.train(subject, results, commands, arguments)  # type: ignore[arg-type]
         said = log.read_text().splitlines()
-        assert [line for line in said if not line.startswith("add")] == [
-            f"{kind} {n}" for _, kind, n in results[0].losses
-        ]
-        assert said[1::2] == [f"add {node}" for _, _, node in results[0].losses]
+        dealt = [f"{kind} {node}" for _, kind, node in results[0].losses]
+        assert dealt == said[: 2 * len(dealt) : 2]
+        assert said[1::2] == [f"add {line.split()[1]}" for line in said[::2]]
         assert results[0].losses
+        assert ended or results[0].losses[-1][0] <= results[0].wall_s
         assert (results[0].reached >= 20, results[0].ended, results[0].again) == (not ended, ended, 7)
-        assert {file.name for file in (tmp_path / "out").iterdir()} == {"table.md", "plot.svg", "results.json"}
+        assert {file.name for file in (tmp_path / "out").iterdir()} == {"table.md", "plot.svg", RESULTS}
     assert subject.deleted
+
+
+def test_the_documented_command_is_understood() -> None:
+    [line] = re.findall(r"^make bench-failures .*$", (REPOSITORY / "docs/benchmarks.md").read_text(), re.M)
+    given = dict(word.partition("=")[::2] for word in shlex.split(line)[2:])
+    strike = re.findall(r"^STRIKE = .*\n.*$", (REPOSITORY / "Makefile").read_text(), re.M)[0]
+    assert all(f"$({name})" in strike for name in given if name != "OPTIONS"), given
+    arguments = program.make_parser().parse_args(shlex.split(given["OPTIONS"]))
+    assert (arguments.nodes, arguments.steps, arguments.torchft_image) == ("a,b,c", 3000, "sunspot-torchft:1")
+
+
+def test_the_heads_node_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(program, "ready_nodes", lambda namespace: {"a", "b"})
+    monkeypatch.setattr(program, "pods", lambda job, namespace: [Pod("head", "a", "", True)])
+    arguments = argparse.Namespace(steps=20, every=9, away=9, seed=0, nodes="b,a", output=str(tmp_path))
+    subject = Subject(99)
+    with pytest.raises(SettingsError, match="--nodes b,a: the head of job runs on a"):
+        program.train(subject, [Result("it", "job", 20)], {}, arguments)
+    assert subject.deleted
+
+
+def test_who_does_not_answer_for_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
+    monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
+    program.look(subject, result, time.time() - program.STILL_S + 60)
+    assert not result.ended
+    program.look(subject, result, time.time() - program.STILL_S - 60)
+    assert result.ended == "no step for 1860 s"
