@@ -50,6 +50,10 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Under PRECISION=bf16, too, these compute with weights of fp32."""
 
 
+CHANNELS_LAST = ("cuda",)
+"""Kinds of devices whose convolutions are faster in that layout."""
+
+
 class Place(NamedTuple):
     """Where a worker's part lies in the whole tensor."""
 
@@ -123,7 +127,14 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         fully_shard(model, mesh=mesh, mp_policy=whole)
     if any(parameter.is_meta for parameter in model.parameters()):
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    return model.to(device)
+    model = model.to(device)
+    return model.to(memory_format=torch.channels_last) if has_images_last(model, settings, device) else model
+
+
+def has_images_last(model: nn.Module, settings: Settings, device: torch.device) -> bool:
+    """Whether convolutions compute in the layout [B, H, W, C], cuDNN's own; under fsdp parts have no such layout."""
+    convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return convolves and settings.parallel == "ddp" and device.type in CHANNELS_LAST
 
 
 def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -209,12 +220,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state_dict of the optimizer with each tensor cut like its parameter; unchanged under ddp."""
+    """A whole state_dict of the optimizer with each tensor cut like its parameter; under ddp in its layout at most."""
     parameters = parameters_of(optimizer)
 
     def shard(value: Any, parameter: torch.Tensor) -> Any:
-        if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             return value
+        if not is_dtensor(parameter):  # fused optimizers want one layout
+            same = value.stride() == parameter.stride()
+            return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
         from torch.distributed.tensor import distribute_tensor
 
         # Every worker has the whole tensor, so none has to send it.

@@ -212,8 +212,8 @@ class Settings(BaseModel):
     seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
     "With the data, decides the whole sequence of optimizer steps."
 
-    precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
-    "bf16: the forward pass runs under autocast; weights stay in fp32."
+    precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
+    "tf32: factors of matrix products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
 
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
     "ddp: the whole model on each worker. fsdp: a part of it on each, for a model that is too large for one."

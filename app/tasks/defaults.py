@@ -43,7 +43,13 @@ def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.O
         {"params": [each for each in parameters if each.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=fused_on_gpu(model))
+
+
+def fused_on_gpu(model: torch.nn.Module) -> bool | None:
+    """For an optimizer's `fused`: one kernel updates all parameters of a GPU; None, PyTorch's own choice, elsewhere."""
+    return next(model.parameters()).is_cuda or None
 
 
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:

@@ -6,6 +6,7 @@ from torchvision.models import resnet18
 
 from app.data.source import Source
 from app.settings import Settings
+from app.tasks.defaults import fused_on_gpu
 from app.tasks.images import loss, predict, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "predict", "schedule"]
@@ -19,4 +20,4 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    return torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=fused_on_gpu(model))

@@ -50,8 +50,8 @@ from app.train.worker import Worker
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
 
-OF_SETTINGS = ("lr", "weight_decay")
-"""Of an optimizer's groups: settings that may change from one start of a run to the next."""
+OF_TODAY = ("lr", "weight_decay", "fused")
+"""Of an optimizer's groups: what settings or the device decide anew at each start of a run."""
 
 Warn = Callable[[str], None]
 
@@ -67,6 +67,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     settings: Settings = plan.settings
     run = open_run(settings.storage_path, settings.run_name)
     torch.set_num_threads(config["threads"])
+    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
     quiet_ray_train()
     # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `finish_together`).
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
@@ -253,16 +254,23 @@ def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, state: State) -> Optimizer:
     """The task's optimizer with the state's; a state in parts is read here, into the model too."""
     optimizer = task.build_optimizer(model, settings)
-    # By today's settings, not the checkpoint's.
-    todays = [{name: group[name] for name in OF_SETTINGS if name in group} for group in optimizer.param_groups]
+    todays = [{name: group[name] for name in OF_TODAY if name in group} for group in optimizer.param_groups]
+
+    def keep_todays(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in state["param_groups"]]
+        for group, today in zip(groups, todays, strict=False):  # the optimizer itself refuses other groups
+            group.update(today)
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(keep_todays)
     if state.optimizer:
         # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
         own = map_tensors(state.optimizer, torch.clone) if next(model.parameters()).is_cpu else state.optimizer
         optimizer.load_state_dict(shard_optimizer_state(optimizer, own))
     elif state.load_parts:
         state.load_parts(model, optimizer)
-    for group, chosen in zip(optimizer.param_groups, todays, strict=True):
-        group.update(chosen, initial_lr=chosen["lr"])
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
     return optimizer
 
 

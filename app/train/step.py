@@ -74,7 +74,6 @@ def after_step(
     return agreed.stop
 
 
-@torch.no_grad()
 def evaluate(worker: Worker) -> dict[str, float] | None:
     """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows.
 
@@ -86,12 +85,14 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
     sync_buffers(model)  # a checkpoint has rank 0's
     model.eval()
     sums = Sums()
-    for batch in _batches(worker):
-        with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            losses, metrics = worker.task.loss(model, batch or worker.padding_batch)
-        if batch:
-            sums.add({"loss": losses, **metrics})
-        worker.heartbeat()
+    # FSDP keeps the buffers that it gathers parameters into: training could not use those of inference mode.
+    with torch.no_grad() if settings.parallel == "fsdp" else torch.inference_mode():
+        for batch in _batches(worker):
+            with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+                losses, metrics = worker.task.loss(model, batch or worker.padding_batch)
+            if batch:
+                sums.add({"loss": losses, **metrics})
+            worker.heartbeat()
     model.train()
     [interrupted] = any_rank(worker.control_group, worker.commands.poll().restart)
     if interrupted:

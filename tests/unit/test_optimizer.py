@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from app.checkpoint.snapshot import map_tensors
 from app.elastic.restore import State
 from app.errors import SettingsError
-from app.parallel import clip_gradients
+from app.parallel import clip_gradients, shard_model
 from app.settings import Settings
 from app.tasks import load_task
 from app.tasks.defaults import build_optimizer, fill_in, learning_rate_factor
@@ -70,6 +71,35 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
     optimizer = setup.build_optimizer(today, fill_in(ModuleType("mine"), today), model, State(optimizer=saved))
     found = [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
     assert found == [(0.3, 0.5, 0.5), (0.0, 0.5, 0.5)]
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
+    monkeypatch.setattr("app.parallel.CHANNELS_LAST", ("cpu",))
+    module, settings, state = ModuleType("mine"), Settings(), State()
+    module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)  # type: ignore[attr-defined]
+    images, losses = torch.rand(5, 3, 8, 8), []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model = shard_model(nn.Conv2d(3, 4, 3), settings, torch.device("cpu"))
+        for _ in range(2):
+            optimizer = setup.build_optimizer(settings, fill_in(module, settings), model, state)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = model(images).square().mean()
+                loss.backward()
+                optimizer.step()
+            saved = optimizer.state_dict()
+            if resumes:
+                saved = map_tensors(saved, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+            state = State(optimizer=saved)
+        state = State()
+        assert model.weight.is_contiguous(memory_format=torch.channels_last)
+        assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+        assert optimizer.param_groups[0]["fused"] is fused
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
 
 
 def test_a_gradient_is_cut_to_its_longest() -> None:

@@ -28,6 +28,8 @@ def evaluated(group: dist.ProcessGroup, world_size: int, **settings: Any) -> tup
         return ({"row": rows} for rows in torch.arange(HELD_OUT).split(batch_size))
 
     def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        assert torch.is_inference_mode_enabled() == (settings.get("parallel") != "fsdp")
+        assert not torch.is_grad_enabled()
         passes.append(len(batch["row"]))
         return batch["row"].float(), {}
 
@@ -57,6 +59,11 @@ def test_an_evaluation_takes_no_more_rows_at_once_than_training(
     assert max(passes) == largest
     assert sum(passes) == HELD_OUT
     assert results == {"test_loss": pytest.approx((HELD_OUT - 1) / 2)}
+
+
+def test_an_evaluation_leaves_nothing_of_inference_mode_to_fsdp(group: dist.ProcessGroup) -> None:
+    passes, _ = evaluated(group, 1, parallel="fsdp")
+    assert sum(passes) == HELD_OUT
 
 
 def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -> None:
