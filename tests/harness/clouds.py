@@ -1,7 +1,8 @@
-"""Google's and Azure's object stores, as emulators: tests that want them skip where they are not installed."""
+"""Object stores that are programs of their own: tests that want them skip where they are not installed."""
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from scripts import object_stores
+from tests.harness.s3 import make_bucket
 
 BUCKETS = {"s3": "s3_bucket", "gs": "google_bucket", "az": "azure_container"}
 """The fixture of a fresh bucket, by the scheme of its URL."""
+
+VERSITYGW = pytest.param("versitygw", marks=pytest.mark.xdist_group("versitygw"))
+"""Parameter of tests of S3 whose server is `versity_bucket`'s."""
 
 CLOUDS = [pytest.param(scheme, marks=pytest.mark.xdist_group(scheme)) for scheme in ("gs", "az")]
 """Parameters of tests: one process has each emulator."""
@@ -36,6 +41,21 @@ def azure_server() -> Iterator[int]:
 def _skip_without(program: Path) -> None:
     if not program.exists():
         pytest.skip(f"{program.name} is not installed: make emulators")
+
+
+@pytest.fixture(scope="session")
+def versity_server() -> Iterator[int]:
+    """The port of an S3 server that verifies what it is sent."""
+    if not shutil.which("versitygw"):
+        pytest.skip("versitygw is not on PATH")
+    with object_stores.s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def versity_bucket(versity_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh bucket; the AWS environment points to its server."""
+    return make_bucket(f"http://127.0.0.1:{versity_server}", monkeypatch)
 
 
 @pytest.fixture

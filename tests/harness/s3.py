@@ -22,6 +22,7 @@ import botocore.loaders
 import pytest
 
 from app.storage.s3_upload import NO_PART, as_base64
+from scripts.object_stores import S3_KEYS
 
 HOP_BY_HOP = {"connection", "content-length", "date", "expect", "keep-alive", "server", "transfer-encoding"}
 
@@ -313,13 +314,16 @@ def s3_server() -> Iterator[tuple[str, int]]:
 @pytest.fixture
 def s3_bucket(s3_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
     """A fresh bucket; the AWS environment points to its server."""
+    return make_bucket("http://{}:{}".format(*s3_server), monkeypatch)
+
+
+def make_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh bucket at an endpoint that takes S3_KEYS; the AWS environment points there."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {
-        "AWS_ENDPOINT_URL": "http://{}:{}".format(*s3_server),
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
+        **S3_KEYS,
+        "AWS_ENDPOINT_URL": endpoint,
         "AWS_CONFIG_FILE": "/dev/null",
         "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         "AWS_EC2_METADATA_DISABLED": "true",

@@ -32,7 +32,7 @@ from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
 from app.storage.local import LocalStorage
 from app.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
-from tests.harness.clouds import BUCKETS, CLOUDS
+from tests.harness.clouds import BUCKETS, CLOUDS, VERSITYGW
 from tests.harness.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,10 +49,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert_no_threads()
 
 
-@pytest.fixture(params=["local", "s3", *CLOUDS])
+@pytest.fixture(params=["local", "s3", VERSITYGW, *CLOUDS])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return open_storage(str(tmp_path / "not" / "there" / "yet"))
+    if request.param == "versitygw":
+        return open_storage(f"s3://{request.getfixturevalue('versity_bucket')}/some/prefix/")
     scheme, _, without_prefix = request.param.partition(" ")
     bucket = request.getfixturevalue(BUCKETS[scheme])
     return open_storage(f"{scheme}://{bucket}" + ("" if without_prefix else "/some/prefix/"))
@@ -281,7 +283,7 @@ def test_what_is_not_there_is_not_found(storage: Storage) -> None:
     assert storage.list("elsewhere") == []
 
 
-@pytest.mark.parametrize("storage", ["local", "s3", *CLOUDS, "s3 without a prefix"], indirect=True)
+@pytest.mark.parametrize("storage", ["local", "s3", VERSITYGW, *CLOUDS, "s3 without a prefix"], indirect=True)
 def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     keys = ["run/b", "run/a/z", "run/a", "run2/a", "run-3", "run/B", "run/a.tmp", "run/ü %+"]
     keys.remove("run/a")  # a directory cannot also be a file
