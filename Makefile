@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format emulators bench bench-gpu bench-failures image wheel smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format emulators readers bench bench-gpu bench-failures image wheel smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -98,6 +98,11 @@ CLOUDS := --extra gcs --extra azure
 emulators: .venv/dev  ## Google's and Azure's object stores for the storage tests, which skip without (wants Go and npm)
 	GOBIN='$(CURDIR)/.venv/emulators' CGO_ENABLED=0 go install github.com/fsouza/fake-gcs-server@v1.56.1
 	npm install --silent --no-audit --no-fund --prefix .venv/emulators azurite@3.35.0
+
+readers: .venv/dev  ## LitData and MosaicML Streaming, which the benchmark of readers leaves out without
+	$(UV) install -q --target .venv/readers --no-deps litdata==0.2.76 lightning-utilities==0.15.3 tifffile==2026.3.3 \
+	  mosaicml-streaming==0.13.0 brotli==1.2.1 catalogue==2.0.10 cramjam==2.14.0 python-snappy==0.7.3 xxhash==4.1.0 \
+	  zstd==1.5.7.2 transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2 safetensors==0.8.0 regex==2026.11.15
 
 sample: .venv/dev  ## make the bundled digits again from the published files: make sample DATA_ROOT=data
 	$(BIN)/python -m scripts.make_sample --data-root $(DATA_ROOT)

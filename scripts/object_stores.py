@@ -47,6 +47,25 @@ def s3_server() -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def s3_bucket(name: str) -> Iterator[None]:
+    """A bucket on the server that the AWS environment names, or else on one of this machine while the context lasts.
+
+    Workers of a Ray that is started meanwhile find it.
+    """
+    import boto3
+
+    with contextlib.ExitStack() as stack:
+        if not os.environ.get("AWS_ENDPOINT_URL"):
+            url = f"http://127.0.0.1:{stack.enter_context(s3_server())}"
+            os.environ.update(S3_KEYS, AWS_ENDPOINT_URL=url, AWS_DEFAULT_REGION=S3_KEYS["AWS_REGION"])
+            stack.callback(os.environ.pop, "AWS_ENDPOINT_URL")
+        client = boto3.client("s3", region_name=os.environ.get("AWS_REGION", "us-east-1"))
+        with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+            client.create_bucket(Bucket=name)
+        yield
+
+
+@contextlib.contextmanager
 def google_server() -> Iterator[int]:
     """The port of fake-gcs-server."""
     port = free_port()

@@ -3,6 +3,8 @@
 MNIST comes from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server at AWS_ENDPOINT_URL, by default
 one on this machine. To run one benchmark: python -m scripts.bench ingest
 
+python -m scripts.bench ways prints tables of several ways each; or, as in python -m scripts.bench ways stalls, some.
+
 python -m scripts.bench scale prints another table: what grows with workers, rows, time and bytes; or, as in
 python -m scripts.bench scale data history, some subjects of it.
 """
@@ -19,8 +21,10 @@ from statistics import median
 import ray
 
 from app.ray_session import RAY_ENVIRONMENT
+from scripts import object_stores
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
 from scripts.bench.scale import Subject, clouds, consensus, data, history, print_table, report, transfer
+from scripts.bench.ways import Ways, print_ways
 
 
 @dataclass
@@ -46,14 +50,14 @@ BENCHMARKS = {
     ),
     "checkpoint": Benchmark(
         "training thread stalled by a checkpoint of 200 MB to S3",
-        "torch.save and report() with Ray's upload",
+        "dcp.async_save with a process, to disk",
         "ms",
         False,
-        25,
+        1,
         checkpoint.measure,
     ),
     "ingest": Benchmark(
-        "Ray Data, rows into iter_torch_batches", "ds.map through PIL, row by row", "rows/s", True, 6, ingest.measure
+        "rows of Parquet in S3 into batches, LOADER=ray", "batched Ray Data", "rows/s", True, 1, ingest.measure
     ),
     "memory_rows": Benchmark(
         "rows in memory, into batches", "DataLoader over torchvision's MNIST", "rows/s", True, 20, memory_rows.measure
@@ -79,6 +83,12 @@ BENCHMARKS = {
 }
 
 
+WAYS = {
+    "stalls": Ways("training thread stalled by a checkpoint of 200 MB", ("ms",), checkpoint.measure_ways),
+    "readers": Ways("rows of S3 into batches", ("rows/s", "rows per second of a core"), ingest.measure_ways),
+    "loops": Ways("step of ResNet-18, two cores", ("ms",), step.measure_ways),
+}
+
 SCALE: dict[str, Subject] = {
     "data": data,
     "consensus": consensus,
@@ -95,8 +105,12 @@ def main(names: list[str]) -> None:
         print_table({name: SCALE[name] for name in names[1:] or SCALE})
         return
     os.environ.update(RAY_ENVIRONMENT)
-    with checkpoint.s3_server():
+    with object_stores.s3_bucket(checkpoint.BUCKET):
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        if names[:1] == ["ways"]:
+            for name in names[1:] or WAYS:
+                print_ways(WAYS[name])
+            return
         lines = [line_of(BENCHMARKS[name]) for name in names or BENCHMARKS]
         ray.shutdown()
     print("\n| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|")

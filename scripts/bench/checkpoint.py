@@ -1,20 +1,24 @@
-"""What the training thread loses to a checkpoint in S3, against the usual way with Ray Train."""
+"""What the training thread loses to a checkpoint, beside PyTorch's and Ray's ways not to wait for it.
+
+Ours and Ray's go to S3, PyTorch's to the local disk, as it has no client of S3: none waits for the end of that.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import ray.train
 import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from app.checkpoint import CheckpointManager
 from app.data.order import Steps
@@ -24,29 +28,37 @@ from app.run import open_run
 from app.run.attempts import Attempt, claim, read_attempts
 from app.run.history import Journal
 from app.settings import Settings
+from scripts.bench.ways import Figures
 
-PAIRS = 7
+ROUNDS = 7
 BUCKET = "bench"
+OURS, DCP = "Sunspot", "`dcp.async_save`, staged to memory, written by a process of its own"
 WIDTH = 4096
 """One layer of 4096 x 4096 in fp32 has 67 MB, and Adam keeps twice as much again: 201 MB."""
 
 
 def measure() -> list[tuple[float, float]]:
-    """Milliseconds that one checkpoint takes from the training thread, (Ray's, ours), in turns on one worker."""
+    """Milliseconds that one checkpoint takes from the training thread, (PyTorch's best, ours), in turns."""
+    figures = measure_ways()
+    return [(theirs, ours) for (theirs,), (ours,) in zip(figures[DCP], figures[OURS], strict=True)]
+
+
+def measure_ways() -> Figures:
+    """Milliseconds that one checkpoint takes from the training thread, each way in turns on one worker."""
     with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/pairs"
+        out = f"{folder}/figures"
         TorchTrainer(
             on_worker,
             train_loop_config={"storage": f"s3://{BUCKET}/ours", "out": out},
             scaling_config=ScalingConfig(num_workers=1),
             run_config=RunConfig(name="theirs", storage_path=f"s3://{BUCKET}"),
         ).fit()
-        with open(out) as lines:
-            return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
+        with open(out) as file:
+            return {way: [(each,) for each in stalls] for way, stalls in json.load(file).items()}
 
 
 def on_worker(config: dict[str, Any]) -> None:
-    """Both ways on the same model, in turns; a forward and a backward pass lie between, as in training."""
+    """All ways on the same model, in turns; a forward and a backward pass lie between, as in training."""
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     rows = torch.randn(64, WIDTH)
@@ -56,70 +68,110 @@ def on_worker(config: dict[str, Any]) -> None:
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((WIDTH,), WIDTH), None, Steps(6400, 64), 100)
     checkpoints = CheckpointManager(run, attempt, plan, model, optimizer, journals=journals)
-    with open(config["out"], "w") as out:
-        for step in range(1, 2 + PAIRS):
+    ways: dict[str, Way] = {
+        OURS: Ours(checkpoints),
+        DCP: Dcp(AsyncCheckpointerType.PROCESS),
+        "the same, written by a thread": Dcp(AsyncCheckpointerType.THREAD),
+        "`torch.save` and `report()`, Ray uploads behind": Report("ASYNC"),
+        "`torch.save` and `report()`, Ray uploads before it returns": Report("SYNC"),
+    }
+    stalls: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(1, 2 + ROUNDS):
+        for name, way in ways.items():
             model(rows).square().mean().backward()
             optimizer.step()
             checkpoints.took_step(step, None)
             began = time.perf_counter()
-            with tempfile.TemporaryDirectory() as folder:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state, os.path.join(folder, "state.pt"))
-                ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
-            theirs = time.perf_counter() - began
-
-            began = time.perf_counter()
-            checkpoints.save(step, {"loss": 0.0})
-            ours = time.perf_counter() - began
+            copied, stored = way.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            stall = time.perf_counter() - began
             model(rows).square().mean().backward()
             began = time.perf_counter()
-            checkpoints.wait_for_copy()
-            ours += time.perf_counter() - began
-            checkpoints.drain()
+            copied()
+            stall += time.perf_counter() - began
+            stored()
             if step > 1:  # the first one allocates
-                print(1000 * theirs, 1000 * ours, file=out)
-    checkpoints.close(finished=True)
+                stalls[name].append(1000 * stall)
+    for way in ways.values():
+        way.close()
+    with open(config["out"], "w") as out:
+        json.dump(stalls, out)
 
 
-@contextmanager
-def s3_server() -> Iterator[None]:
-    """A bucket on the server that the AWS environment names, or else on one on this machine, in a process of its own.
+def _nothing() -> None:
+    """It is copied already."""
 
-    Workers of a Ray that is started meanwhile find it.
-    """
-    import socket
 
-    import boto3
+class Way(Protocol):
+    """A way to save."""
 
-    if os.environ.get("AWS_ENDPOINT_URL"):
-        client = boto3.client("s3", region_name=os.environ.get("AWS_REGION", "us-east-1"))
-        with suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
-            client.create_bucket(Bucket=BUCKET)
-        yield
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
-        AWS_ACCESS_KEY_ID="bench",
-        AWS_SECRET_ACCESS_KEY="bench",
-        AWS_REGION="us-east-1",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        boto3.client("s3").create_bucket(Bucket=BUCKET)
-        yield
-    finally:
-        server.terminate()
-        server.wait()
+    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Begin to save; the waits until the state may change, and until it is stored."""
+
+    def close(self) -> None:
+        """End its threads and processes."""
+
+
+class Ours:
+    """The product's."""
+
+    def __init__(self, checkpoints: CheckpointManager) -> None:
+        self._checkpoints = checkpoints
+
+    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+        self._checkpoints.save(step, {"loss": 0.0})
+        return self._checkpoints.wait_for_copy, self._checkpoints.drain
+
+    def close(self) -> None:
+        self._checkpoints.close(finished=True)
+
+
+class Dcp:
+    """PyTorch's, with everything that it has against stalls on this device."""
+
+    def __init__(self, kind: AsyncCheckpointerType) -> None:
+        cuda = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=True, use_async_staging=cuda, use_non_blocking_copy=cuda
+        )
+        self._kind, self._stager = kind, DefaultStager(options)
+        self._folder = tempfile.TemporaryDirectory()
+
+    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+        place = f"{self._folder.name}/{step}"
+        begun = async_save(state, checkpoint_id=place, async_checkpointer_type=self._kind, async_stager=self._stager)
+        copied: Callable[[], object]
+        if isinstance(begun, AsyncSaveResponse):
+            copied, upload = begun.staging_completion.result, begun.upload_completion
+        else:
+            copied, upload = _nothing, begun
+
+        def stored() -> None:
+            upload.result()
+            shutil.rmtree(place)
+
+        return copied, stored
+
+    def close(self) -> None:
+        self._stager.close()
+        self._folder.cleanup()
+
+
+class Report:
+    """Ray's, as in its guide to checkpoints."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = ray.train.CheckpointUploadMode[mode]
+
+    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+        folder = tempfile.mkdtemp()
+        torch.save(state, os.path.join(folder, "state.pt"))
+        ray.train.report(
+            {"step": step},
+            checkpoint=ray.train.Checkpoint.from_directory(folder),
+            checkpoint_upload_mode=self._mode,
+            delete_local_checkpoint_after_upload=True,
+        )
+        return _nothing, ray.train.get_all_reported_checkpoints
+
+    def close(self) -> None:
+        pass

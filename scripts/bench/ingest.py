@@ -1,97 +1,282 @@
-"""Rows from Parquet into torch batches by Ray Data, against a row-by-row pipeline through PIL."""
+"""Rows from S3 into torch batches: `LOADER=ray` beside what others read with, each in turn in a process of its own.
+
+All read the same pictures once from the same server, shuffled in their own way, into normalized batches; those with a
+format of their own read a copy in it. The clock starts after WARM_UP rows. Processor time is that of the reader with
+all its processes, Ray's included, without the server's. `make readers` installs LitData and MosaicML Streaming; a way
+whose package is missing is left out.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
-import ray.data
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from app.data.mnist import open_mnist
 from app.data.order import Steps
-from app.data.parquet import open_parquet
-from app.data.ray_loader import StepStreams
+from app.data.parquet import SAMPLE, open_parquet
 from app.data.source import read_rows, rows_in
 from app.tasks.images import normalize
+from scripts.bench.ways import Figures
 
-PAIRS = 3
-WARM_UP = 60_000
-"""Rows before the measurement: one epoch, so that it begins and ends with an epoch of the yardstick."""
+ROUNDS = 3
+COPIES = 20
+"""Of the bundled digits."""
 
-ROWS, YARDSTICK_ROWS = 240_000, 60_000
-"""Rows of one measurement. An epoch of the yardstick takes a minute."""
-
-FILES = 8
-"""Files of the yardstick's data: Ray reads each in its own task."""
+WARM_UP = 20_000
+FILES, ROW_GROUP = 8, 2048
+CHUNK_BYTES = 16 << 20
+"""Of LitData's and Streaming's files: as large as a file of Parquet."""
 
 BATCH = 128
+SHUFFLED = 2048
+"""Rows among which Ray Data shuffles."""
+
+WORKERS = 2
+"""Of a DataLoader."""
+
+BUCKET = "bench"
+OURS, RAY_DATA = "Sunspot, `LOADER=ray`", "Ray Data, `read_parquet`, `map_batches`, `iter_torch_batches`"
+READERS = {
+    OURS: "ours",
+    RAY_DATA: "ray_data",
+    f"DataLoader, {WORKERS} workers, a row group at a time by pyarrow": "torch_data",
+    f"LitData, {WORKERS} workers, its own format": "litdata",
+    f"MosaicML Streaming, {WORKERS} workers, its own format": "streaming",
+}
 
 
 def measure() -> list[tuple[float, float]]:
-    """Rows a second, (row by row, ours), in turns."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    """Rows a second, (Ray Data, ours), in turns."""
+    figures = measure_ways(OURS, RAY_DATA)
+    return [(theirs[0], ours[0]) for theirs, ours in zip(figures[RAY_DATA], figures[OURS], strict=True)]
+
+
+def measure_ways(*names: str) -> Figures:
+    """Rows a second and rows per second of a core, each way in turns."""
+    readers = {name: READERS[name] for name in names or READERS}
     with tempfile.TemporaryDirectory() as folder:
-        write_data(folder)
-        lists, tensors = f"{folder}/lists", f"{folder}/tensors.parquet"
-        return [(rate(row_by_row(lists), YARDSTICK_ROWS), rate(ours(tensors), ROWS)) for _ in range(PAIRS)]
+        call("write", "parquet", folder)
+        for name, reader in list(readers.items()):
+            if reader in WRITERS and (said := call("write", reader, folder)) is None:
+                print(f"left out: {name}", flush=True)
+                del readers[name]
+    figures: Figures = {name: [] for name in readers}
+    for _ in range(ROUNDS):
+        for name, reader in readers.items():
+            said = call("read", reader)
+            if said:
+                figures[name].append(tuple(json.loads(said.splitlines()[-1])))
+    return {name: turns for name, turns in figures.items() if turns}
 
 
-def rate(batches: Iterator[torch.Tensor], wanted: int) -> float:
-    """Rows a second of float images, over `wanted` rows after the warm-up."""
-    rows, first, began = 0, 0, 0.0
-    for images in batches:
+def call(*words: str) -> str | None:
+    """What this module prints in a process of its own; None, and why on stdout, when it fails."""
+    path = [f"{sys.prefix}/readers", *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "scripts.bench.ingest", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{' '.join(words)}: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        return None
+    return done.stdout
+
+
+def main(act: str, way: str, folder: str = "") -> None:
+    """Write the rows in a way's format, or read them and print the figures."""
+    if act == "write":
+        WRITERS[way](f"{folder}/{way}", *pictures())
+        upload(f"{folder}/{way}", way)
+        return
+    rows, first, began, used = 0, 0, 0.0, 0.0
+    for images in globals()[way]():
         rows += len(images)
         if not first and rows >= WARM_UP:
-            first, began = rows, time.perf_counter()
-        elif first and rows - first >= wanted:
-            break
-    assert rows - first >= wanted
-    return (rows - first) / (time.perf_counter() - began)
+            first, began, used = rows, time.perf_counter(), processor_s()
+    seconds, used = time.perf_counter() - began, processor_s() - used
+    assert rows == COPIES * len(bundled()[1]), f"{rows} rows"
+    print(json.dumps([(rows - first) / seconds, (rows - first) / used]))
 
 
-def ours(path: str) -> Iterator[torch.Tensor]:
-    """The stream of a training run with one worker, normalized as by its task."""
-    source = open_parquet(path)
+def processor_s() -> float:
+    """Of this process and all below it, ended ones included."""
+    import psutil  # type: ignore[import-untyped]
+
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            total += sum(process.cpu_times()[:4])  # user and system, its own and that of its children that ended
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def bundled() -> tuple[np.ndarray, np.ndarray]:
+    """The digits' pixels, [n, 28, 28], and labels."""
+    source = open_parquet(str(SAMPLE))
+    rows = read_rows(source, 0, rows_in(source))
+    return rows["image"][:, 0], rows["label"]
+
+
+def pictures() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels, [n, 28, 28], and labels."""
+    images, labels = bundled()
+    return np.tile(images, (COPIES, 1, 1)), np.tile(labels, COPIES)
+
+
+def write_parquet(folder: str, images: np.ndarray, labels: np.ndarray) -> None:
+    os.mkdir(folder)
+    for number, chosen in enumerate(np.array_split(np.arange(len(labels)), FILES)):
+        tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images[chosen])
+        table = pa.table({"image": tensors, "label": labels[chosen]})
+        pq.write_table(table, f"{folder}/{number}.parquet", row_group_size=ROW_GROUP)
+
+
+def write_litdata(folder: str, images: np.ndarray, labels: np.ndarray) -> None:
+    from litdata.streaming import Cache  # type: ignore[import-not-found]
+
+    os.mkdir(folder)
+    cache = Cache(folder, chunk_bytes=CHUNK_BYTES)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        cache[number] = {"image": torch.from_numpy(image), "label": int(label)}
+    cache.done()
+    cache.merge()
+
+
+def write_streaming(folder: str, images: np.ndarray, labels: np.ndarray) -> None:
+    from streaming import MDSWriter  # type: ignore[import-not-found]
+
+    columns = {"image": "ndarray:uint8:28,28", "label": "int"}
+    with MDSWriter(out=folder, columns=columns, size_limit=CHUNK_BYTES) as out:
+        for image, label in zip(images, labels, strict=True):
+            out.write({"image": image, "label": int(label)})
+
+
+WRITERS = {"parquet": write_parquet, "litdata": write_litdata, "streaming": write_streaming}
+
+
+def upload(folder: str, name: str) -> None:
+    """Put the files of a folder into the bucket."""
+    import boto3
+
+    client = boto3.client("s3")
+    for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        client.upload_file(str(file), BUCKET, f"ingest/{name}/{file.relative_to(folder)}")
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def ours() -> Iterator[torch.Tensor]:
+    """The batches of a training run with one worker, normalized as by its task."""
+    import ray.train
+
+    from app.data.ray_loader import RayLoader, StepStreams
+
+    start_ray()
+    source = open_parquet(f"s3://{BUCKET}/ingest/parquet")
     steps = Steps(rows_in(source), BATCH)
-    epochs = 2 * ROWS // steps.rows + 1
-    streams = StepStreams(source, None, steps, 0, epochs * steps.per_epoch, lambda: 0)
-    [shard] = streams.configure({"train": None}, 1)
-    for batch in shard["train"].iter_torch_batches(batch_size=BATCH, prefetch_batches=4):
+    [shard] = StepStreams(source, None, steps, 0, steps.per_epoch, lambda: 0).configure({"train": None}, 1)
+    with patch.object(ray.train, "get_dataset_shard", shard.get):
+        loader = RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False)
+    for batch in loader.train(1, 0, steps.per_epoch):
         yield normalize(batch["image"])
 
 
-def row_by_row(path: str) -> Iterator[torch.Tensor]:
-    """As in tutorials: a map over rows, each image through PIL and torchvision's transforms."""
-    from PIL import Image
-    from torchvision import transforms
+def ray_data() -> Iterator[torch.Tensor]:
+    """As in Ray's guides: files in random order, batches through a function, and rows shuffled among some of them."""
+    import ray.data
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    def prepare(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"image": batch["image"][:, None].astype(np.float32) / 127.5 - 1, "label": batch["label"]}
 
-    def prepare(row: dict[str, Any]) -> dict[str, Any]:
-        image = Image.fromarray(np.array(row["image"], dtype=np.uint8))
-        return {"image": transform(image).numpy(), "label": row["label"]}
-
-    while True:
-        for batch in ray.data.read_parquet(path).map(prepare).iter_torch_batches(batch_size=BATCH, prefetch_batches=4):
-            yield batch["image"]
+    start_ray()
+    rows = ray.data.read_parquet(f"{BUCKET}/ingest/parquet", filesystem=s3(), shuffle="files").map_batches(prepare)
+    options: dict[str, Any] = {"prefetch_batches": 4, "local_shuffle_buffer_size": SHUFFLED}
+    for batch in rows.iter_torch_batches(batch_size=BATCH, **options):
+        yield batch["image"]
 
 
-def write_data(folder: str) -> None:
-    """MNIST twice: as lists of lists, and as tensors in row groups."""
-    source, _ = open_mnist(os.environ.get("SUNSPOT_DATA_ROOT", "data"))
-    rows = read_rows(source, 0, rows_in(source))
-    images, labels = rows["image"][:, 0], rows["label"]
-    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images)
-    pq.write_table(pa.table({"image": tensors, "label": labels}), f"{folder}/tensors.parquet", row_group_size=2048)
-    os.mkdir(f"{folder}/lists")
-    for number, chosen in enumerate(np.array_split(np.arange(len(labels)), FILES)):
-        lists = pa.array(images[chosen].tolist(), pa.list_(pa.list_(pa.int64())))
-        pq.write_table(pa.table({"image": lists, "label": labels[chosen]}), f"{folder}/lists/{number}.parquet")
+class RowGroups(IterableDataset[dict[str, torch.Tensor]]):
+    """Batches of the rows of each group in turn, each worker with groups of its own."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        info = get_worker_info()
+        assert info
+        files = [pq.ParquetFile(s3().open_input_file(f"{BUCKET}/ingest/parquet/{n}.parquet")) for n in range(FILES)]
+        groups = [(file, group) for file in files for group in range(file.metadata.num_row_groups)]
+        order = np.random.default_rng(0).permutation(len(groups))[info.id :: info.num_workers]
+        for file, group in (groups[place] for place in order):
+            table = file.read_row_group(group).combine_chunks()
+            images = torch.from_numpy(table["image"].chunk(0).to_numpy_ndarray())
+            labels = torch.from_numpy(table["label"].to_numpy())
+            for chosen in torch.randperm(len(labels)).split(BATCH):
+                yield {"image": images[chosen], "label": labels[chosen]}
+
+
+def torch_data() -> Iterator[torch.Tensor]:
+    """A DataLoader with workers."""
+    for batch in DataLoader(RowGroups(), batch_size=None, num_workers=WORKERS, multiprocessing_context="spawn"):
+        yield normalize(batch["image"][:, None])
+
+
+def litdata() -> Iterator[torch.Tensor]:
+    """LitData's own dataset and loader."""
+    from litdata import StreamingDataLoader, StreamingDataset  # type: ignore[import-not-found]
+
+    options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+    with tempfile.TemporaryDirectory() as cache:
+        rows = StreamingDataset(f"s3://{BUCKET}/ingest/litdata", cache_dir=cache, shuffle=True, storage_options=options)
+        for batch in StreamingDataLoader(rows, batch_size=BATCH, num_workers=WORKERS):
+            yield normalize(batch["image"][:, None])
+
+
+def streaming() -> Iterator[torch.Tensor]:
+    """MosaicML's own dataset, in a DataLoader."""
+    from streaming import StreamingDataset
+
+    os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
+    with tempfile.TemporaryDirectory() as cache:
+        place = {"remote": f"s3://{BUCKET}/ingest/streaming", "local": cache}
+        rows = StreamingDataset(**place, shuffle=True, batch_size=BATCH)
+        for batch in DataLoader(rows, batch_size=BATCH, num_workers=WORKERS):
+            yield normalize(batch["image"][:, None])
+
+
+def start_ray() -> None:
+    """Ray with all processors."""
+    import logging
+
+    import ray
+
+    from app.ray_session import RAY_ENVIRONMENT
+
+    os.environ.update(RAY_ENVIRONMENT)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def s3() -> pyarrow.fs.S3FileSystem:
+    """The server of the AWS environment."""
+    return pyarrow.fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The steady-state step of the training loop: against plain DDP under torchrun, with and without copies in memory."""
+"""The steady-state step of the training loop: against the loops of introductions, with and without copies in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,11 +18,15 @@ from app.run.history import read_journal
 from app.settings import Settings, load_settings
 from app.tasks import load_task
 from scripts.bench.product import train
+from scripts.bench.ways import Figures
 
 PAIRS = 5
 STEPS = 80
 WARM_UP = 20
 WORKERS = 2
+
+BESIDE_READING = {"CPU": 0.5}
+"""Of a worker whose rows Ray Data reads: with two whole cores taken, it read none in 14 minutes."""
 
 
 def measure() -> list[tuple[float, float]]:
@@ -31,17 +39,33 @@ def measure_copies() -> list[tuple[float, float]]:
     return [(ours(SNAPSHOT_COST="0"), ours()) for _ in range(PAIRS)]
 
 
+def measure_ways() -> Figures:
+    """Milliseconds of a step, by the loop of each introduction and by ours, in turns."""
+    loops: dict[str, Callable[[], float]] = {
+        "Sunspot": ours,
+        "Sunspot, `LOADER=ray`": partial(ours, LOADER="ray", RESOURCES_PER_WORKER=json.dumps(BESIDE_READING)),
+        "PyTorch's plain loop, one process with a thread for each worker": plain,
+        "DistributedDataParallel under torchrun": torchrun,
+        "Ray Train with Ray Data": ray_train,
+    }
+    figures: Figures = {name: [] for name in loops}
+    for _ in range(PAIRS):
+        for name, loop in loops.items():
+            figures[name].append((loop(),))
+    return figures
+
+
 def settings(storage: str, **more: str) -> Settings:
     """ResNet-18 on the sample, two workers of one core."""
     return load_settings(
         {
-            **more,
             "STORAGE_PATH": storage,
             "MAX_STEPS": str(STEPS),
             "NUM_WORKERS": str(WORKERS),
             "RESOURCES_PER_WORKER": '{"CPU": 1}',
             "CHECKPOINT_EVERY_S": "0",
             "REPORT_EVERY_S": "1",
+            **more,
         }
     )
 
@@ -56,49 +80,124 @@ def ours(**more: str) -> float:
 
 
 def torchrun() -> float:
-    """`plain_ddp` of this file: the same model, rows and threads."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-    output = subprocess.run([*command, "-m", "scripts.bench.step"], check=True, capture_output=True, text=True).stdout
+    """DistributedDataParallel as in its tutorial, `ddp_loop` of this file."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
+    return _in_a_process(*torchrun, "-m", "scripts.bench.step", "ddp")
+
+
+def plain() -> float:
+    """`plain_loop` of this file."""
+    return _in_a_process("-m", "scripts.bench.step", "plain")
+
+
+def _in_a_process(*words: str) -> float:
+    output = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout
     return float(json.loads(output.splitlines()[-1]))
 
 
-def plain_ddp() -> None:
-    """Plain DistributedDataParallel as in its tutorial; rank 0 prints the milliseconds of a step."""
-    import time
+def ray_train() -> float:
+    """Ray Train's introduction, with its rows from Ray Data: `on_ray` of this file."""
+    import pyarrow as pa
+    import ray.data
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
 
+    images, labels = _rows().tensors
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.numpy())
+    rows = ray.data.from_arrow(pa.table({"image": tensors, "label": labels.numpy()}))
+    with tempfile.TemporaryDirectory() as storage:
+        trainer = TorchTrainer(
+            on_ray,
+            scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker=BESIDE_READING),
+            run_config=RunConfig(storage_path=storage),
+            datasets={"train": rows},
+        )
+        metrics = trainer.fit().metrics
+    assert metrics
+    return float(metrics["ms"])
+
+
+def on_ray(_: dict[str, Any]) -> None:
+    """The loop of one of Ray Train's workers."""
+    import ray.train.torch
+
+    torch.set_num_threads(1)
+    rows, size = ray.train.get_dataset_shard("train"), settings("unused").global_batch_size // WORKERS
+
+    def batches() -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            for batch in rows.iter_torch_batches(batch_size=size, drop_last=True):
+                yield batch["image"], batch["label"]
+
+    device = ray.train.torch.get_device()
+    ray.train.report({"ms": _milliseconds(ray.train.torch.prepare_model, batches(), device)})
+
+
+def ddp_loop() -> None:
+    """DistributedDataParallel as in its tutorial; rank 0 prints the milliseconds of a step."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    from app.data.torch_loader import load_rows
+    from torch.utils.data import DataLoader, DistributedSampler
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     torch.set_num_threads(1)
     device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
-    chosen = settings("unused")
-    task = load_task(chosen)
-    plan = make_plan(chosen, task)
-    rows = load_rows(plan.source)
-    dataset = TensorDataset(rows["image"], rows["label"])
-    model = DistributedDataParallel(task.build_model(chosen, plan.source).to(device))
-    optimizer = task.build_optimizer(model, chosen)
-    loader = DataLoader(dataset, chosen.global_batch_size // WORKERS, sampler=DistributedSampler(dataset))
-    for step, (image, label) in enumerate(loader):
-        if step == WARM_UP:
-            began = time.perf_counter()
-        losses, _ = task.loss(model, {"image": image.to(device), "label": label.to(device)})
-        losses.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == STEPS - 1:
-            break
-    if cuda:
-        torch.cuda.synchronize()
+    rows = _rows()
+    loader = DataLoader(rows, settings("unused").global_batch_size // WORKERS, sampler=DistributedSampler(rows))
+    taken = _milliseconds(lambda model: DistributedDataParallel(model.to(device)), loader, device)
     if dist.get_rank() == 0:
-        print(json.dumps(1000 * (time.perf_counter() - began) / (STEPS - WARM_UP)))
+        print(json.dumps(taken))
     dist.destroy_process_group()
 
 
+def plain_loop() -> None:
+    """One process as in PyTorch's introduction; prints the milliseconds of a step."""
+    from torch.utils.data import DataLoader
+
+    torch.set_num_threads(WORKERS)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loader = DataLoader(_rows(), settings("unused").global_batch_size, shuffle=True)
+    print(json.dumps(_milliseconds(lambda model: model.to(device), loader, device)))
+
+
+def _rows() -> Any:
+    """The same images and labels for all."""
+    from torch.utils.data import TensorDataset
+
+    from app.data.torch_loader import load_rows
+
+    chosen = settings("unused")
+    rows = load_rows(make_plan(chosen, load_task(chosen)).source)
+    return TensorDataset(rows["image"], rows["label"])
+
+
+def _milliseconds(
+    prepare: Callable[[torch.nn.Module], Any],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+) -> float:
+    """Of a step, after the warm-up, of the same model."""
+    chosen = settings("unused")
+    task = load_task(chosen)
+    model = prepare(task.build_model(chosen, make_plan(chosen, task).source))
+    optimizer = task.build_optimizer(model, chosen)
+    began, step = 0.0, 0
+    while step < STEPS:
+        for image, label in batches:
+            losses, _ = task.loss(model, {"image": image.to(device), "label": label.to(device)})
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == WARM_UP:
+                began = time.perf_counter()
+            if step == STEPS:
+                break
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - began) / (STEPS - WARM_UP)
+
+
 if __name__ == "__main__":
-    plain_ddp()
+    {"ddp": ddp_loop, "plain": plain_loop}[sys.argv[1]]()
