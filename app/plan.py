@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.data.order import MIN_ROWS, Steps, run_order
+from app.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
 from app.data.source import Source, find_sources, rows_in
 from app.errors import DataError, SettingsError
 from app.settings import READING_SHARE, Settings
@@ -24,6 +24,20 @@ class Plan:
     reasons: list[str] = field(default_factory=list)
     order: str = ""
     "Checksum of the order of the rows, as the driver has it; empty: not known."
+
+    def passes(self, world_size: int) -> int:
+        """The most forward passes of a worker in one step."""
+        return max(forward_passes(rows, world_size, self.settings.micro_batch_size) for rows in self._rows_of_steps())
+
+    def pass_rows(self, world_size: int) -> int:
+        """The rows of every forward pass under COMPILE, as many as of the largest; 0: passes differ."""
+        if self.settings.compile == "off":
+            return 0
+        return max(largest_pass(rows, world_size, self.settings.micro_batch_size) for rows in self._rows_of_steps())
+
+    def _rows_of_steps(self) -> set[int]:
+        """The numbers of rows that steps have: the last one of an epoch may have its own."""
+        return {end - begin for begin, end in map(self.steps.bounds, (0, self.steps.per_epoch - 1))}
 
     def find_order(self) -> str:
         """The checksum of the order of the rows in this process, whose NumPy may be another one."""

@@ -215,6 +215,9 @@ class Settings(BaseModel):
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
     "tf32: factors of matrix products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
 
+    compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
+    "Mode of torch.compile, which compiles the model in its first passes; it needs a C or C++ compiler."
+
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
     "ddp: the whole model on each worker. fsdp: a part of it on each, for a model that is too large for one."
 

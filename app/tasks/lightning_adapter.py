@@ -41,6 +41,11 @@ class LightningTask:
             raise self._error(
                 f"a LightningModule, which SUNSPOT_PARALLEL={settings.parallel} does not shard; set it to ddp"
             )
+        if settings.compile != "off":
+            raise self._error(
+                f"a LightningModule, which SUNSPOT_COMPILE={settings.compile} does not compile; set it to off, and use "
+                "torch.compile in build_module"
+            )
 
     def __getattr__(self, name: str) -> Any:
         """`find_sources` and `predict`, if the module has them."""

@@ -9,6 +9,7 @@ from app.data.order import forward_passes, micro_batches
 from app.data.source import Batch
 from app.observe.metrics import Stopwatch
 from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
+from app.train.forward import row_losses
 from app.train.setup import join_run
 from app.train.step import after_step, evaluate, seed_generators, timed
 from app.train.worker import Worker
@@ -74,7 +75,7 @@ def accumulate_gradients(
     and gradients are averaged once, with the last part. All workers make the same number of passes, as FSDP needs all
     in each: a worker with fewer parts, or without rows, makes some with weight 0. `forward` times the forward passes.
     """
-    settings, task = worker.plan.settings, worker.task
+    settings = worker.plan.settings
     rows = len(batch["row"]) if batch else 0
     own = list(micro_batches(rows, settings.micro_batch_size)) if rows else []
     idle = forward_passes(rows_in_step, worker.world_size, settings.micro_batch_size) - len(own)
@@ -83,8 +84,8 @@ def accumulate_gradients(
     for number, part in enumerate(parts, start=1):
         given = {name: column[part] for name, column in batch.items()} if part else worker.padding_batch
         with gradient_sync(model, now=number == len(parts)):
-            with forward, torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-                losses, metrics = task.loss(model, given)
+            with forward:
+                losses, metrics = row_losses(worker, model, given)
             (losses.sum() * (worker.world_size / rows_in_step if part else 0.0)).backward()
         if part:
             values.append({"loss": losses.detach(), **metrics})

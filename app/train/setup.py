@@ -44,6 +44,7 @@ from app.run.incidents import Cause
 from app.settings import Settings, differences
 from app.tasks import Task, load_task
 from app.train.backend import processes_up
+from app.train.forward import compile_model
 from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker
 
@@ -188,7 +189,7 @@ def make_worker(
     settings, attempt, context = plan.settings, start.attempt, ray.train.get_context()
     rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
     task = load_task(settings)
-    model = build_model(plan, task, state, attempt, device)
+    model = build_model(plan, task, state, attempt, world_size, device)
 
     with watchdog.paused():  # while parts are read
         optimizer = build_optimizer(settings, task, model, state)
@@ -235,7 +236,9 @@ def make_worker(
     )
 
 
-def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: torch.device) -> torch.nn.Module:
+def build_model(
+    plan: Plan, task: Task, state: State, attempt: Attempt, world_size: int, device: torch.device
+) -> torch.nn.Module:
     """The task's model on its device, with the state's weights, or those that the seed gives it.
 
     Of a state in parts, its weights come later (`build_optimizer`).
@@ -248,7 +251,9 @@ def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, device: 
     if state.model is not None:
         load_weights(model, state.model, attempt.starts_from or settings.init_from)
     refuse_small_micro_batches(model, settings)
-    return shard_model(model, settings, device)
+    model = shard_model(model, settings, device)
+    compile_model(model, plan, world_size, device)
+    return model
 
 
 def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, state: State) -> Optimizer:

@@ -11,6 +11,7 @@ from app.data.order import largest_pass
 from app.data.source import Batch
 from app.observe.metrics import MetricWindow, Sums, mean_over_workers
 from app.parallel import StepConsensus, any_rank, sync_buffers
+from app.train.forward import row_losses
 from app.train.worker import Worker
 
 
@@ -88,8 +89,7 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
     # FSDP keeps the buffers that it gathers parameters into: training could not use those of inference mode.
     with torch.no_grad() if settings.parallel == "fsdp" else torch.inference_mode():
         for batch in _batches(worker):
-            with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-                losses, metrics = worker.task.loss(model, batch or worker.padding_batch)
+            losses, metrics = row_losses(worker, model, batch or worker.padding_batch)
             if batch:
                 sums.add({"loss": losses, **metrics})
             worker.heartbeat()

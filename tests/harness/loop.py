@@ -54,7 +54,7 @@ def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
     """A rank at the beginning of a run, on the CPU."""
     rank, world_size, device = dist.get_rank(group), dist.get_world_size(group), torch.device("cpu")
     task = load_task(plan.settings)
-    model = build_model(plan, task, State(), Attempt(1, "me", None, 0), device)
+    model = build_model(plan, task, State(), Attempt(1, "me", None, 0), world_size, device)
     idle: Any = SimpleNamespace(
         **dict.fromkeys(("heartbeat", "report", "save", "took_step", "wait_for_copy"), lambda *args, **options: None)
     )

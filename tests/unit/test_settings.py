@@ -45,6 +45,7 @@ CONTRACT = {
     "SCHEDULE": "linear",
     "CLIP_NORM": "0.0",
     "WEIGHT_DECAY": "0.0",
+    "COMPILE": "off",
 }
 
 

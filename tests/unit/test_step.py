@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.data.source import Batch
+from app.data.order import Steps
+from app.data.source import Batch, EmptySource
 from app.elastic.control import Command
+from app.plan import Plan
 from app.settings import Settings
 from app.train.step import evaluate, seed_generators
 
@@ -34,7 +36,7 @@ def evaluated(group: dist.ProcessGroup, world_size: int, **settings: Any) -> tup
         return batch["row"].float(), {}
 
     worker: Any = SimpleNamespace(
-        plan=SimpleNamespace(settings=Settings(**settings), test=object()),
+        plan=Plan(Settings(**settings), EmptySource((1,), 1), EmptySource((1,), 1), Steps(1000, 40), 25),
         world_size=world_size,
         device=torch.device("cpu"),
         model=torch.nn.Linear(1, 1),

@@ -1,0 +1,124 @@
+"""COMPILE: one graph for passes of any number of rows, the gradients of those rows alone, and the names of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.utils import counters
+
+from app.data.order import Steps, micro_batches
+from app.data.source import EmptySource
+from app.errors import SettingsError
+from app.plan import Plan
+from app.settings import Settings
+from app.tasks import load_task
+from app.train.forward import compile_model, find_compiler_problem, row_losses
+from app.train.loop import train
+from tests.harness.loop import make_worker, plan_without_evaluation, train_rank, train_ranks
+
+CPU = torch.device("cpu")
+
+needs_compiler = pytest.mark.skipif(bool(find_compiler_problem(CPU)), reason="no C++ compiler here")
+
+
+def plan_of(rows: int, **settings: Any) -> Plan:
+    steps = Steps(rows, settings.get("global_batch_size", 128))
+    return Plan(Settings(**settings), EmptySource((1,), 2), None, steps, steps.per_epoch)
+
+
+@given(st.integers(2, 500), st.integers(2, 90), st.integers(1, 9), st.integers(0, 20))
+def test_no_pass_is_larger_than_all_passes_are(rows: int, batch: int, workers: int, micro: int) -> None:
+    plan = plan_of(rows, global_batch_size=batch, micro_batch_size=micro, compile="default")
+    shares = [plan.steps.share(step, workers, rank) for step in range(plan.steps.per_epoch) for rank in range(workers)]
+    parts = [list(micro_batches(end - begin, micro)) for begin, end in shares if end > begin]
+    assert plan.pass_rows(workers) == max(part.stop - part.start for each in parts for part in each)
+    assert plan.passes(workers) == max(map(len, parts))
+    assert plan_of(rows, global_batch_size=batch).pass_rows(workers) == 0
+
+
+def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGroup) -> None:
+    settings = Settings(task="tests.tasks.tiny", global_batch_size=8)
+    found = []
+    for chosen in (settings, settings.model_copy(update={"compile": "default"})):
+        torch.manual_seed(0)
+        worker = make_worker(plan_without_evaluation(settings), group)
+        worker.plan = dataclasses.replace(worker.plan, settings=chosen)
+        batch, seen = next(worker.loader.train(1, 0, 1)), []
+        worker.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))  # type: ignore[misc]
+        losses, metrics = row_losses(worker, worker.model, {name: column[:5] for name, column in batch.items()})
+        losses.sum().backward()
+        found.append((seen, losses.detach(), metrics["accuracy"], worker.model[0].weight.grad))  # type: ignore[index]
+    (free, *before), (filled, *after) = found
+    assert (free, filled) == ([5], [8])
+    for one, other in zip(before, after, strict=True):
+        assert len(one) == len(other)
+        torch.testing.assert_close(one, other)
+
+
+def test_one_graph_serves_all_steps(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of the epoch is a short one. No code is generated: the graphs are what is looked at."""
+    compile_really = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, mode, **options: compile_really(self, backend="aot_eager", **options)
+    )
+    monkeypatch.setenv("CXX", "true")
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {"task": "tests.tasks.tiny", "global_batch_size": 7000, "epochs": 1, "learning_rate": 0.1}
+    plain = train_rank(plan_without_evaluation(Settings(**settings)), group)
+    worker = make_worker(plan_without_evaluation(Settings(**settings, compile="default")), group)
+    train(worker)
+    assert counters["stats"]["unique_graphs"] == 1
+    compiled = worker.model.state_dict()
+    assert list(compiled) == list(plain)
+    for name, weights in plain.items():
+        np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_compiled_model_is_trained_alike_by_several(parallel: str, tmp_path: Path) -> None:
+    settings = {
+        "task": "app.tasks.gpt",
+        "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},
+        "global_batch_size": 25,
+        "micro_batch_size": 9,
+        "max_steps": 3,
+    }
+    plain = train_ranks(tmp_path / "plain", 2, **settings)
+    compiled = train_ranks(tmp_path / "compiled", 2, **settings, parallel=parallel, compile="default")
+    assert list(compiled) == list(plain)
+    for name, weights in plain.items():
+        np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-4)
+
+
+def test_without_a_compiler_one_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SettingsError, match=r"SUNSPOT_COMPILE=default: torch.compile needs g\+\+ or clang\+\+, and"):
+        compile_model(nn.Linear(1, 1), plan_of(10, compile="default"), 1, CPU)
+    compile_model(nn.Linear(1, 1), plan_of(10), 1, CPU)
+
+
+def test_what_lightning_trains_compiles_itself() -> None:
+    with pytest.raises(SettingsError, match="SUNSPOT_COMPILE=default does not compile"):
+        load_task(Settings(task="app.tasks.lightning_mnist", compile="default"))
+
+
+@pytest.mark.parametrize(("micro", "mode"), [(0, "max-autotune"), (40, "max-autotune-no-cudagraphs")])
+def test_gradients_that_add_up_are_not_left_to_a_graphs_memory(micro: int, mode: str) -> None:
+    model, modes = nn.Linear(1, 1), []
+    model.compile = lambda mode, dynamic: modes.append(mode)  # type: ignore[method-assign, assignment, misc]
+    compile_model(model, plan_of(1000, micro_batch_size=micro, compile="max-autotune"), 2, CPU)
+    assert modes == [mode]
