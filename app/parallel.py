@@ -116,7 +116,8 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = DeviceMesh.from_group(_world(), device.type)
-        whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        travel = torch.bfloat16 if settings.gradient_precision == "bf16" else torch.float32
+        whole = MixedPrecisionPolicy(reduce_dtype=travel)
         # Half of the bytes, and the arithmetic of ddp, where autocast rounds the same weights after the gathering.
         rounded = replace(whole, param_dtype=torch.bfloat16, cast_forward_inputs=False)
         for block in find_blocks(model):
@@ -150,11 +151,17 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from find_blocks(child)
 
 
-def prepare(model: nn.Module) -> nn.Module:
+def prepare(model: nn.Module, settings: Settings) -> nn.Module:
     """The model to train with, from `shard_model`'s: its gradients are averaged over the workers."""
     if is_fsdp(model) or dist.get_world_size() == 1:
         return model
-    return DistributedDataParallel(model)
+    # A static graph would only save a search for unused parameters, which is off, and forbid passes that differ.
+    prepared = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if settings.gradient_precision == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        prepared.register_comm_hook(None, bf16_compress_hook)
+    return prepared
 
 
 @contextmanager

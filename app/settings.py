@@ -215,6 +215,9 @@ class Settings(BaseModel):
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
     "tf32: factors of matrix products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
 
+    gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
+    "How gradients travel between workers: bf16 halves the bytes, and rounds what is added up."
+
     compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
     "Mode of torch.compile, which compiles the model in its first passes; it needs a C or C++ compiler."
 

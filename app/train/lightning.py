@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from app.checkpoint.snapshot import map_tensors
@@ -109,7 +110,8 @@ class EvenStrategy(RayDDPStrategy):
     """
 
     def __init__(self, worker: Worker, task: LightningTask, shares: Shares) -> None:
-        super().__init__()
+        hook = bf16_compress_hook if worker.plan.settings.gradient_precision == "bf16" else None
+        super().__init__(gradient_as_bucket_view=True, ddp_comm_hook=hook)
         self._worker, self._task, self._shares = worker, task, shares
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -36,7 +36,7 @@ def train(worker: Worker) -> None:
     workers, and every row has the same weight in the gradient.
     """
     settings, task, steps, total_steps = worker.plan.settings, worker.task, worker.plan.steps, worker.plan.total_steps
-    model = prepare(worker.model)
+    model = prepare(worker.model, settings)
     optimizer, loader = worker.optimizer, worker.loader
     consensus = StepConsensus(worker.control_group)
     window = worker.open_window()

@@ -139,7 +139,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     if origin:
         retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint", print)
 
-    plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare(model)
+    plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare(model, settings)
     for step in range(group.first, group.upto):
         find_gradients(plan, prepared, step, group.ranks, rank)
         optimizer.step()
@@ -288,7 +288,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
             time.sleep(0.01)
 
     while step < STEPS:
-        find_gradients(plan, prepare(model), step, ranks, rank)
+        find_gradients(plan, prepare(model, settings), step, ranks, rank)
         step += 1
         checkpoints.wait_for_copy()
         optimizer.step()

@@ -120,3 +120,12 @@ def test_clipping_is_of_the_whole_step_and_model(tmp_path: Path) -> None:
         np.testing.assert_allclose(several[name], weights, rtol=0, atol=1e-6)
         np.testing.assert_allclose(parts[name], several[name], rtol=0, atol=1e-6)
     assert not np.allclose(free["4.weight"], alone["4.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_that_travel_in_bf16_are_rounded(parallel: str, tmp_path: Path) -> None:
+    """Far less than they are long; a worker alone sends none."""
+    exact = train_ranks(tmp_path / "exact", 2, **TINY)
+    rounded = train_ranks(tmp_path / "rounded", 2, **TINY, parallel=parallel, gradient_precision="bf16")
+    apart = np.abs(rounded["4.weight"] - exact["4.weight"]).max()
+    assert 1e-7 < apart < 1e-3
