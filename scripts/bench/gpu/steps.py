@@ -5,14 +5,24 @@ from statistics import median
 
 import torch
 
+from app.errors import SunspotError
 from app.ray_session import ray_session
 from scripts.bench.gpu.ceilings import matrix_rate
 from scripts.bench.gpu.workloads import Workload, ours, plain, workloads
 
 PAIRS = 3
 
-LADDER = {"fp32": {"PRECISION": "fp32"}, "bf16": {"PRECISION": "bf16"}}
-"""Settings, each with what was before."""
+LADDER = {
+    "fp32": {"PRECISION": "fp32"},
+    "tf32": {"PRECISION": "tf32"},
+    "bf16": {"PRECISION": "bf16"},
+    "compiled": {"PRECISION": "bf16", "COMPILE": "default"},
+    "max-autotune": {"PRECISION": "bf16", "COMPILE": "max-autotune"},
+}
+"""The options, rung by rung. The layout channels_last is in all of them, and not in the plain loop."""
+
+ON_CPU = ("fp32", "bf16", "compiled")
+"""The rungs of a trial on a CPU, where max-autotune looks for the best code for minutes."""
 
 
 def measure(device: torch.device) -> None:
@@ -33,10 +43,21 @@ def measure(device: torch.device) -> None:
                 flush=True,
             )
         for workload in workloads(device):
-            fewer = replace(workload, steps=min(workload.steps, 400))
-            steps = {name: ours(fewer, device, **chosen) for name, chosen in LADDER.items()}
-            rungs = ", ".join(f"{name} {step_ms:.3f} ms" for name, step_ms in steps.items())
-            print(f"{workload.name:30} {rungs}", flush=True)
+            climb(replace(workload, steps=min(workload.steps, 400)), device)
+
+
+def climb(workload: Workload, device: torch.device) -> None:
+    """Print the step with each rung of the ladder, and how much faster it is than with the rung before."""
+    before: float | None = None
+    for name in LADDER if device.type == "cuda" else ON_CPU:
+        try:
+            step_ms = ours(workload, device, **LADDER[name])
+        except SunspotError as error:  # no compiler, say
+            print(f"{workload.name:30} {name:12}  left out: {error}", flush=True)
+            continue
+        gain = f"{before / step_ms:8.2f}x" if before else ""
+        print(f"{workload.name:30} {name:12}  {step_ms:8.3f} ms {gain}", flush=True)
+        before = step_ms
 
 
 def utilization(workload: Workload, step_ms: float, ceiling: float) -> str:
