@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,11 @@ from app.errors import SettingsError
 from app.plan import Plan
 from app.settings import Settings
 from app.tasks import load_task
-from app.train.forward import compile_model, find_compiler_problem, row_losses
+from app.train.forward import compile_model, row_losses
 from app.train.loop import train
-from tests.harness.loop import make_worker, plan_without_evaluation, train_rank, train_ranks
+from tests.harness.loop import make_worker, plan_without_evaluation, train_rank
 
 CPU = torch.device("cpu")
-
-needs_compiler = pytest.mark.skipif(bool(find_compiler_problem(CPU)), reason="no C++ compiler here")
 
 
 def plan_of(rows: int, **settings: Any) -> Plan:
@@ -65,8 +62,9 @@ def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGr
         torch.testing.assert_close(one, other)
 
 
-def test_one_graph_serves_all_steps(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step of the epoch is a short one. No code is generated: the graphs are what is looked at."""
+@pytest.fixture
+def only_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models compile to graphs, and no code is generated from these: that takes a compiler, and a minute."""
     compile_really = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, mode, **options: compile_really(self, backend="aot_eager", **options)
@@ -74,6 +72,10 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, monkeypatch: pytes
     monkeypatch.setenv("CXX", "true")
     torch._dynamo.reset()
     counters.clear()
+
+
+def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: None) -> None:
+    """The last step of the epoch is a short one."""
     settings = {"task": "tests.tasks.tiny", "global_batch_size": 7000, "epochs": 1, "learning_rate": 0.1}
     plain = train_rank(plan_without_evaluation(Settings(**settings)), group)
     worker = make_worker(plan_without_evaluation(Settings(**settings, compile="default")), group)
@@ -85,22 +87,20 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, monkeypatch: pytes
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_compiled_model_is_trained_alike_by_several(parallel: str, tmp_path: Path) -> None:
-    settings = {
+def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: None) -> None:
+    gpt = {
         "task": "app.tasks.gpt",
         "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},
         "global_batch_size": 25,
         "micro_batch_size": 9,
-        "max_steps": 3,
+        "max_steps": 2,
     }
-    plain = train_ranks(tmp_path / "plain", 2, **settings)
-    compiled = train_ranks(tmp_path / "compiled", 2, **settings, parallel=parallel, compile="default")
+    plain = train_rank(plan_without_evaluation(Settings(**gpt)), group)
+    compiled = train_rank(plan_without_evaluation(Settings(**gpt, parallel="fsdp", compile="default")), group)
+    assert counters["stats"]["unique_graphs"] > 0
     assert list(compiled) == list(plain)
     for name, weights in plain.items():
-        np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-5)
 
 
 def test_without_a_compiler_one_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
