@@ -1,4 +1,7 @@
-"""LOADER=torch: all rows in memory, once on each node, behind a DataLoader that takes an epoch's rows in its order."""
+"""LOADER=torch: all rows in memory, once on each node, behind a DataLoader that takes an epoch's rows in its order.
+
+Rows that leave room for the training are kept on the GPU: then a step only sends it their numbers.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -13,6 +16,9 @@ from app.data.order import Steps, run_order
 from app.data.shared_rows import Workers, load_shared
 from app.data.source import Batch, Source, read_rows, rows_in
 
+GPU_SHARE = 0.2
+"""Of a GPU's free memory, that rows may take: the training needs most of it, and says how much only while it runs."""
+
 
 class TorchLoader:
     """This worker's batches."""
@@ -25,9 +31,16 @@ class TorchLoader:
         seed: int,
         world_size: int,
         rank: int,
+        device: torch.device,
         workers: Workers,
     ) -> None:
-        self._rows, *test_rows = load_shared([source, test] if test else [source], workers)
+        every = load_shared([source, test] if test else [source], workers)
+        self._device = device
+        self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
+        "Whether the rows are on the device that trains."
+        if self.resident:
+            every = [{name: column.to(device) for name, column in rows.items()} for rows in every]
+        self._rows, *test_rows = every
         self._test = test_rows[0] if test else {}
         self._test_size = rows_in(test) if test else 0
         self._order = run_order("torch", source.row_groups, seed)
@@ -53,10 +66,13 @@ class TorchLoader:
         order = self._order.permutation(epoch, self._order.windows(epoch)[0], index_type(self._steps.rows))
         return EpochShares.of(order, self._steps, self._world_size, self._rank)
 
-    @staticmethod
-    def _batches(rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
-        # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row.
-        loader = DataLoader(Selections(rows, selections), batch_size=None)
+    def _batches(self, rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
+        taken = Selections(rows, selections, self._device if self.resident else None)
+        if self.resident:
+            return map(taken.__getitem__, range(len(taken)))
+        # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row. Only from
+        # pinned memory does the copy to a GPU, one batch ahead, leave the host free.
+        loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
@@ -89,15 +105,26 @@ class EpochShares:
 class Selections(Dataset[Batch]):
     """Item k is the rows of selection k."""
 
-    def __init__(self, rows: Batch, selections: list[np.ndarray] | EpochShares) -> None:
-        self._rows, self._selections = rows, selections
+    def __init__(
+        self, rows: Batch, selections: list[np.ndarray] | EpochShares, device: torch.device | None = None
+    ) -> None:
+        """`device` is where the rows are, if not in the memory of this process."""
+        self._rows, self._selections, self._device = rows, selections, device
 
     def __len__(self) -> int:
         return len(self._selections)
 
     def __getitem__(self, index: int) -> Batch:
         chosen = torch.from_numpy(self._selections[index])
+        if self._device:
+            pinned = chosen.pin_memory() if self._device.type == "cuda" else chosen
+            chosen = pinned.to(self._device, non_blocking=True)
         return {**{name: column.index_select(0, chosen) for name, column in self._rows.items()}, "row": chosen.long()}
+
+
+def fits_on(device: torch.device, size: int) -> bool:
+    """Whether so many bytes of rows belong on the device: on a GPU with room for them."""
+    return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def index_type(rows: int) -> type[np.signedinteger]:

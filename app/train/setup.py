@@ -295,7 +295,10 @@ def make_loader(
         gather=lambda mine: gather_objects(mine, group),
         finish=lambda act: finish_together(group, act),
     )
-    return TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank, workers)
+    loader = TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank, device, workers)
+    if device.type == "cuda":
+        print(f"rows: on {device}" if loader.resident else f"rows: in memory, as {device} has too little room for them")
+    return loader
 
 
 def make_padding_batch(source: Source, device: torch.device) -> Batch:

@@ -1,0 +1,57 @@
+"""LOADER=torch gives the same batches from wherever its rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import app.data.torch_loader
+from app.data.order import Steps
+from app.data.shared_rows import Workers
+from app.data.source import Batch, EmptySource
+from app.data.torch_loader import TorchLoader, fits_on
+
+ROWS, BATCH = 23, 5
+
+
+class Numbers(EmptySource):
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        numbers = np.arange(ROWS) if rows is None else rows
+        return {"image": np.stack([numbers, numbers**2], axis=1).astype(np.uint8), "label": numbers % 3}
+
+
+def batches(monkeypatch: pytest.MonkeyPatch, resident: bool, world_size: int, rank: int) -> list[Batch]:
+    """Those of an epoch, and of its evaluation."""
+    alone = Workers("node", lambda mine: [mine], lambda act: act())
+    source = Numbers((2,), 3, row_groups=(ROWS,))
+    monkeypatch.setattr(app.data.torch_loader, "fits_on", lambda device, size: resident)
+    monkeypatch.setattr("ray.train.torch.prepare_data_loader", unchanged)
+    loader = TorchLoader(source, source, Steps(ROWS, BATCH), 7, world_size, rank, torch.device("cpu"), alone)
+    assert loader.resident is resident
+    return [*loader.train(1, 1, 5), *loader.test(4)]
+
+
+def unchanged(loader: Any, **options: Any) -> Iterator[Batch]:
+    return iter(loader)
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1)])
+def test_rows_on_the_device_are_those_in_memory(monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int) -> None:
+    here, there = (batches(monkeypatch, resident, world_size, rank) for resident in (False, True))
+    assert len(here) == len(there) > 5
+    for one, other in zip(here, there, strict=True):
+        assert list(one) == list(other)
+        for name, column in one.items():
+            assert column.dtype == other[name].dtype
+            assert torch.equal(column, other[name])
+        assert torch.equal(one["image"][:, 0].long(), one["row"])
+
+
+def test_rows_leave_a_gpu_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1000, 2000))
+    assert [fits_on(torch.device("cuda", 0), size) for size in (200, 201)] == [True, False]
+    assert not fits_on(torch.device("cpu"), 1)
