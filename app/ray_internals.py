@@ -2,6 +2,7 @@
 
 ray._private.state.state.get_draining_nodes   which nodes are preempted, and until when: no public API tells
 sys.argv of a worker                          when Ray launched it: the public API tells only of actors and tasks
+RAY_RAYLET_PID in a worker's environment      Ray's process on the node, without which there are no workers
 ray._private.state.actors                     whether a Ray Train controller lives: the public ray.util.state asks the
                                               dashboard, which local sessions do not have
 ray._raylet.PlacementGroupID                  to give back what a failed controller had reserved: the public API removes
@@ -14,6 +15,7 @@ ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes
 """
 
 import functools
+import os
 import socket
 import sys
 from collections.abc import Iterable
@@ -70,6 +72,11 @@ def launch_time() -> float | None:
     """When Ray launched this worker, in seconds since the epoch; None: it does not tell."""
     given = [argument.removeprefix(LAUNCHED_AT) for argument in sys.argv if argument.startswith(LAUNCHED_AT)]
     return int(given[-1]) / 1000 if given and given[-1].isdigit() else None
+
+
+def raylet_process() -> int:
+    """The process without which this node has no workers."""
+    return int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
 
 
 def drain_nodes(nodes: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 import torch.distributed as dist
 
+import app.warm
 from app.checkpoint import versions
 from app.checkpoint.node_parts import NodeParts, PartCopy
 from app.checkpoint.node_state import NodeState
@@ -44,7 +45,7 @@ from app.run.checkpoints import (
 )
 from app.run.history import read_journal
 from app.run.identity import refuse_other_settings
-from app.run.incidents import TIER
+from app.run.incidents import FORKED, TIER
 from app.run.status import Status, read_status, refuse_if_deleted
 from app.settings import PREFIX, Settings, accepts
 from app.storage.base import Entry
@@ -99,7 +100,8 @@ def agree_on_start(
     looks = settings.snapshot_cost and state.reads
     found = find_snapshot(run.location) if looks else None
     parts = find_parts(run.location) if looks and settings.parallel == "fsdp" else ()
-    mine = Machine(socket.gethostname(), node, found.held if found else None, find_heartbeats(run.location), parts)
+    held = found.held if found else None
+    mine = Machine(socket.gethostname(), node, held, find_heartbeats(run.location), parts, app.warm.forked)
     machines = gather_objects(mine, group)
     start = begin_attempt(run, owner, settings, machines, driver, group, state.read, node_parts.read, warn)
     return start, Found(found, state, node_parts)
@@ -178,6 +180,7 @@ def claim_attempt(
                 "host": machines[0].host,
                 "nodes": {str(rank): machine.host for rank, machine in enumerate(machines)},
                 "world_size": len(machines),
+                FORKED: sum(machine.forked for machine in machines),
                 DRIVER: driver,
                 "settings": settings.environment(),
                 "versions": versions(),

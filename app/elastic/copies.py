@@ -20,6 +20,8 @@ class Machine(NamedTuple):
     heartbeats: list[tuple[int, int, float]]
     parts: tuple[MemorySnapshot, ...] = ()
     "Of states in parts, from the lowest rank of each node alone."
+    forked: bool = False
+    "Whether the rank's process was forked (app/warm)."
 
 
 def choose_copy(

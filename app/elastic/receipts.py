@@ -8,7 +8,7 @@ import ray.train
 from app.elastic.claim import Start
 from app.elastic.restore import State
 from app.run.attempts import Attempt
-from app.run.incidents import Cause, Receipt, find_hangs, read_receipts, suspects, worker_seconds
+from app.run.incidents import FORKED, Cause, Receipt, find_hangs, read_receipts, suspects, worker_seconds
 from app.run.status import Status
 
 RESTARTING = "the worker group ends, for a restart"
@@ -61,6 +61,7 @@ def make_receipt(
         tier=state.tier,
         world_before=world_before,
         world_after=attempt.metadata["world_size"],
+        forked=attempt.metadata.get(FORKED, 0),
         **(phases or {}),
         paused_s=paused_s,
         worker_seconds_lost=max(0.0, spent - paused_s * world_before),

@@ -22,6 +22,9 @@ TIER = "tier"
 """Key in `Attempt.metadata`: where the state came from that the attempt continues from. An attempt that has it writes a
 receipt after its first step; older versions wrote neither."""
 
+FORKED = "forked"
+"""Key in `Attempt.metadata`: how many of its processes were forked, and not begun anew."""
+
 
 class Cause(enum.StrEnum):
     """Why a worker group started."""
@@ -78,6 +81,8 @@ class Receipt:
     "Where the state came from: memory, storage, or beginning."
     world_before: Workers
     world_after: Workers
+    forked: Workers = 0
+    "How many processes of the new group were forked, and not begun anew."
     launched: Moment | None = None
     "When Ray launched rank 0's process, the old group being gone. Older versions wrote none of these four."
     up: Moment | None = None
@@ -148,6 +153,8 @@ def describe(receipt: Receipt) -> str:
     workers = plural(receipt.world_after, "worker")
     if receipt.world_before not in (0, receipt.world_after):
         workers = f"{receipt.world_before} -> {workers}"
+    if receipt.forked:
+        workers += f" ({receipt.forked} forked)"
     phases = [f"{name} {at:.1f} s" for name, at in receipt.phases.items()][:-1] if receipt.cause.incident else []
     passed_by = f" ({', '.join(phases)})" if phases else ""
     origin = "the beginning" if receipt.tier == "beginning" else receipt.tier

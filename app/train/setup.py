@@ -35,7 +35,7 @@ from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
 from app.parallel import build_without_values, finish_together, gather_objects, shard_model, shard_optimizer_state
 from app.plan import Plan
-from app.ray_internals import launch_time
+from app.ray_internals import launch_time, raylet_process
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
 from app.run.failures import describe_failure, record_failure
@@ -47,6 +47,7 @@ from app.train.backend import processes_up
 from app.train.forward import compile_model
 from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker
+from app.warm.keeper import kept_server
 
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
@@ -117,6 +118,9 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 worker.reporter.phases = Phases(**phases, loaded=time.time())
                 stack.enter_context(worker.reporter.publisher)
                 stack.callback(worker.reporter.end)
+            if config["warm_key"] and ray.train.get_context().get_local_rank() == 0:
+                node, after_s = ray.get_runtime_context().get_node_id(), settings.warm_restart_after_s
+                stack.enter_context(kept_server(config["warm_key"], node, raylet_process(), after_s, warn))
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except Exception as error:

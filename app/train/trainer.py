@@ -27,11 +27,13 @@ from app.run.attempts import fatal_error, read_attempts
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.run.incidents import Cause
 from app.run.status import Status
+from app.settings import Settings
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
 from app.train.backend import BackendConfig
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes, probe_gpus
+from app.warm import keeper
 
 DRIVER_TRIES = 3
 """Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
@@ -163,6 +165,7 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
     resuming are ours (app/checkpoint).
     """
     settings, workers = plan.settings, plan.settings.num_workers
+    warm_key = choose_warm_key(settings)
     collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
     sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
     return TorchTrainer(
@@ -173,6 +176,7 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
             "driver": driver,
             "control": control,
             "threads": resources.threads,
+            "warm_key": warm_key,
             "collective_timeout_s": collective_timeout_s,
         },
         torch_config=BackendConfig(timeout_s=int(collective_timeout_s)),
@@ -188,11 +192,22 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
             failure_config=FailureConfig(max_failures=settings.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
             callbacks=[FailureRecorder(control)],
+            worker_runtime_env={"py_executable": keeper.executable(warm_key)} if warm_key else None,
         ),
         # Row ids stand for the rows; the streams put them in order and read them.
         datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
         dataset_config=make_streams(plan, resources) if sources else None,
     )
+
+
+def choose_warm_key(settings: Settings) -> str:
+    """What the nodes' servers of this training are known by (app/warm); empty: workers are not forked."""
+    if not settings.warm_restart_after_s:
+        return ""
+    if hindrance := keeper.find_hindrance(ray.get_runtime_context().runtime_env):
+        print(f"warning: no warm restarts: {hindrance}", flush=True)
+        return ""
+    return keeper.new_key()
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:

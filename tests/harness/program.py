@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,12 @@ def program(ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def ray_processes(name: str) -> list[psutil.Process]:
     """Processes of the suite's own Ray instance by the beginning of their name."""
+    own = {str(process.pid) for process in psutil.Process().children(recursive=True)}
     found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.name().startswith(f"ray::{name}"):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name().startswith(f"ray::{name}") and process.environ().get("RAY_RAYLET_PID") in own:
+                found.append(process)  # one that was forked (app/warm) is no child of ours
     return found
 
 
