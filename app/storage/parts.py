@@ -67,29 +67,41 @@ class PartWriter(Writer):
     def __init__(self, begin: Callable[[], PartUpload], put: Callable[[bytearray], None]) -> None:
         super().__init__()
         self._begin, self._put = begin, put
-        self._filling = bytearray()
+        self._buffer, self._filled = bytearray(), 0
+        self._sent: list[bytearray] = []
+        "Buffers of parts that have arrived, to be filled again: the pages of a new one cost as much as filling it."
         self._upload: PartUpload | None = None
         self._parts: list[Future[Part]] = []
 
     def _store(self, view: memoryview) -> None:
         while len(view):
-            room = part_size(len(self._parts) + 1) - len(self._filling)
-            if not room:
+            size = part_size(len(self._parts) + 1)
+            if self._filled == size:
                 self._send_part()
                 continue
-            self._filling += view[:room]
-            view = view[room:]
+            taken = min(len(view), size - self._filled)
+            end = self._filled + taken
+            self._buffer[self._filled : end] = view[:taken]
+            self._filled, view = end, view[taken:]
 
     def _send_part(self) -> None:
         self._upload = self._upload or self._begin()
         if len(self._parts) >= PARTS_IN_FLIGHT:
             self._parts[-PARTS_IN_FLIGHT].result()  # bounds the memory, and stops at the first part that failed
-        number, body, self._filling = len(self._parts) + 1, self._filling, bytearray()
-        self._parts.append(start_thread(functools.partial(self._upload.send, number, body), "storage-part"))
+        number, body = len(self._parts) + 1, self._buffer
+        del body[self._filled :]
+        self._parts.append(start_thread(functools.partial(self._send, number, body), "storage-part"))
+        self._buffer, self._filled = self._sent.pop() if self._sent else bytearray(), 0
+
+    def _send(self, number: int, body: bytearray) -> Part:
+        assert self._upload
+        part = self._upload.send(number, body)
+        self._sent.append(body)
+        return part
 
     def complete(self) -> None:
         if self._upload is None:
-            self._put(self._filling)
+            self._put(self._buffer)
             return
         self._send_part()
         self.verified = self._upload.complete([part.result() for part in self._parts], self.size)
