@@ -145,7 +145,7 @@ def test_every_value_that_may_be_drawn_is_a_right_one() -> None:
     assert problems(LEARNING_RATE="uniform(-1,1)") == [
         "SUNSPOT_LEARNING_RATE=-1.0: set it to a number above 0, e.g. 1e-3"
     ]
-    assert problems(PRECISION="choice(fp32,fp8)") == ["SUNSPOT_PRECISION=fp8: set it to fp32 or bf16"]
+    assert problems(PRECISION="choice(fp32,fp8)") == ["SUNSPOT_PRECISION=fp8: set it to fp32, tf32 or bf16"]
 
 
 def test_names_of_trials_fit() -> None:
