@@ -3,6 +3,7 @@
 import math
 from collections.abc import Set
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -38,13 +39,18 @@ def refuse_unused(settings: Settings, own: Set[str]) -> None:
 
 def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """AdamW with WEIGHT_DECAY on matrices, and none on norms and biases."""
+    groups = decay_matrices(model, settings.weight_decay)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=fused_on_gpu(model))
+
+
+def decay_matrices(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups of what trains: matrices with this decay, norms and biases with none; no empty group."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": weight_decay},
         {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=fused_on_gpu(model))
+    return [group for group in groups if group["params"]]
 
 
 def fused_on_gpu(model: torch.nn.Module) -> bool | None:

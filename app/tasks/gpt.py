@@ -16,7 +16,7 @@ from app.data.source import Batch, Source
 from app.data.text import open_text
 from app.errors import SettingsError
 from app.settings import Settings
-from app.tasks.defaults import fused_on_gpu
+from app.tasks.defaults import decay_matrices, fused_on_gpu
 from app.tasks.images import schedule
 
 __all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule"]
@@ -85,10 +85,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = decay_matrices(model, WEIGHT_DECAY)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=fused_on_gpu(model))
 
 

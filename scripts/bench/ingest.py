@@ -71,7 +71,7 @@ def measure_ways(*names: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         call("write", "parquet", folder)
         for name, reader in list(readers.items()):
-            if reader in WRITERS and (said := call("write", reader, folder)) is None:
+            if reader in WRITERS and call("write", reader, folder) is None:
                 print(f"left out: {name}", flush=True)
                 del readers[name]
     figures: Figures = {name: [] for name in readers}
