@@ -7,6 +7,7 @@ from app.plan import make_plan
 from app.run import Run, open_run
 from app.run.attempts import new_owner
 from app.run.checkpoints import Checkpoint
+from app.run.incidents import Receipt
 from app.settings import Settings
 from app.tasks import load_task
 from app.train.trainer import fit
@@ -18,3 +19,8 @@ def train(settings: Settings) -> tuple[Run, Checkpoint]:
     run = open_run(settings.storage_path, settings.run_name)
     with redirect_stdout(io.StringIO()):
         return run, fit(plan, run, new_owner(run, ""))
+
+
+def phases_of(receipt: Receipt, signal: float) -> dict[str, float]:
+    """Seconds from the signal to the end of each phase."""
+    return {name: receipt.began + seconds - signal for name, seconds in {"noticed": 0.0, **receipt.phases}.items()}

@@ -21,9 +21,9 @@ from statistics import median
 from app.ray_session import ray_session
 from app.run import SHARED_MEMORY, Run, copies_of
 from app.run.history import read_journal
-from app.run.incidents import Receipt, read_receipts
+from app.run.incidents import read_receipts
 from app.settings import load_settings
-from scripts.bench.product import train
+from scripts.bench.product import phases_of, train
 from scripts.bench.restart_task import STEPS
 from submitter.commands.audit import prove
 
@@ -82,11 +82,6 @@ def kill(folder: str, name: str, kills: int, warm: bool) -> tuple[Run, list[dict
         shown = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in each.items())
         print(f"{name}: SIGKILL to {shown}; {receipt.forked} of {receipt.world_after} forked", flush=True)
     return run, phases
-
-
-def phases_of(receipt: Receipt, signal: float) -> dict[str, float]:
-    """Seconds from the signal to the end of each phase."""
-    return {name: receipt.began + seconds - signal for name, seconds in {"noticed": 0.0, **receipt.phases}.items()}
 
 
 def find_faults(run: Run, phases: list[dict[str, float]], kills: int, before: Collection[str]) -> list[str]:

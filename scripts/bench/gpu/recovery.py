@@ -10,7 +10,7 @@ from app.run import Run
 from app.run.history import read_journal
 from app.run.incidents import read_receipts
 from app.settings import load_settings
-from scripts.bench.product import train
+from scripts.bench.product import phases_of, train
 
 KILLS = 3
 
@@ -46,8 +46,7 @@ def print_losses(run: Run, signals: list[float]) -> None:
     """A line for each signal, with the seconds from it to each phase in the receipt."""
     receipts = [receipt for receipt in read_receipts(read_journal(run, "events")) if receipt.cause.incident]
     for signal, receipt in zip(signals, receipts, strict=True):
-        times = {"noticed": 0.0, **receipt.phases}
-        phases = ", ".join(f"{name} {receipt.began + at - signal:.1f} s" for name, at in times.items())
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases_of(receipt, signal).items())
         print(f"SIGKILL to {phases}; {receipt.replayed} steps again, from {receipt.tier}", flush=True)
 
 
