@@ -27,7 +27,7 @@ from typing import Any
 from app.errors import run_and_exit
 from app.settings import PREFIX
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
-from scripts.subjects import START_S, Group, Ours, Stock, Subject, running, wait_until_complete
+from scripts.subjects import SETTLE_S, START_S, Group, Ours, Stock, Subject, running, wait_until_complete
 
 KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")
@@ -135,12 +135,13 @@ def measure(kind: str, target: str, nodes: list[str], signal: float, before: Gro
 
 def table(faults: Sequence[Fault]) -> str:
     """A line for each fault, and the medians."""
-    names = ["fault", "target", "workers", *(name.replace("_", " ") for name in PHASES), "first step", "replayed"]
+    phases = [name.replace("_", " ") for name in PHASES]
+    names = ["fault", "target", "workers", "forked", *phases, "first step", "replayed"]
     lines = [[*names, "all workers"], ["---"] * (len(names) + 1)]
     for f in faults:
         phases = [f"{f.phases[name]:.1f}" if name in f.phases else "" for name in PHASES]
         last = f"{f.complete_s:.1f}" if f.complete_s is not None else ""
-        columns = [f.kind, f.target, f"{f.world_before} to {f.world_after}"]
+        columns = [f.kind, f.target, f"{f.world_before} to {f.world_after}", str(f.receipt.get("forked", ""))]
         lines.append([*columns, *phases, f"{f.first_step_s:.1f}", str(f.replayed), last])
     middle = [f"{median(f.first_step_s for f in faults):.1f}", f"{median(f.replayed for f in faults):g}"]
     lines.append(["median", *[""] * (len(names) - 3), *middle, ""])
@@ -169,6 +170,7 @@ def main() -> int:
     parser.add_argument("--fault", choices=KINDS, default="reclaim")
     parser.add_argument("--target", choices=TARGETS, default="worker", help="whose node")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds of training before each; default: 20")
     parser.add_argument("--stock", action="store_true", help="take them from the usual loop instead")
     add_options(parser, "recovery")
     arguments = parser.parse_args()
@@ -178,10 +180,10 @@ def main() -> int:
     subject: Subject = make(arguments.profile, settings, arguments.image, arguments.namespace)
     chance = random.Random(0)
     faults = []
-    with running(subject):
+    with running(subject, arguments.settle):
         for _ in range(arguments.repeat):
             fault = inject(subject, arguments.fault, arguments.target, commands, chance)
-            complete = wait_until_complete(subject, fault.signal)
+            complete = wait_until_complete(subject, fault.signal, arguments.settle)
             faults.append(replace(fault, complete_s=round(complete.first_step - fault.signal, 1)))
             print(json.dumps(asdict(faults[-1])), flush=True)
     print(table(faults))

@@ -103,8 +103,8 @@ def test_what_a_fault_cost() -> None:
     assert (fault.first_step_s, fault.replayed, fault.world_before, fault.world_after) == (10.0, 2, 3, 2)
     assert fault.phases == {"noticed": 1.0, "save_began": 1.5, "restarted": 8.0}, "what nobody took is left out"
     lines = table([fault, replace(fault, first_step_s=14.0, replayed=0, complete_s=40.0)]).splitlines()
-    assert lines[2] == "| reclaim | worker | 3 to 2 | 1.0 | 1.5 |  |  |  |  | 8.0 |  | 10.0 | 2 |  |"
-    assert lines[-1].split("|")[12:14] == [" 12.0 ", " 1 "]
+    assert lines[2] == "| reclaim | worker | 3 to 2 | 0 | 1.0 | 1.5 |  |  |  |  | 8.0 |  | 10.0 | 2 |  |"
+    assert lines[-1].split("|")[13:15] == [" 12.0 ", " 1 "]
     assert len({line.count("|") for line in lines}) == 1
 
 
