@@ -40,7 +40,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 lint: .venv/dev  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy app submitter scripts
+	$(BIN)/mypy app submitter sunspot_client scripts
 	$(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
@@ -119,7 +119,7 @@ clean:  ## remove what was installed here; runs and data stay
 
 # Each of the three has all that the one before it has. Bytecode is compiled at once, so that the first use of the command
 # is as fast as the others.
-INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter
+INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter sunspot_client
 
 .venv/submitter: requirements/submitter.txt pyproject.toml .venv/uv
 	$(UV) install -q --compile-bytecode --require-hashes -r $<

@@ -82,13 +82,20 @@ def show(
                 raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
             time.sleep(POLL_S)
             streams = _find(run, rank)
-    if len(streams) < 1 + previous:
-        raise NotFoundError(_explain_absence(run, rank, previous and bool(streams)))
-    printer = _Printer(run, streams[-2 if previous else -1], as_json)
+    printer = _Printer(run, find_stream(run, rank, previous), as_json)
     printer.print_new()
     if follow:
         _follow(run, rank, printer, state)
     printer.close()
+
+
+def find_stream(run: Run, rank: int | None, previous: bool) -> str:
+    """The name of the newest stream of the driver, or of one rank; `previous`: of the one before. Raises
+    `NotFoundError`."""
+    streams = _find(run, rank)
+    if len(streams) < 1 + previous:
+        raise NotFoundError(_explain_absence(run, rank, previous and bool(streams)))
+    return streams[-2 if previous else -1]
 
 
 def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -> None:

@@ -1,19 +1,24 @@
 """`sunspot metrics`: a run's metric history, along the steps that made its model."""
 
+from __future__ import annotations
+
 import argparse
 import csv
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.errors import SettingsError
 from app.formatting import plural
 from app.run import Run
-from app.run.attempts import Span, lineage, read_attempts
+from app.run.attempts import lineage, read_attempts
 from app.run.history import read_journal
 from app.run.ranks import each_rank_record, to_rows
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table, print_text, warn, write_file
 from submitter.runs import find_run
+
+if TYPE_CHECKING:
+    import pyarrow
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 """What a terminal has no room for; CSV, JSON and Parquet include it."""
@@ -36,8 +41,10 @@ def run(args: argparse.Namespace) -> None:
         raise SettingsError("--json and --csv: choose one")
     with doing("reading the metric history"):
         run = find_run(args.run, args.storage)
-        spans = lineage(read_attempts(run))
-        records = with_ranks(run, spans) if args.json or args.parquet else read_journal(run, "metrics", spans)
+        if args.json or args.parquet:
+            records = with_ranks(run)
+        else:
+            records = read_journal(run, "metrics", lineage(read_attempts(run)))
     if args.parquet is not None:
         write_parquet(run, records, args.parquet, args.json)
     elif args.json:
@@ -53,8 +60,9 @@ def run(args: argparse.Namespace) -> None:
         print_table(shown, [[record.get(name) for name in shown] for record in records])
 
 
-def with_ranks(run: Run, spans: list[Span]) -> list[dict[str, Any]]:
+def with_ranks(run: Run) -> list[dict[str, Any]]:
     """The records, those with `ranks` whose numbers of each rank are kept apart from those of other records."""
+    spans = lineage(read_attempts(run))
     ranks = {
         (record["attempt"], record["step"]): to_rows(record["ranks"])
         for record in each_rank_record(run, spans)
@@ -68,11 +76,22 @@ def with_ranks(run: Run, spans: list[Span]) -> list[dict[str, Any]]:
 
 
 def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
-    """Write a Parquet file: a row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls.
-
-    Raises like `write_file`.
-    """
+    """Write `to_table` of the records. Raises like `write_file`."""
     import pyarrow.parquet
+
+    table = to_table(records)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, compression="zstd")
+    path = write_file(output, buffer.getvalue(), MARK)
+    if as_json:
+        print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
+    else:
+        print_text(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
+
+
+def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
+    """A row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
+    import pyarrow
 
     names = dict.fromkeys(name for record in records for name in record)
     columns = {}
@@ -81,14 +100,7 @@ def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json:
             columns[name] = pyarrow.array([record.get(name) for record in records])
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
             warn(f"left out: {name}, whose values are of several types")
-    table = pyarrow.table(columns, metadata={MARK: ""})
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(table, buffer, compression="zstd")
-    path = write_file(output, buffer.getvalue(), MARK)
-    if as_json:
-        print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
-    else:
-        print_text(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
+    return pyarrow.table(columns, metadata={MARK: ""})
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:

@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> None:
     wait(cluster, run, args.timeout, args.json, cluster_error)
 
 
-def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, cluster_error: str = "") -> None:
+def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool, cluster_error: str = "") -> RunState:
     """Follow the run to its end; the job goes on whatever happens to this command.
 
-    A run that ends because the operator gave up its head is started again. Returns when the run succeeded or was
+    A run that ends because the operator gave up its head is started again. Returns whether the run succeeded or was
     stopped. Raises `SunspotError` when it failed or is lost, `ConflictError` when it is being deleted, `NotFoundError`
     when there is no such run, `GaveUpError` after `timeout` seconds, and `ClusterError` when the API server stays out
     of reach.
@@ -66,6 +66,7 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
         raise SunspotError(f"{run.name} {state}: {reason}")
     if state is RunState.DELETING:
         raise ConflictError(f"{run.name} is {state}: {reason}")
+    return state
 
 
 def _follow(

@@ -51,7 +51,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources with the same .venv, the README's task, and a folder of pictures."""
     folder = tmp_path_factory.mktemp("readme") / "sunspot"
     folder.mkdir()
-    for name in ("app", "submitter", "k8s", "requirements", "Makefile", "pyproject.toml"):
+    for name in ("app", "submitter", "sunspot_client", "k8s", "requirements", "Makefile", "pyproject.toml"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, folder / name)
     # Stamps of its own, all new: make must not install this copy into the environment of the tests.

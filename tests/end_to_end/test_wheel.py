@@ -16,7 +16,7 @@ from app import __version__
 from submitter.manifest.profile import manifests
 from tests.harness import GOLDEN, REPOSITORY
 
-SOURCES = ["app", "submitter", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
+SOURCES = ["app", "submitter", "sunspot_client", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
 
 BUILD = """if True:
     import os, pathlib, shutil, sys
@@ -93,4 +93,4 @@ def test_it_says_its_version_and_license(environment: Path, tmp_path: Path) -> N
     (information,) = environment.glob("lib/python3*/site-packages/sunspot-*.dist-info")
     assert information.name == f"sunspot-{__version__}.dist-info"
     assert {path.name for path in (information / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
-    assert (information / "top_level.txt").read_text().split() == ["app", "submitter"]
+    assert (information / "top_level.txt").read_text().split() == ["app", "submitter", "sunspot_client"]

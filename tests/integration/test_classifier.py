@@ -19,6 +19,7 @@ from app.errors import DamageError, NotFoundError, SettingsError
 from app.predict.classifier import Classifier
 from app.run.checkpoints import MANIFEST, find_faults
 from app.settings import Settings
+from sunspot_client import Run
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 from tests.tasks import tiny
 
@@ -57,6 +58,8 @@ def test_accuracy_is_that_of_the_runs_own_evaluation(classifier: Classifier, fin
     assert 0.5 < (predictions == rows["label"]).mean() == finished_run.newest.metrics["test_accuracy"]
     assert classifier.describe()["name"] == finished_run.newest.name
     assert probabilities.sum(axis=1) == pytest.approx(1, abs=1e-5)
+    from_python = Run("run", finished_run.storage).predict(rows["image"])
+    assert all((ours == theirs).all() for ours, theirs in zip(from_python, (predictions, probabilities), strict=True))
 
 
 def test_no_forward_pass_is_larger_than_those_of_the_run() -> None:

@@ -14,7 +14,7 @@ from tests.harness import REPOSITORY
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-TREES = ("app", "submitter", "scripts", "k8s", "docker", "tests", "docs", "requirements")
+TREES = ("app", "submitter", "sunspot_client", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
 
 def read(page: Path) -> str:

@@ -1,0 +1,155 @@
+"""`sunspot_client`: what it returns is what the command prints, and its errors are the command's."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, SettingsError, SunspotError
+from app.run import Run as StoredRun
+from app.run import open_run
+from app.run.logs import LogWriter, rank_stream
+from app.run.status import RunState, Status, write_status
+from app.run.submissions import owner_of
+from submitter.cli import main
+from sunspot_client import Run, submit
+from tests.harness import REPOSITORY
+from tests.harness.commands import WITHOUT, process
+from tests.harness.kubernetes import FakeCluster
+from tests.harness.runs import begin, report, set_status, start
+
+
+def end(cluster: FakeCluster, stored: StoredRun, state: RunState) -> None:
+    """Have the driver of the only RayJob end."""
+    [name] = cluster.jobs
+    write_status(stored, Status(state, owner_of(stored, name), reason="so it was"))
+    ended = ("Complete", "SUCCEEDED") if state is RunState.SUCCEEDED else ("Failed", "FAILED")
+    cluster.set_status(name, *ended, reason="" if state is RunState.SUCCEEDED else "AppFailed")
+
+
+def settings_of(cluster: FakeCluster) -> dict[str, str]:
+    [job] = cluster.jobs.values()
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    return {variable["name"]: variable.get("value", "") for variable in head["env"]}
+
+
+def test_a_run_is_submitted_and_followed_to_its_end(cluster: FakeCluster, s3_bucket: str) -> None:
+    storage = f"s3://{s3_bucket}/runs"
+    wanted: dict[str, Any] = {"EPOCHS": 3, "AUDIT": True, "SUNSPOT_TASK_ARGS": {"hidden": 32}, "PRECISION": "bf16"}
+    run = submit("run", settings=wanted, storage=storage)
+    env = settings_of(cluster)
+    assert (env["SUNSPOT_EPOCHS"], env["SUNSPOT_AUDIT"], env["SUNSPOT_PRECISION"]) == ("3", "true", "bf16")
+    assert json.loads(env["SUNSPOT_TASK_ARGS"]) == {"hidden": 32}
+    assert run.status()["state"] == "pending"
+    with pytest.raises(GaveUpError, match=r"run is pending after 0\.1 s"):
+        run.wait(timeout=0.1)
+    with pytest.raises(ConflictError, match="SUNSPOT_EPOCHS"):
+        submit("run", settings={"EPOCHS": 4}, storage=storage)
+    end(cluster, open_run(storage, "run"), RunState.SUCCEEDED)
+    assert run.wait() == "succeeded"
+    assert Run("run", storage).wait() == "succeeded"
+
+
+def test_a_run_that_failed_raises(cluster: FakeCluster, s3_bucket: str) -> None:
+    run = submit("run", storage=f"s3://{s3_bucket}/runs")
+    end(cluster, open_run(f"s3://{s3_bucket}/runs", "run"), RunState.FAILED)
+    with pytest.raises(SunspotError, match="run failed: so it was"):
+        run.wait()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"EPOCHES": 3}, "SUNSPOT_EPOCHES: no such setting; did you mean SUNSPOT_EPOCHS?"),
+        ({"EPOCHS": "many"}, "SUNSPOT_EPOCHS=many"),
+        ({"TASK_ARGS": {1, 2}}, "TASK_ARGS={1, 2}: give text, a number, a boolean, or what JSON can hold"),
+    ],
+)
+def test_wrong_settings_are_one_error(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        submit("run", settings=settings, storage="s3://bucket/runs")
+
+
+def test_without_a_cluster_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ClusterError, match="no cluster: /dev/null is not there"):
+        submit("run", storage="s3://bucket/runs")
+
+
+def test_it_reads_what_the_command_reads(run: StoredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = run.storage.locate("")
+    attempt = start(begin(run), "run-1")
+    records = [{"step": step, "steps": 1, "epoch": 1, "time": 7.0, "loss": 1.0 / step} for step in (1, 2)]
+    ranks = [{"rank": 0, "rows": 3}, {"rank": 1, "rows": 2}]
+    report(run, attempt, {**records[0], "ranks": ranks}, {**records[1], "test_loss": 0.3})
+    set_status(run, RunState.SUCCEEDED, step=2)
+    writer = LogWriter(run, rank_stream(1, 1))
+    writer.append("a ränk\n".encode())
+    writer.flush()
+
+    def sunspot(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--storage", storage])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    found = Run("run", storage)
+    status, printed = found.status(), json.loads(sunspot("status", "run", "--json"))
+    assert {**status, "checkpoint_age_s": 0} == {**printed, "checkpoint_age_s": 0}
+    sunspot("metrics", "run", "--parquet", str(tmp_path / "metrics.parquet"))
+    table = found.metrics()
+    assert table.equals(pq.read_table(io.BytesIO((tmp_path / "metrics.parquet").read_bytes())))
+    assert table["loss"].to_pylist() == [1.0, 0.5]
+    assert table["test_loss"].to_pylist() == [None, 0.3]
+    assert [each["rows"] for each in table["ranks"][0].as_py()] == [3, 2]
+    assert found.logs(rank=1) == "a ränk\n" == sunspot("logs", "run", "--rank", "1")
+    with pytest.raises(NotFoundError, match="no output of the driver"):
+        found.logs()
+
+
+def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
+    begin(run)
+    missing = Run("rum", run.storage.locate(""))
+    for ask in (missing.status, missing.wait, missing.stop, missing.metrics, missing.logs):
+        with pytest.raises(NotFoundError, match="no run rum in "):
+            ask()
+
+
+def test_prediction_without_the_extra_names_it(run: StoredRun) -> None:
+    program = f"{WITHOUT}from sunspot_client import Run; Run(*sys.argv[1:]).predict([])"
+    begin(run)
+    answer = process("run", run.storage.locate(""), program=program)
+    assert answer.err.splitlines()[-1] == (
+        "app.errors.SettingsError: predict: numpy is not installed; pip install 'sunspot[train]'"
+    )
+
+
+def test_the_examples_run(cluster: FakeCluster, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUNSPOT_STORAGE_PATH", f"s3://{s3_bucket}/runs")
+    stored = open_run(f"s3://{s3_bucket}/runs", "digits")
+
+    def operate() -> None:
+        while not cluster.jobs:
+            time.sleep(0.05)
+        end(cluster, stored, RunState.SUCCEEDED)
+
+    operator = threading.Thread(target=operate)
+    operator.start()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs/python.md").read_text(), re.S | re.M):
+        exec(block, names)
+    operator.join()
+    assert names["run"].status()["state"] == "succeeded"
+
+
+def test_the_page_names_every_method() -> None:
+    page = (REPOSITORY / "docs/python.md").read_text()
+    assert set(re.findall(r"^\| `run\.(\w+)", page, re.M)) == {name for name in vars(Run) if not name.startswith("_")}
