@@ -60,6 +60,8 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     """Read the size of the data and work out the steps; raises `DataError` for data that cannot be trained on."""
     find = getattr(task, "find_sources", find_sources)
     source, test = find(settings)
+    unrated = hasattr(task, "train") and not hasattr(task, "loss")
+    test = None if unrated else test
     rows = rows_in(source)
     if rows < MIN_ROWS:
         raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
@@ -69,7 +71,11 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     shape = "x".join(map(str, source.shape))
     reasons = [
         f"data: {rows} training rows of {shape}, {source.classes} classes; "
-        + (f"{rows_in(test)} held-out rows" if test else "no held-out rows, so no evaluation"),
+        + (
+            f"{rows_in(test)} held-out rows"
+            if test
+            else f"no {'loss' if unrated else 'held-out rows'}, so no evaluation"
+        ),
         f"steps: {total} = "
         + (
             f"MAX_STEPS, of {by_epochs} by EPOCHS"

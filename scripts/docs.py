@@ -1,13 +1,15 @@
 """`python -m scripts.docs`: write the pages of docs/ that come from definitions; a test compares them.
 
 docs/settings.md comes from app/settings.py, docs/cli.md from the parser of `sunspot`, the keys in docs/profiles.md from
-submitter/manifest/profile.py, and the layers in docs/architecture.md from pyproject.toml and the packages' docstrings.
+submitter/manifest/profile.py, the layers in docs/architecture.md from pyproject.toml and the packages' docstrings, and
+what docs/own-loop.md compares from two tasks of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import inspect
 import textwrap
 import tomllib
@@ -26,6 +28,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 
 MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
+
+SCRIPT, TASK = "tests/tasks/nano_script.py", "tests/tasks/nano.py"
+"""A training loop before and after it became a task."""
 
 KEPT = "**kept**"
 """Beside a setting that a run keeps to its last step."""
@@ -52,12 +57,13 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Each page with its text."""
-    profiles, architecture = DOCS / "profiles.md", DOCS / "architecture.md"
+    profiles, architecture, own_loop = DOCS / "profiles.md", DOCS / "architecture.md", DOCS / "own-loop.md"
     return {
         DOCS / "settings.md": settings_page(),
         DOCS / "cli.md": commands_page(),
         profiles: _by_hand(profiles) + "\n".join(_profile_sections()),
         architecture: _by_hand(architecture) + "\n".join(_layers()),
+        own_loop: _by_hand(own_loop) + "\n".join(_difference()),
     }
 
 
@@ -145,6 +151,13 @@ def _layers() -> Iterator[str]:
         yield f"\n### {layers[0][0].partition('.')[0]}\n"
         yield _table(["layer", "module", "purpose"], rows).rstrip()
     yield ""
+
+
+def _difference() -> Iterator[str]:
+    before, after = ((REPOSITORY / file).read_text().splitlines() for file in (SCRIPT, TASK))
+    yield "\n```diff"
+    yield from difflib.unified_diff(before, after, SCRIPT, TASK, lineterm="")
+    yield "```\n"
 
 
 def _purpose(module: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from app.data.source import Batch
 from app.data.torch_loader import load_rows
+from app.errors import SettingsError
 from app.parallel import clip_gradients
 from app.plan import make_plan
 from app.settings import Settings
@@ -22,6 +23,8 @@ from app.tasks import Task, load_task
 def train(settings: Settings) -> str:
     """Train for EPOCHS on this machine; returns the folder of the results."""
     task = load_task(settings)
+    if hasattr(task, "train"):
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: brings its own loop; train it by `python -m app`")
     plan = make_plan(settings, task)
     device = torch.device("cuda" if torch.cuda.is_available() and settings.use_gpu != "false" else "cpu")
     rows = load_rows(plan.source)

@@ -1,7 +1,8 @@
 """A task is the module with a run's model, optimizer and loss, or with a LightningModule that has all three."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import torch
@@ -12,7 +13,7 @@ from app.settings import Settings
 from app.tasks.defaults import fill_in, refuse_unused
 
 TASK_FUNCTIONS = ("build_model", "loss")
-"""What a task has to define, unless it defines `build_module` for Lightning (app/tasks/lightning_adapter.py)."""
+"""What a task has to define, unless it defines `train`, or `build_module` for Lightning (lightning_adapter.py)."""
 
 LIGHTNING = ("lightning", "pytorch_lightning", "torchmetrics")
 """Packages of the extra `lightning`."""
@@ -32,7 +33,8 @@ class Task(Protocol):
         """
         ...
 
-    # Optional: the first two have defaults by the settings (app/tasks/defaults.py).
+    # Optional: the first two have defaults by the settings (app/tasks/defaults.py). A task with `train`
+    # needs no `loss`; if it has one, held-out rows are evaluated by it.
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """The optimizer, with each group at its peak learning rate."""
@@ -42,10 +44,76 @@ class Task(Protocol):
         """The factor on the learning rates at optimizer step 0 .. total_steps - 1."""
         ...
 
+    def train(self, run: "TrainingRun") -> None:
+        """The loop over all steps, in the place of ours (app/train/loop.py)."""
+        ...
+
     # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (app/data/source.py), for rows
     # other than those of DATASET.
     # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's
     # device. Without it, `app.predict` cannot use the task's models, and the report shows no predictions.
+
+
+class TrainingRun(Protocol):
+    """A run as `train(run)` of a task sees it, on each worker."""
+
+    settings: Settings
+    rank: int
+    world_size: int
+    device: torch.device
+    model: torch.nn.Module
+    "The task's, on the device; its gradients are averaged over the workers."
+    optimizer: torch.optim.Optimizer
+    "The task's, or the default; its state is that of `position`."
+    position: int
+    "Optimizer steps taken since the run began."
+    total_steps: int
+    weight: float
+    """What the loss of a row counts: backward of the sum of the weighted losses gives the gradient of the mean over all
+    rows of the step. 0 for a batch that is none of this worker's: a step may be too small for all workers."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the step to take, from 1."""
+        ...
+
+    def batches(self) -> Iterator[Batch]:
+        """This worker's rows of each step, from `position` until the run ends or stops, which may be in any step.
+
+        Before each, the random number generators are seeded by the step, and the rates set by the schedule. All
+        workers get as many batches, and must make as many passes.
+        """
+        ...
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """A batch cut into parts of at most MICRO_BATCH_SIZE rows, each with its `weight`; to make one pass of each.
+
+        Gradients are averaged over the workers with the last.
+        """
+        ...
+
+    def forward(self) -> AbstractContextManager[None]:
+        """For a forward pass: computes as PRECISION says, and measures how long it takes."""
+        ...
+
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        """What `loss` of the task returns, in a `forward`; compiled as COMPILE says."""
+        ...
+
+    def log(self, values: Batch) -> None:
+        """Add to the metric history, by name: a value of each row of the batch or part, [B], or their mean, []."""
+        ...
+
+    def clip(self) -> None:
+        """Scale down the gradient of a step, as CLIP_NORM says."""
+        ...
+
+    def step(self) -> None:
+        """To be called when a batch's optimizer step has been taken: counts it, saves, evaluates, reports.
+
+        All workers call it together. Raises to end this worker when the group restarts; do not catch that.
+        """
+        ...
 
 
 Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
@@ -78,8 +146,8 @@ def load_task(settings: Settings) -> Task:
     if for_lightning:
         refuse_unused(settings, own={"build_optimizer", "schedule"})
         return cast(Task, LightningTask(module, settings))
-    missing = [name for name in TASK_FUNCTIONS if not hasattr(module, name)]
-    if missing:
+    needed = ("build_model",) if hasattr(module, "train") else TASK_FUNCTIONS
+    if missing := [name for name in needed if not hasattr(module, name)]:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module, "
             "the one function of a task for Lightning"

@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -16,18 +17,23 @@ COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """By kind of device: the variable that names the compiler for what torch.compile writes, and where else to look."""
 
 
+def in_precision(worker: Worker) -> AbstractContextManager[None]:
+    """Autocast, as PRECISION says."""
+    return torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.plan.settings.precision == "bf16")
+
+
 def row_losses(worker: Worker, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     """The task's loss of each row of a batch, [B], and its metrics, [B] each.
 
     Under COMPILE every pass has the same number of rows, so that one graph serves all: what is missing of them are the
     batch's own rows again, of which no loss is returned, and no gradient comes.
     """
-    settings, rows = worker.plan.settings, len(batch["row"])
+    rows = len(batch["row"])
     missing = worker.plan.pass_rows(worker.world_size) - rows
     if missing > 0:
         again = torch.arange(rows + missing, device=batch["row"].device) % rows
         batch = {name: column[again] for name, column in batch.items()}
-    with torch.autocast(worker.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+    with in_precision(worker):
         losses, metrics = worker.task.loss(model, batch)
     if missing > 0:
         losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}

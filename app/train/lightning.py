@@ -104,7 +104,7 @@ class Shares:
 
 
 class EvenStrategy(RayDDPStrategy):
-    """DDP with the same weight for all rows of a step, as in `app.train.loop.accumulate_gradients`.
+    """DDP with the same weight for all rows of a step, as in `app.train.run.passes`.
 
     One batch is one optimizer step: more than `micro_batch_size` rows are accumulated within it.
     """

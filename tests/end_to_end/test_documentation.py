@@ -60,7 +60,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / ".venv" / name).symlink_to(REPOSITORY / ".venv" / name)
     for stamp in ("uv", "submitter", "train", "dev"):
         (folder / ".venv" / stamp).touch()
-    (folder / "my_task.py").write_text(find_example("python", "# my_task.py"))
+    for name in ("my_task.py", "my_loop.py"):
+        (folder / name).write_text(find_example("python", f"# {name}"))
     (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
     random = np.random.default_rng(0)
     for label in ("cats", "dogs"):

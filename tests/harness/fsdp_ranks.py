@@ -33,10 +33,9 @@ from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import is_sharded, load_parts, load_whole
 from app.checkpoint.shared_memory import find_parts, find_snapshot
 from app.checkpoint.slots import as_bytes
-from app.data.order import MIN_ROWS, Steps
+from app.data.order import Steps
 from app.data.source import read_rows
 from app.elastic.copies import Machine, choose_copy, without_copies
-from app.observe.metrics import Stopwatch
 from app.parallel import any_rank, build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
 from app.plan import Plan
 from app.run import Run, open_run
@@ -46,7 +45,8 @@ from app.run.history import Journal
 from app.settings import Settings
 from app.storage.retry import retry_storage
 from app.tasks import gpt
-from app.train.loop import accumulate_gradients
+from app.train.forward import row_losses
+from app.train.run import passes
 
 STEPS = 6
 BATCH = 25
@@ -165,10 +165,11 @@ def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int,
     """Forward and backward of a rank's share of a step."""
     rows = {column: torch.from_numpy(values) for column, values in read_rows(plan.source, 0, STEPS * BATCH).items()}
     worker: Any = SimpleNamespace(plan=plan, task=gpt, world_size=ranks, device=torch.device("cpu"))
-    worker.padding_batch = {column: values[:MIN_ROWS] for column, values in rows.items()}
     begin, end = plan.steps.share(step, ranks, rank)
     batch = {column: values[begin:end] for column, values in rows.items()}
-    accumulate_gradients(worker, prepared, batch, BATCH, Stopwatch(worker.device))
+    for part, weight in passes(prepared, batch, BATCH, ranks, plan.settings.micro_batch_size, empty=False):
+        losses, _ = row_losses(worker, prepared, part)
+        (losses.sum() * weight).backward()
 
 
 def share_copy(root: str, rank: int) -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,8 +32,11 @@ from tests.harness.process_group import in_processes
 class QuietWorker(Worker):
     """Tells Ray nothing."""
 
+    losses: ClassVar[list[float]] = []
+    "Of the newest worker's records."
+
     def report(self, record: dict[str, Any], window: MetricWindow) -> None:
-        pass
+        self.losses.append(record["loss"])
 
 
 class Shares:
@@ -91,6 +94,19 @@ def train_ranks(folder: Path, count: int, **settings: Any) -> dict[str, np.ndarr
     folder.mkdir()
     plan = plan_without_evaluation(Settings(**settings))
     return in_processes(folder, count, functools.partial(train_rank, plan))[0]  # type: ignore[no-any-return]
+
+
+def losses_of_ranks(folder: Path, count: int, **settings: Any) -> list[float]:
+    """The mean loss of each step of `count` ranks."""
+    folder.mkdir()
+    plan = plan_without_evaluation(Settings(**settings, checkpoint_every_steps=1))
+
+    def act(group: dist.ProcessGroup) -> list[float]:
+        QuietWorker.losses = []
+        train_rank(plan, group)
+        return QuietWorker.losses
+
+    return in_processes(folder, count, act)[0]  # type: ignore[no-any-return]
 
 
 def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:

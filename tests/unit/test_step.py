@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,11 +17,10 @@ from app.data.order import Steps
 from app.data.source import Batch, EmptySource
 from app.elastic.control import Command
 from app.elastic.restore import State
-from app.observe.metrics import MetricWindow, RecentMeans
-from app.parallel import clip_gradients
 from app.plan import Plan
 from app.settings import Settings
-from app.train.loop import accumulate_gradients, set_learning_rate
+from app.train.loop import take_step
+from app.train.run import TrainingRun
 from app.train.setup import build_optimizer
 from app.train.step import evaluate, seed_generators
 from tests.harness.loop import make_worker, plan_without_evaluation
@@ -74,45 +74,39 @@ def test_an_evaluation_leaves_nothing_of_inference_mode_to_fsdp(group: dist.Proc
     assert sum(passes) == HELD_OUT
 
 
-def test_a_step_reads_nothing_that_the_device_computes(group: dist.ProcessGroup) -> None:
-    """Tensors of the meta device have no values: whatever would wait for one raises."""
+def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
+    """A run of a worker alone, with all of its tensors on a device."""
     settings = Settings(task="tests.tasks.tiny", global_batch_size=8, micro_batch_size=5, clip_norm=1)
     worker = make_worker(plan_without_evaluation(settings), group)
-    model = worker.model.to("meta")
-    optimizer = build_optimizer(settings, worker.task, model, State())
-    worker.padding_batch = {name: column.to("meta") for name, column in worker.padding_batch.items()}
-    window = worker.open_window()
-    for batch in worker.loader.train(1, 0, 2):
-        seed_generators(0, 0, 0)
-        on_device = {name: column.to("meta") for name, column in batch.items()}
-        values = accumulate_gradients(worker, model, on_device, 8, window.forward)
-        clip_gradients(model, settings.clip_norm)
-        set_learning_rate(optimizer, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        window.add_step(values, 0.0, 0.0)
-        worker.took_step(1, on_device["row"], window, False)
+    train, worker.device = worker.loader.train, torch.device("cpu" if device == "meta" else device)
+
+    def on_device(*steps: int) -> Iterator[Batch]:
+        return ({name: column.to(device) for name, column in batch.items()} for batch in train(*steps))
+
+    worker.loader.train = on_device  # type: ignore[method-assign]
+    worker.model = worker.model.to(device)
+    worker.optimizer = build_optimizer(settings, worker.task, worker.model, State())
+    return TrainingRun(worker)
+
+
+def test_a_step_reads_nothing_that_the_device_computes(group: dist.ProcessGroup) -> None:
+    """Tensors of the meta device have no values: whatever would wait for one raises."""
+    run = run_on("meta", group)
+    for batch in itertools.islice(run.batches(), 2):
+        take_step(run, batch)
     with pytest.raises(RuntimeError, match="meta"):
-        window.mean_loss  # noqa: B018
+        run._window.mean_loss  # noqa: B018
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
-    settings = Settings(task="tests.tasks.tiny", global_batch_size=8, micro_batch_size=5, clip_norm=1)
-    worker = make_worker(plan_without_evaluation(settings), group)
-    device = worker.device = torch.device("cuda")
-    model = worker.model.to(device)
-    optimizer = build_optimizer(settings, worker.task, model, State())
-    batches = [{name: column.to(device) for name, column in each.items()} for each in worker.loader.train(1, 0, 4)]
-    window = MetricWindow(group, device, RecentMeans(8, {}))
-    for number, batch in enumerate(batches):
-        torch.cuda.set_sync_debug_mode("error" if number else "default")
+    run = run_on("cuda", group)
+    batches = list(run._worker.loader.train(1, 0, 4))
+    run._worker.loader.train = lambda *_: iter(batches)  # type: ignore[assignment, method-assign]
+    for batch in itertools.islice(run.batches(), 4):
+        torch.cuda.set_sync_debug_mode("error" if run.position else "default")
         try:
-            values = accumulate_gradients(worker, model, batch, 8, window.forward)
-            clip_gradients(model, settings.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            window.add_step(values, 0.0, 0.0)
+            take_step(run, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -1,0 +1,148 @@
+"""A run as its training loop sees it: ours (app/train/loop.py), and the `train` that a task brings."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from app.data.order import MIN_ROWS, forward_passes, micro_batches
+from app.data.source import Batch
+from app.errors import SettingsError
+from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
+from app.train.forward import in_precision, row_losses
+from app.train.step import after_step, evaluate, seed_generators, timed
+from app.train.worker import Worker
+
+
+class TrainingRun:
+    """What `app.tasks.TrainingRun` promises, by one worker.
+
+    A step is one optimizer step, counted over the whole run. Step k of an epoch consumes the same rows on any number of
+    workers, and every row has the same weight in the gradient.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.settings, self.total_steps = worker.plan.settings, worker.plan.total_steps
+        self.rank, self.world_size, self.device = worker.rank, worker.world_size, worker.device
+        self.model, self.optimizer = prepare(worker.model, self.settings), worker.optimizer
+        self.position = worker.start
+        self.weight = 0.0
+        self._consensus, self._window = StepConsensus(worker.control_group), worker.open_window()
+        self._shared: Batch | None = None
+        "This worker's share of the step that is being taken; None between two steps."
+        self._passes: list[Batch] = []
+        "What the loop has logged of the rows of each forward pass."
+        self._stopped = False
+        # From here on parameters change.
+        worker.optimizer.register_step_pre_hook(lambda *_: worker.checkpoints.wait_for_copy())
+
+    @property
+    def epoch(self) -> int:
+        return min(self.position, self.total_steps - 1) // self._worker.plan.steps.per_epoch + 1
+
+    def batches(self) -> Iterator[Batch]:
+        worker, steps = self._worker, self._worker.plan.steps
+        if not worker.evaluated:  # the group before ended with the epoch's last step
+            worker.add_evaluation(evaluate(worker))
+        while self.position < self.total_steps:
+            first = self.position % steps.per_epoch
+            last = min(steps.per_epoch, first + self.total_steps - self.position)
+            self.model.train()
+            for share, data_wait, began in timed(worker.loader.train(self.epoch, first, last)):
+                self._data_wait, self._began = data_wait, began
+                seed_generators(self.settings.seed, self.position, self.rank)
+                set_learning_rate(worker.optimizer, worker.task.schedule(self.position, self.total_steps))
+                begin, end = steps.bounds(self.position % steps.per_epoch)
+                self._shared, self._rows_in_step, self._passes = share, end - begin, []
+                batch = share if self._has_rows else worker.padding_batch
+                self._begin_pass(batch, self.world_size / (end - begin) if self._has_rows else 0.0)
+                yield batch
+                if self._shared is not None:
+                    raise self._error("took a batch and did not call run.step() after it")
+                if self._stopped:
+                    return
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        limit, self._passes = self.settings.micro_batch_size, []
+        weighted = passes(self.model, batch, self._rows_in_step, self.world_size, limit, empty=not self._has_rows)
+        for part, weight in weighted:
+            self._begin_pass(part, weight)
+            yield part
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._window.forward, in_precision(self._worker):
+            yield
+
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        with self._window.forward:
+            return row_losses(self._worker, self.model, batch)
+
+    def log(self, values: Batch) -> None:
+        if not self.weight:
+            return
+        for name, value in values.items():
+            if value.shape not in ((), (self._rows,)):
+                shape = list(value.shape)
+                raise self._error(
+                    f"logged {name} of shape {shape}; log one number, or one for each of {self._rows} rows"
+                )
+            self._passes[-1][name] = value.detach().expand(self._rows)
+
+    def clip(self) -> None:
+        clip_gradients(self.model, self.settings.clip_norm)
+
+    def step(self) -> None:
+        if self._shared is None:
+            raise self._error("called run.step() twice for one batch")
+        values = [each for each in self._passes if each]
+        if self._has_rows and not values:
+            raise self._error("""logged nothing of a batch; call run.log({"loss": losses}) before run.step()""")
+        learning_rate = float(self._worker.optimizer.param_groups[0]["lr"])
+        self._window.add_step(values, time.perf_counter() - self._began, self._data_wait)
+        self.position += 1
+        ids, self._shared = self._shared.get("row"), None
+        self._stopped = after_step(self._worker, self._consensus, self._window, self.position, ids, learning_rate)
+
+    def refuse_early_end(self) -> None:
+        """Raise `SettingsError` if a loop has returned before the run ends or is stopped."""
+        if self.position < self.total_steps and not self._stopped:
+            raise self._error(f"returned at step {self.position} of {self.total_steps}; take all of run.batches()")
+
+    @property
+    def _has_rows(self) -> bool:
+        return bool(self._shared and len(self._shared["row"]))
+
+    def _begin_pass(self, batch: Batch, weight: float) -> None:
+        self._rows, self.weight = len(batch["row"]), weight
+        self._passes.append({})
+
+    def _error(self, text: str) -> SettingsError:
+        return SettingsError(f"SUNSPOT_TASK={self.settings.task}: its train(run) {text}")
+
+
+def passes(
+    model: torch.nn.Module, batch: Batch, rows_in_step: int, world_size: int, limit: int, *, empty: bool
+) -> Iterator[tuple[Batch, float]]:
+    """The forward and backward passes of this worker's share of a step: the rows of each, and the weight of their loss.
+
+    Gradients are averaged over the workers, so a row's loss is weighted by world size / rows in the step: the result is
+    the mean over all rows of the step, whatever each worker's share. More than `limit` rows are accumulated, and
+    gradients are averaged once, with the last part. All workers make the same number of passes, as FSDP needs all in
+    each: a worker with fewer parts, or whose share is `empty`, makes some with weight 0.
+    """
+    own = [] if empty else list(micro_batches(len(batch["row"]), limit))
+    idle = forward_passes(rows_in_step, world_size, limit) - len(own)
+    slices = [*[slice(MIN_ROWS)] * idle, *own]
+    for number, rows in enumerate(slices):
+        with gradient_sync(model, now=number == len(slices) - 1):
+            weight = world_size / rows_in_step if number >= idle else 0.0
+            yield {name: column[rows] for name, column in batch.items()}, weight
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Scale each group's peak rate. It is a function of the step, so nothing has to be stored."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
