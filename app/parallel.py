@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from app.background import start_thread
+from app.errors import SettingsError
 from app.settings import Settings
 
 if TYPE_CHECKING:
@@ -112,6 +113,11 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if settings.parallel == "fsdp":
+        if has_several(model):
+            raise SettingsError(
+                f"SUNSPOT_PARALLEL=fsdp: {settings.task} has several models ({type(model).__name__}), and each worker "
+                "needs all of them; set it to ddp"
+            )
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -151,10 +157,19 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from find_blocks(child)
 
 
+def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:
+    """Whether a model is only a container of several, which a task's own loop calls."""
+    return type(model) in (nn.ModuleDict, nn.ModuleList)
+
+
 def prepare(model: nn.Module, settings: Settings) -> nn.Module:
-    """The model to train with, from `shard_model`'s: its gradients are averaged over the workers."""
-    if is_fsdp(model) or dist.get_world_size() == 1:
+    """The model to train with, from `shard_model`'s: its gradients are averaged over the workers. Of several, each."""
+    if is_fsdp(model) or dist.get_world_size() == 1 or not any(each.requires_grad for each in model.parameters()):
         return model
+    if isinstance(model, nn.ModuleDict) and has_several(model):
+        return nn.ModuleDict({name: prepare(part, settings) for name, part in model.items()})
+    if has_several(model):
+        return nn.ModuleList(prepare(part, settings) for part in model.children())
     # A static graph would only save a search for unused parameters, which is off, and forbid passes that differ.
     prepared = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if settings.gradient_precision == "bf16":
@@ -170,11 +185,12 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
     if is_fsdp(model):
         model.set_requires_gradient_sync(now)
         yield
-    elif isinstance(model, DistributedDataParallel) and not now:
-        with model.no_sync():
-            yield
     else:
-        yield
+        with ExitStack() as stack:
+            for part in model.children() if has_several(model) else [model]:
+                if isinstance(part, DistributedDataParallel) and not now:
+                    stack.enter_context(part.no_sync())
+            yield
 
 
 def clip_gradients(model: nn.Module, longest: float) -> None:

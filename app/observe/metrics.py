@@ -21,13 +21,16 @@ class Sums:
     """Sums of per-row values, kept on the device, as reading one would wait for it."""
 
     def __init__(self) -> None:
-        self.rows = 0
         self._sums: dict[str, torch.Tensor] = {}
         self._rows: dict[str, int] = {}
 
+    @property
+    def rows(self) -> int:
+        """Rows that have a value, of whatever name."""
+        return max(self._rows.values(), default=0)
+
     def add(self, values: Batch) -> None:
         """Add the values of some rows, by name, each [B]."""
-        self.rows += len(next(iter(values.values())))
         for name, rows in values.items():
             total = rows.detach().double().sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total

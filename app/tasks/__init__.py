@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -23,7 +23,10 @@ class Task(Protocol):
     """The functions of a task module. `settings.task_args` holds its own hyperparameters."""
 
     def build_model(self, settings: Settings, source: Source) -> torch.nn.Module:
-        """The model, on the CPU, initialized with torch's default generator."""
+        """The model, on the CPU, initialized with torch's default generator.
+
+        For a loop that calls several models: these in an `nn.ModuleDict` or `nn.ModuleList`.
+        """
         ...
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
@@ -37,7 +40,7 @@ class Task(Protocol):
     # needs no `loss`; if it has one, held-out rows are evaluated by it.
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """The optimizer, with each group at its peak learning rate."""
+        """The optimizer, with each group at its peak learning rate; or a dict of several, which are made one."""
         ...
 
     def schedule(self, step: int, total_steps: int) -> float:
@@ -61,10 +64,10 @@ class TrainingRun(Protocol):
     rank: int
     world_size: int
     device: torch.device
-    model: torch.nn.Module
-    "The task's, on the device; its gradients are averaged over the workers."
-    optimizer: torch.optim.Optimizer
-    "The task's, or the default; its state is that of `position`."
+    model: Any
+    "The task's, on the device; its gradients are averaged over the workers. Of several, each item's."
+    optimizer: Any
+    "The task's, or the default; its state is that of `position`. Of several: `optimizer[name]`."
     position: int
     "Optimizer steps taken since the run began."
     total_steps: int
@@ -92,6 +95,14 @@ class TrainingRun(Protocol):
         """
         ...
 
+    def draw(self, *shape: int) -> torch.Tensor:
+        """Random numbers for each row of the batch, from 0 to below 1; float32 [B, *shape], on the device.
+
+        They are a function of the seed, the step and the row's place in it: the same at any number of workers, unlike
+        those of torch's own generators. A column of the batch before `parts` cuts it.
+        """
+        ...
+
     def forward(self) -> AbstractContextManager[None]:
         """For a forward pass: computes as PRECISION says, and measures how long it takes."""
         ...
@@ -104,8 +115,8 @@ class TrainingRun(Protocol):
         """Add to the metric history, by name: a value of each row of the batch or part, [B], or their mean, []."""
         ...
 
-    def clip(self) -> None:
-        """Scale down the gradient of a step, as CLIP_NORM says."""
+    def clip(self, model: torch.nn.Module | None = None) -> None:
+        """Scale down the gradient of a step, as CLIP_NORM says; of one of several models, or of all together."""
         ...
 
     def step(self) -> None:

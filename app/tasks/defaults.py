@@ -1,14 +1,15 @@
 """The optimizer and the schedule of a task that brings none of its own, as the settings say."""
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from app.errors import SettingsError
+from app.errors import SettingsError, shorten
 from app.settings import PREFIX, Settings
+from app.tasks.optimizers import Optimizers
 
 READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
 """The settings that each default reads: a task that brings its own has no use for them."""
@@ -21,7 +22,14 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     def schedule(step: int, total_steps: int) -> float:
         return learning_rate_factor(settings, step, total_steps)
 
-    return SimpleNamespace(**{"build_optimizer": build_optimizer, "schedule": schedule, **vars(module)})
+    def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
+        try:
+            return Optimizers(built) if isinstance(built, Mapping) else built
+        except ValueError as error:
+            raise SettingsError(f"{PREFIX}TASK={settings.task}: its build_optimizer: {shorten(error)}") from error
+
+    return SimpleNamespace(**{"schedule": schedule, **vars(module), "build_optimizer": combined})
 
 
 def refuse_unused(settings: Settings, own: Set[str]) -> None:

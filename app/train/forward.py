@@ -9,7 +9,7 @@ import torch
 
 from app.data.source import Batch
 from app.errors import SettingsError
-from app.parallel import find_blocks, is_fsdp
+from app.parallel import find_blocks, has_several, is_fsdp
 from app.plan import Plan
 from app.train.worker import Worker
 
@@ -55,7 +55,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
     if mode == "max-autotune" and (is_fsdp(model) or plan.passes(world_size) > 1):
         # CUDA graphs want parameters to stay where they are, and gradients to be used before the next pass.
         mode = "max-autotune-no-cudagraphs"
-    blocks = list(find_blocks(model)) if is_fsdp(model) else []
+    blocks = list(find_blocks(model)) if is_fsdp(model) else list(model.children()) if has_several(model) else []
     for module in blocks or [model]:
         module.compile(mode=mode, dynamic=False)
 

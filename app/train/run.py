@@ -4,12 +4,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
-from app.data.order import MIN_ROWS, forward_passes, micro_batches
+from app.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from app.data.source import Batch
 from app.errors import SettingsError
 from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
+from app.tasks.optimizers import optimizers_in
 from app.train.forward import in_precision, row_losses
 from app.train.step import after_step, evaluate, seed_generators, timed
 from app.train.worker import Worker
@@ -32,11 +34,12 @@ class TrainingRun:
         self._consensus, self._window = StepConsensus(worker.control_group), worker.open_window()
         self._shared: Batch | None = None
         "This worker's share of the step that is being taken; None between two steps."
-        self._passes: list[Batch] = []
-        "What the loop has logged of the rows of each forward pass."
+        self._values: list[Batch] = []
+        "What the loop has logged of the rows of this step."
+        self._random: torch.Generator | None = None
         self._stopped = False
-        # From here on parameters change.
-        worker.optimizer.register_step_pre_hook(lambda *_: worker.checkpoints.wait_for_copy())
+        for optimizer in optimizers_in(worker.optimizer):  # from there on parameters change
+            optimizer.register_step_pre_hook(lambda *_: worker.checkpoints.wait_for_copy())
 
     @property
     def epoch(self) -> int:
@@ -50,13 +53,13 @@ class TrainingRun:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
             self.model.train()
-            for share, data_wait, began in timed(worker.loader.train(self.epoch, first, last)):
+            for shared, data_wait, began in timed(worker.loader.train(self.epoch, first, last)):
                 self._data_wait, self._began = data_wait, began
                 seed_generators(self.settings.seed, self.position, self.rank)
                 set_learning_rate(worker.optimizer, worker.task.schedule(self.position, self.total_steps))
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                self._shared, self._rows_in_step, self._passes = share, end - begin, []
-                batch = share if self._has_rows else worker.padding_batch
+                self._shared, self._rows_in_step, self._values, self._random = shared, end - begin, [], None
+                batch = shared if self._has_rows else worker.padding_batch
                 self._begin_pass(batch, self.world_size / (end - begin) if self._has_rows else 0.0)
                 yield batch
                 if self._shared is not None:
@@ -65,11 +68,19 @@ class TrainingRun:
                     return
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        limit, self._passes = self.settings.micro_batch_size, []
+        limit = self.settings.micro_batch_size
         weighted = passes(self.model, batch, self._rows_in_step, self.world_size, limit, empty=not self._has_rows)
         for part, weight in weighted:
             self._begin_pass(part, weight)
             yield part
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        if self._random is None:
+            word = np.random.SeedSequence([self.settings.seed, self.position]).generate_state(1)
+            self._random = torch.Generator().manual_seed(int(word[0]))
+        every = torch.rand(self._rows_in_step, *shape, generator=self._random)
+        own = share(self._rows_in_step, self.world_size, self.rank) if self._has_rows else (0, MIN_ROWS)
+        return every[slice(*own)].to(self.device, non_blocking=True)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -89,19 +100,18 @@ class TrainingRun:
                 raise self._error(
                     f"logged {name} of shape {shape}; log one number, or one for each of {self._rows} rows"
                 )
-            self._passes[-1][name] = value.detach().expand(self._rows)
+        self._values.append({name: value.detach().expand(self._rows) for name, value in values.items()})
 
-    def clip(self) -> None:
-        clip_gradients(self.model, self.settings.clip_norm)
+    def clip(self, model: torch.nn.Module | None = None) -> None:
+        clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
     def step(self) -> None:
         if self._shared is None:
             raise self._error("called run.step() twice for one batch")
-        values = [each for each in self._passes if each]
-        if self._has_rows and not values:
+        if self._has_rows and not self._values:
             raise self._error("""logged nothing of a batch; call run.log({"loss": losses}) before run.step()""")
         learning_rate = float(self._worker.optimizer.param_groups[0]["lr"])
-        self._window.add_step(values, time.perf_counter() - self._began, self._data_wait)
+        self._window.add_step(self._values, time.perf_counter() - self._began, self._data_wait)
         self.position += 1
         ids, self._shared = self._shared.get("row"), None
         self._stopped = after_step(self._worker, self._consensus, self._window, self.position, ids, learning_rate)
@@ -117,7 +127,6 @@ class TrainingRun:
 
     def _begin_pass(self, batch: Batch, weight: float) -> None:
         self._rows, self.weight = len(batch["row"]), weight
-        self._passes.append({})
 
     def _error(self, text: str) -> SettingsError:
         return SettingsError(f"SUNSPOT_TASK={self.settings.task}: its train(run) {text}")

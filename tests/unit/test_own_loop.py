@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import app.baseline.train
+from app.data.source import EmptySource
 from app.errors import SettingsError
+from app.parallel import shard_model
 from app.plan import make_plan
 from app.settings import Settings
-from app.tasks import load_task
+from app.tasks import gan, load_task
+from app.tasks.defaults import fill_in
+from app.tasks.optimizers import Optimizers
 from app.train.loop import train
 from tests.harness import REPOSITORY
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
@@ -28,15 +35,14 @@ BATCH = {"global_batch_size": 25, "max_steps": 12}
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tasks of docs/own-loop.md, to be imported."""
-    blocks = re.findall(
-        r"^```python\n# (\w+\.py)\n(.*?)^```$", (REPOSITORY / "docs/own-loop.md").read_text(), re.S | re.M
-    )
+    text = (REPOSITORY / "docs/own-loop.md").read_text()
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)
     for name, text in blocks:
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize("task", ["my_loop", "my_parts", "tests.tasks.nano"])
+@pytest.mark.parametrize("task", ["my_loop", "my_parts", "tests.tasks.nano", "app.tasks.gan"])
 def test_losses_do_not_depend_on_the_number_of_workers(task: str, examples: None, tmp_path: Path) -> None:
     settings = {**BATCH, "task": task, "micro_batch_size": 4}
     alone = losses_of_ranks(tmp_path / "1", 1, **settings)
@@ -83,6 +89,75 @@ def test_a_loop_takes_the_steps_of_ours(parallel: str, tmp_path: Path, own: Call
     theirs = train_ranks(tmp_path / "theirs", 3, task=own(PLAIN), **settings)
     for name, weights in ours.items():
         np.testing.assert_array_equal(theirs[name], weights)
+
+
+def test_several_optimizers_are_saved_and_restored_as_one() -> None:
+    """As if nothing had been between two steps; and the state is that of one optimizer with all of the groups."""
+
+    def trained(steps: int, saved: Any = None) -> tuple[nn.Module, Optimizers]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 1)})
+        adam, sgd = torch.optim.Adam(model["a"].parameters(), 0.1), torch.optim.SGD(model["b"].parameters(), 0.1, 0.9)
+        both = Optimizers({"adam": adam, "sgd": sgd})
+        if saved:
+            model.load_state_dict(saved[0])
+            both.load_state_dict(saved[1])
+        for group in both.param_groups:
+            group["lr"] *= 0.5
+        for _ in range(steps):
+            model["b"](model["a"](torch.ones(4, 3)).tanh()).square().mean().backward()
+            both["adam"].step()
+            both["sgd"].step()
+            both.zero_grad()
+        return model, both
+
+    model, both = trained(2)
+    assert both.param_groups[0] is both["adam"].param_groups[0]
+    state = both.state_dict()
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2, 3]]
+    assert [sorted(state["state"][number]) for number in (0, 2)] == [
+        ["exp_avg", "exp_avg_sq", "step"],
+        ["momentum_buffer"],
+    ]
+    for group in state["param_groups"]:
+        group["lr"] *= 2
+    resumed, _ = trained(2, saved=copy.deepcopy((model.state_dict(), state)))
+    uninterrupted, _ = trained(4)
+    for name, weights in uninterrupted.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weights), name
+
+
+def test_our_loop_steps_several_optimizers(own: Callable[..., str], tmp_path: Path) -> None:
+    two = own("""
+import torch
+from app.tasks.images import loss
+
+def build_optimizer(model, settings):
+    parts = {"first": model[0], "last": model[4]}
+    return {n: torch.optim.SGD(p.parameters(), settings.learning_rate, 0.9) for n, p in parts.items()}
+""")
+    ours = train_ranks(tmp_path / "ours", 2, task="tests.tasks.tiny", clip_norm=0.5, **BATCH)
+    theirs = train_ranks(tmp_path / "theirs", 2, task=two, clip_norm=0.5, **BATCH)
+    for name, weights in ours.items():
+        np.testing.assert_array_equal(theirs[name], weights)
+
+
+def test_the_loop_of_the_gan_is_that_of_the_docs() -> None:
+    text = (REPOSITORY / "docs/own-loop.md").read_text()
+    [shown] = re.findall(r"^```python\n(generator, .*?)^```$", text, re.S | re.M)
+    lines = [line.strip() for line in Path(gan.__file__).read_text().splitlines()]
+    for line in shown.splitlines():
+        assert line.strip() in ["...", *(each.partition("  #")[0] for each in lines)]
+
+
+def test_several_models_and_optimizers_that_cannot_be_are_refused() -> None:
+    settings = Settings(task="app.tasks.gan", parallel="fsdp")
+    with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: app.tasks.gan has several models .ModuleDict"):
+        shard_model(gan.build_model(settings, EmptySource((1, 8, 8), 3)), settings, torch.device("cpu"))
+    module, model = ModuleType("mine"), nn.Linear(1, 1)
+    module.build_optimizer = lambda model, _: {n: torch.optim.SGD(model.parameters(), 1) for n in "ab"}  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match=r"build_optimizer: .*more than one parameter group"):
+        fill_in(module, settings).build_optimizer(model, settings)
 
 
 BEGIN = "def train(run):\n    for batch in run.batches():\n        "
