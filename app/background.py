@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from app.errors import SunspotError
 
@@ -54,7 +54,7 @@ class Background:
         self._due = threading.Event()
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -4,12 +4,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.background import Background
@@ -140,22 +141,21 @@ def open_control() -> Iterator[Any]:
         ray.kill(control)
 
 
-class CommandPoller:
-    """One worker's view of the command, at most about a second old; polling never waits."""
+class CommandPoller(Background):
+    """The command as it was less than a second ago, while the context lasts; no step is too long for that."""
 
     def __init__(self, control: Any) -> None:
+        super().__init__(COMMAND_EVERY_S, self._ask)
         self._control = control
-        self._answer: Any = None
-        self._asked = 0.0
         self._known = Command()
 
     def poll(self) -> Command:
-        """The newest answer; asks again when it is time."""
-        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-            self._known, self._answer = ray.get(self._answer), None
-        if self._answer is None and time.monotonic() - self._asked >= COMMAND_EVERY_S:
-            self._answer, self._asked = self._control.command.remote(), time.monotonic()
+        """The newest answer; before the context, and until the first answer, nothing is asked for."""
         return self._known
+
+    def _ask(self) -> None:
+        with suppress(RayError):  # the driver is gone, and Ray ends this process
+            self._known = ray.get(self._control.command.remote(), timeout=CONTROL_TIMEOUT_S)
 
 
 STOP_CHECK_EVERY_S = 1.0

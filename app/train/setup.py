@@ -118,6 +118,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 worker.reporter.phases = Phases(**phases, loaded=time.time())
                 stack.enter_context(worker.reporter.publisher)
                 stack.callback(worker.reporter.end)
+                stack.enter_context(worker.commands)
             if config["warm_key"] and ray.train.get_context().get_local_rank() == 0:
                 node, after_s = ray.get_runtime_context().get_node_id(), settings.warm_restart_after_s
                 stack.enter_context(kept_server(config["warm_key"], node, raylet_process(), after_s, warn))

@@ -63,6 +63,7 @@ class Worker:
     "Carries decisions and numbers between workers, on the CPU and apart from the gradients."
     checkpoints: CheckpointManager
     commands: CommandPoller
+    "Asks on rank 0 only: the workers act together on what it knows."
     watchdog: Watchdog
     telemetry: Telemetry
     reporter: Reporter | None

@@ -102,10 +102,10 @@ def run_trial(
     """A trial for Tune: train its run, and report its history, old and new."""
     settings = trials[config["trial"] - 1]
     run = open_run(settings.storage_path, settings.run_name)
-    stop_request, commands = StopRequest(), CommandPoller(control)
+    stop_request = StopRequest()
     history = HistoryReplay(run, settings.checkpoint_metric)
     tune.report({ERROR: ""})  # from now on the search waits for this trial
-    with ThreadPoolExecutor(1, thread_name_prefix="train") as pool:
+    with CommandPoller(control) as commands, ThreadPoolExecutor(1, thread_name_prefix="train") as pool:
         training = pool.submit(_train, settings, identity, owner, stop_request)
         ended = False
         while not ended:

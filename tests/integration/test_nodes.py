@@ -17,6 +17,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from app import ray_internals
 from app.elastic import nodes as elastic_nodes
+from app.elastic.control import COMMAND_EVERY_S, Command, CommandPoller, open_control
 from app.elastic.groups import GroupChoice
 from app.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
 from app.ray_internals import (
@@ -428,3 +429,11 @@ def test_what_a_failed_controller_had_reserved_is_given_back(ray_address: str) -
     ray.get(again.ready(), timeout=20)
     assert reserved_groups() - before == {again.id.hex()}
     give_back({again.id.hex()})
+
+
+def test_a_command_is_known_after_the_step_it_came_in(ray_address: str) -> None:
+    with open_control() as control, CommandPoller(control) as commands:
+        assert commands.poll() == Command()
+        ray.get(control.restart_group.remote(Cause.PREEMPTED, "node 1", time.time(), None))
+        time.sleep(3 * COMMAND_EVERY_S)  # a step, in which nobody polls
+        assert commands.poll().restart
