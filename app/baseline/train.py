@@ -23,8 +23,10 @@ from app.tasks import Task, load_task
 def train(settings: Settings) -> str:
     """Train for EPOCHS on this machine; returns the folder of the results."""
     task = load_task(settings)
-    if hasattr(task, "train"):
-        raise SettingsError(f"SUNSPOT_TASK={settings.task}: brings its own loop; train it by `python -m app`")
+    if own := [name for name in ("train", "augment", "augment_row") if hasattr(task, name)]:
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: has {own[0]}, which the baseline lacks; use `python -m app`"
+        )
     plan = make_plan(settings, task)
     device = torch.device("cuda" if torch.cuda.is_available() and settings.use_gpu != "false" else "cpu")
     rows = load_rows(plan.source)

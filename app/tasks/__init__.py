@@ -51,6 +51,8 @@ class Task(Protocol):
         """The loop over all steps, in the place of ours (app/train/loop.py)."""
         ...
 
+    # augment_row(row) -> the columns of a training row that it changes; other random numbers are seeded for each row.
+    # augment(batch, draw) -> the columns of a batch that it changes, on its device; `draw` is that of `TrainingRun`.
     # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (app/data/source.py), for rows
     # other than those of DATASET.
     # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's

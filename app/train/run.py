@@ -12,6 +12,7 @@ from app.data.source import Batch
 from app.errors import SettingsError
 from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
 from app.tasks.optimizers import optimizers_in
+from app.train.augment import augment
 from app.train.forward import in_precision, row_losses
 from app.train.step import after_step, evaluate, seed_generators, timed
 from app.train.worker import Worker
@@ -55,12 +56,13 @@ class TrainingRun:
             self.model.train()
             for shared, data_wait, began in timed(worker.loader.train(self.epoch, first, last)):
                 self._data_wait, self._began = data_wait, began
-                seed_generators(self.settings.seed, self.position, self.rank)
                 set_learning_rate(worker.optimizer, worker.task.schedule(self.position, self.total_steps))
                 begin, end = steps.bounds(self.position % steps.per_epoch)
                 self._shared, self._rows_in_step, self._values, self._random = shared, end - begin, [], None
                 batch = shared if self._has_rows else worker.padding_batch
                 self._begin_pass(batch, self.world_size / (end - begin) if self._has_rows else 0.0)
+                batch = augment(worker.task, batch, self.settings.seed, self.epoch, self.draw)
+                seed_generators(self.settings.seed, self.position, self.rank)
                 yield batch
                 if self._shared is not None:
                     raise self._error("took a batch and did not call run.step() after it")

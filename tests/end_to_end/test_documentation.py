@@ -60,7 +60,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / ".venv" / name).symlink_to(REPOSITORY / ".venv" / name)
     for stamp in ("uv", "submitter", "train", "dev"):
         (folder / ".venv" / stamp).touch()
-    for name in ("my_task.py", "my_loop.py"):
+    for name in ("my_task.py", "my_loop.py", "my_augmentation.py"):
         (folder / name).write_text(find_example("python", f"# {name}"))
     (folder / "mine.yaml").write_text(find_example("yaml", "# mine.yaml"))
     random = np.random.default_rng(0)

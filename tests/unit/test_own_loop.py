@@ -186,7 +186,7 @@ def test_held_out_rows_need_a_loss(examples: None) -> None:
     plan = make_plan(settings, load_task(settings))
     assert plan.test is None
     assert "; no loss, so no evaluation" in plan.reasons[0]
-    with pytest.raises(SettingsError, match="my_loop: brings its own loop"):
+    with pytest.raises(SettingsError, match="my_loop: has train, which"):
         app.baseline.train.train(settings)
 
 

@@ -112,7 +112,7 @@ def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
 
 
 def test_the_random_numbers_of_a_step_are_those_that_torch_manual_seed_gives() -> None:
-    seed_generators(seed=3, step=7, rank=1)
+    seed_generators(3, 7, 1)
     drawn = torch.rand(4), np.random.rand(), random.random()
     word = int(np.random.SeedSequence([3, 7, 1]).generate_state(1)[0])
     torch.manual_seed(word)

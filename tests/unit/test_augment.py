@@ -1,0 +1,53 @@
+"""Augmentation: a row is changed alike at any number of workers, and otherwise in each epoch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.train.augment import augment
+from tests.harness import REPOSITORY
+from tests.harness.loop import losses_of_ranks
+
+DRAW: Any = None
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The task of docs/tasks.md, with a smaller model."""
+    text = (REPOSITORY / "docs/tasks.md").read_text()
+    [block] = re.findall(r"^```python\n# my_augmentation.py\n(.*?)^```$", text, re.S | re.M)
+    assert "app.tasks.mnist" in block
+    (tmp_path / "my_small_augmentation.py").write_text(block.replace("app.tasks.mnist", "tests.tasks.tiny"))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_small_augmentation"
+
+
+def test_a_row_is_changed_alike_wherever_it_is() -> None:
+    task: Any = SimpleNamespace(
+        augment_row=lambda row: {"image": row["image"] + torch.rand(3) + np.random.rand()},
+    )
+    batch = {"row": torch.tensor([7, 3, 5]), "image": torch.zeros(3, 3), "label": torch.arange(3)}
+    whole = augment(task, batch, 0, 1, DRAW)
+    for place in range(3):
+        alone = augment(task, {name: column[place : place + 1] for name, column in batch.items()}, 0, 1, DRAW)
+        assert torch.equal(alone["image"][0], whole["image"][place])
+    assert len(set(whole["image"].flatten().tolist())) == 9
+    assert torch.equal(whole["label"], batch["label"])
+    for other in ((0, 2), (1, 1)):
+        assert not torch.isclose(augment(task, batch, *other, DRAW)["image"], whole["image"]).any()
+
+
+def test_losses_do_not_depend_on_the_number_of_workers(example: str, tmp_path: Path) -> None:
+    """In a step that is too small for all workers, too."""
+    settings = {"global_batch_size": 5, "max_steps": 6}
+    plain = losses_of_ranks(tmp_path / "plain", 1, task="tests.tasks.tiny", **settings)
+    alone = losses_of_ranks(tmp_path / "1", 1, task=example, **settings)
+    assert losses_of_ranks(tmp_path / "3", 3, task=example, **settings) == pytest.approx(alone, rel=1e-5)
+    assert all(abs(one - other) > 1e-4 for one, other in zip(alone, plain, strict=True))
