@@ -55,7 +55,7 @@ bench: .venv/dev  ## the benchmarks beside their yardsticks, as one table
 bench-gpu: .venv/dev  ## the figures of one GPU, each printed as soon as it is known; ON=cpu tries it out
 	@$(BIN)/python -m scripts.bench.gpu $(if $(ON),--device $(ON))
 
-image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightning and tracking: EXTRAS=1, without CUDA: HEAD=1
+image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightning, Hugging Face and tracking: EXTRAS=1, without CUDA: HEAD=1
 	docker build --build-arg BASE=$(BASE) --build-arg VERSION=$(VERSION) $(if $(EXTRAS),--build-arg LOCK=image-extras.txt) \
 	  $(if $(HEAD),--build-arg TORCH=cpu) -f docker/Dockerfile -t $(IMAGE) .
 
@@ -90,7 +90,7 @@ lock: .venv/dev  ## lock the newest dependencies, with hashes; Ray as requiremen
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train -o requirements/train.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) -c requirements/train.txt -o requirements/submitter.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster --extra hf --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
 LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header -c requirements/ray.in
 CLOUDS := --extra gcs --extra azure

@@ -70,7 +70,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
     reasons = [
-        f"data: {rows} training rows of {shape}, {source.classes} classes; "
+        f"data: {rows} training rows of {shape}, {f'{source.classes} classes' if source.classes else 'no classes'}; "
         + (
             f"{rows_in(test)} held-out rows"
             if test

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from app.data.images import GREY_MODES, open_checked, to_pixels
+from app.data.images import GREY_MODES, fit_pixels, open_checked
 from app.data.mnist import open_mnist
 from app.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from app.settings import CommandParser
@@ -250,17 +250,14 @@ def _load_images(images: list[_Image], size: int, channels: int, pool: ThreadPoo
     per_batch = _rows_per_group(size * size * channels)
     for begin in range(0, len(images), per_batch):
         batch = images[begin : begin + per_batch]
-        pixels = pool.map(lambda image: _read_image(image.path, lambda opened: _fit(opened, size, channels)), batch)
-        yield np.stack(list(pixels)), np.array([image.label for image in batch])
-
-
-def _fit(image: Any, size: int, channels: int) -> np.ndarray:
-    """uint8 [size, size] or [size, size, 3]."""
-    from PIL import Image, ImageOps
-
-    pixels = to_pixels(image, channels)
-    pixels = pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))
-    return np.asarray(ImageOps.fit(Image.fromarray(pixels), (size, size), Image.Resampling.BICUBIC))
+        pixels = pool.map(
+            lambda image: _read_image(image.path, lambda opened: fit_pixels(opened, channels, size, size)), batch
+        )
+        stacked = np.stack(list(pixels))
+        yield (
+            stacked[:, 0] if channels == 1 else stacked.transpose(0, 2, 3, 1),
+            np.array([image.label for image in batch]),
+        )
 
 
 if __name__ == "__main__":

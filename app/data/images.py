@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,30 @@ def to_pixels(image: Any, channels: int) -> np.ndarray:
         return grey if channels == 1 else np.repeat(grey, 3, axis=0)
     pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
+    """uint8 [C, height, width] of a Pillow image: its central part of that form, scaled."""
+    from PIL import Image, ImageOps
+
+    pixels = to_pixels(image, channels)
+    whole = Image.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    fitted = np.asarray(ImageOps.fit(whole, (width, height), Image.Resampling.BICUBIC))
+    return fitted[None] if channels == 1 else fitted.transpose(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Decodes pictures of any size to one `shape`, [C, H, W], C being 1 or 3: `Column("uint8", SHAPE, decode=...)`."""
+
+    shape: tuple[int, int, int]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the pixels that come out."""
+        return f"resized to {self.shape}"
+
+    def __call__(self, stored: Any) -> np.ndarray:
+        """uint8 [C, H, W] of PNG or JPEG bytes, or of a dictionary that has them as `bytes`; raises all kinds."""
+        content = stored["bytes"] if isinstance(stored, dict) else stored
+        return fit_pixels(open_checked(io.BytesIO(content)), *self.shape)

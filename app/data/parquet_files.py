@@ -1,6 +1,7 @@
-"""Parquet files on disk or in a bucket: listing and opening them, with Arrow's errors turned into ours."""
+"""A dataset's files on disk or in a bucket: listing and opening them, with Arrow's errors turned into ours."""
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,6 +17,9 @@ from app.errors import DataError, StorageError, shorten
 
 OPEN_FILES = 128
 """Files kept open, with their footers, by each process."""
+
+STATE, MOST_STATE_BYTES = "state.json", 16 << 20
+"""What `datasets` writes beside the files of a saved dataset: their names, in order."""
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
 """An S3 server that does not answer is given up after less than 30 s."""
@@ -34,7 +38,10 @@ def join(location: str, name: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Names of the Parquet files below a folder, sorted; [""] when `location` is a file."""
+    """Names of the Parquet files below a folder, sorted; [""] when `location` is a file.
+
+    Of a folder that Hugging Face's `datasets` saved, those that its STATE names, in that order.
+    """
     system, path = _file_system(location)
     with parquet_errors(location):
         kind = system.get_file_info(path).type
@@ -46,11 +53,24 @@ def list_files(location: str) -> list[str]:
             )
         found = system.get_file_info(fs.FileSelector(path, recursive=True))
     names = [os.path.relpath(info.path, path) for info in found if info.type == fs.FileType.File]
+    if STATE in names:
+        return _list_saved(location, read_range(join(location, STATE), 0, MOST_STATE_BYTES))
     hidden = ("_", ".")
     names = [n for n in names if n.endswith(".parquet") and not any(p.startswith(hidden) for p in n.split("/"))]
     if not names:
         raise DataError(f"{location}: no *.parquet file in it (names that begin with '_' or '.' are skipped)")
     return sorted(names)
+
+
+def _list_saved(location: str, state: bytes) -> list[str]:
+    """The files of a dataset by the content of its STATE."""
+    try:
+        names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{join(location, STATE)}: names no files: {shorten(error)}; save the dataset again") from error
+    if not names or any("/" in name for name in names):
+        raise DataError(f"{join(location, STATE)}: names no files of its folder; save the dataset again")
+    return names
 
 
 def split_folder(location: str, split: str) -> str:
@@ -71,17 +91,18 @@ def open_file(path: str) -> pq.ParquetFile:
 def file_size(path: str) -> int:
     """Bytes of a file."""
     with parquet_errors(path):
-        return int(_keep_open(path).handle.size())
+        return int(_keep_handle(path).size())
 
 
 def read_range(path: str, offset: int, length: int) -> bytes:
     """Some bytes of a file."""
     with parquet_errors(path):
-        return bytes(_keep_open(path).handle.read_at(length, offset))
+        return bytes(_keep_handle(path).read_at(length, offset))
 
 
 def forget_open_files() -> None:
     """Open files anew from now on: they may have been rewritten."""
+    _keep_handle.cache_clear()
     _keep_open.cache_clear()
 
 
@@ -104,9 +125,14 @@ class _OpenFile(NamedTuple):
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def _keep_open(path: str) -> _OpenFile:
+def _keep_handle(path: str) -> pa.NativeFile:
     system, inner = _file_system(path)
-    handle = system.open_input_file(inner)
+    return system.open_input_file(inner)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _keep_open(path: str) -> _OpenFile:
+    handle = _keep_handle(path)
     metadata = pq.ParquetFile(handle).metadata
     # Arrow takes a row group's word for the number of its columns, and then reads beyond those of the schema.
     if any(metadata.row_group(number).num_columns != metadata.num_columns for number in range(metadata.num_row_groups)):

@@ -1,0 +1,276 @@
+"""Datasets of declared columns: every kind of value, chosen rows, what identifies them, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from app.data.images import Resized
+from app.data.table import TableSource, open_table
+from app.data.table_columns import Column
+from app.errors import DataError, SettingsError
+from app.settings import Settings
+from tests.harness import REPOSITORY
+from tests.harness.datasets import everything, refusal
+
+
+def write(path: Path, columns: dict[str, Any], row_group_size: int = 2) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def read(tmp_path: Path, values: Any, column: Column) -> dict[str, np.ndarray]:
+    return everything(open_column(tmp_path, values, column))
+
+
+def open_column(tmp_path: Path, values: Any, column: Column) -> TableSource:
+    location = write(tmp_path / "one.parquet", {"x": values})
+    source, _ = open_table(Settings(dataset=str(location)), {"x": column})
+    return source
+
+
+def png(height: int, width: int, mode: str = "RGB") -> bytes:
+    out = io.BytesIO()
+    Image.effect_noise((width, height), 50).convert(mode).save(out, "PNG")
+    return out.getvalue()
+
+
+def find_example(page: str, first_line: str) -> str:
+    """The block of a page that begins so."""
+    text = (REPOSITORY / page).read_text()
+    return text[text.index(first_line) :].split("```", 1)[0]
+
+
+def twice(value: str) -> list[int]:
+    return [int(value)] * 2
+
+
+def as_many(value: str) -> list[int]:
+    return list(range(int(value)))
+
+
+# ------------------------------------------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize(
+    ("values", "column", "expected"),
+    [
+        ([1, 2, 3], Column(), [1, 2, 3]),
+        ([1.5, 2, 3], Column("float64"), [1.5, 2, 3]),
+        ([True, False, True], Column("uint8"), [1, 0, 1]),
+        ([[1, 2], [3, 4], [5, 6]], Column("int16", (2,)), [[1, 2], [3, 4], [5, 6]]),
+        ([[[1], [2]], [[3], [4]], [[5], [6]]], Column("int64", (2, 1)), [[[1], [2]], [[3], [4]], [[5], [6]]]),
+        (pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2)), Column(shape=(2,)), [[1, 2], [3, 4], [5, 6]]),
+        (
+            pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.float32).reshape(3, 2, 2)),
+            Column(shape=(2, 2)),
+            np.arange(12).reshape(3, 2, 2),
+        ),
+        (["1", "2", "3"], Column("int32", (2,), decode=twice), [[1, 1], [2, 2], [3, 3]]),
+    ],
+    ids=["integers", "floats", "booleans", "lists", "lists of lists", "fixed lists", "tensors", "decoded"],
+)
+def test_values_become_arrays(tmp_path: Path, values: Any, column: Column, expected: Any) -> None:
+    source = open_column(tmp_path, values, column)
+    found = everything(source)["x"]
+    assert found.dtype == column.dtype
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(source.read(0, np.array([1, 0]))["x"], np.array(expected)[[1, 0]])
+    assert source.read(1, np.array([], np.int64))["x"].shape == (0, *column.shape)
+    assert pickle.loads(pickle.dumps(source)) == source
+
+
+@pytest.mark.parametrize(
+    "values", [[[7, 8], [], [9, 9, 9]], pa.array([[7, 8], [], [9, 9, 9]], pa.large_list(pa.int8()))]
+)
+def test_lists_are_filled_up(tmp_path: Path, values: Any) -> None:
+    found = read(tmp_path, values, Column("int64", longest=4, fill=-1))
+    np.testing.assert_array_equal(found["x"], [[7, 8, -1, -1], [-1, -1, -1, -1], [9, 9, 9, -1]])
+    np.testing.assert_array_equal(found["x_length"], [2, 0, 3])
+
+
+def test_lists_are_cut_where_the_task_says_so(tmp_path: Path) -> None:
+    found = read(tmp_path, ["1", "5", "2"], Column("int64", longest=2, decode=as_many, cut=True))
+    np.testing.assert_array_equal(found["x"], [[0, 0], [0, 1], [0, 1]])
+    np.testing.assert_array_equal(found["x_length"], [1, 2, 2])
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 6), (1, 4, 6)])
+def test_pictures_of_any_size_are_read_at_one(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    pictures = [png(9, 9), {"bytes": png(30, 8, "L"), "path": None}["bytes"], png(2, 3)]
+    location = write(tmp_path / "a.parquet", {"picture": pictures, "label": [0, 1, 4]})
+    columns = {"image": Column("uint8", shape, decode=Resized(shape), of="picture"), "label": Column("int64")}
+    source, test = open_table(Settings(dataset=str(location)), columns)
+    found = everything(source)
+    assert found["image"].shape == (3, *shape)
+    assert found["image"].std() > 10
+    assert (source.shape, source.classes, test) == (shape, 5, None)
+    whole = Image.open(io.BytesIO(pictures[0])).convert("RGB" if shape[0] == 3 else "L")
+    assert abs(float(np.asarray(whole).mean()) - float(found["image"][0].mean())) < 20
+
+
+def test_several_columns_and_held_out_rows(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(
+            tmp_path / split / "a.parquet", {"a": [1.0, 2.0], "b": [[1, 2], [3, 4]], "label": [0.5, 1.5], "c": ["", ""]}
+        )
+    columns = {"a": Column(), "b": Column("float32", (2,)), "label": Column()}
+    train, test = open_table(Settings(dataset=str(tmp_path)), columns)
+    assert (train.shape, train.classes) == ((3,), 0)
+    assert test is not None
+    assert list(everything(test)) == ["a", "b", "label"]
+
+
+def test_the_example_of_the_documentation_reads(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(find_example("docs/data.md", "# columns.py"), names)
+    values = {"age": [30, 40], "place": [[1.5, 2], [3, 4]], "visits": [[5], []], "photo": [png(70, 80), png(3, 3)]}
+    location = write(tmp_path / "a.parquet", {**values, "label": [0.5, 1]})
+    source, _ = names["find_sources"](Settings(dataset=str(location)))
+    assert {name: found.shape[1:] for name, found in everything(source).items()} == {
+        "age": (),
+        "place": (2,),
+        "visits": (16,),
+        "visits_length": (),
+        "image": (3, 64, 64),
+        "label": (),
+    }
+
+
+def save_dataset(folder: Path, parts: list[pa.Table]) -> None:
+    """As `datasets.Dataset.save_to_disk` does."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        with pa.ipc.new_stream(folder / name, part.schema) as writer:
+            writer.write_table(part, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_dataset_is_read_as_it_is(tmp_path: Path) -> None:
+    whole = pa.table({"x": [[1, 2], [3], [], [4, 5, 6], [7]], "label": [0, 2, 1, 1, 0], "more": list("abcde")})
+    for split in ("train", "test"):
+        save_dataset(tmp_path / split, [whole[:3], whole[3:]])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    columns = {"x": Column("int32", longest=3), "label": Column("int64")}
+    train, test = open_table(Settings(dataset=str(tmp_path)), columns)
+    assert test is not None
+    assert (train.row_groups, train.classes) == ((2, 1, 2), 3)
+    found = everything(pickle.loads(pickle.dumps(train)))
+    np.testing.assert_array_equal(found["x_length"], [2, 1, 0, 3, 1])
+    np.testing.assert_array_equal(found["label"], [0, 2, 1, 1, 0])
+    np.testing.assert_array_equal(train.read(2, np.array([1, 0]))["x"], [[7, 0, 0], [4, 5, 6]])
+
+    shutil.rmtree(tmp_path / "train")
+    save_dataset(tmp_path / "train", [whole[:3], whole[3:].set_column(0, "x", [[[1, 2, 3, 4], [1]]])])
+    changed, _ = open_table(Settings(dataset=str(tmp_path)), columns)
+    assert changed.fingerprint != train.fingerprint
+    with refusal(DataError, "data-00001-of-00002.arrow, row 0: x has 4 values"):
+        everything(changed)
+    (tmp_path / "train" / "state.json").write_text("{}")
+    with refusal(DataError, "state.json: names no files", "save the dataset again"):
+        open_table(Settings(dataset=str(tmp_path)), columns)
+
+
+def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "data", [pa.table({"x": [1.0]})])
+    file = tmp_path / "data" / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes()[:100])
+    with refusal(DataError, "data-00000-of-00001.arrow", "damaged"):
+        open_table(Settings(dataset=str(tmp_path / "data")), {"x": Column()})
+
+
+# ------------------------------------------------------------------------------------------------- what identifies it
+
+
+def test_the_fingerprint_follows_content_and_declaration(tmp_path: Path) -> None:
+    column = Column("int64", longest=3)
+    first = open_column(tmp_path, [[1], [2]], column).fingerprint
+    assert open_column(tmp_path, [[1], [2]], column).fingerprint == first
+    others = [
+        open_column(tmp_path, [[1], [3]], column),
+        open_column(tmp_path, [[1], [2]], Column("int64", longest=4)),
+        open_column(tmp_path, [[1], [2]], Column("int32", longest=3)),
+        open_column(tmp_path, ["1", "2"], Column("int64", longest=3, decode=twice)),
+        open_column(tmp_path, ["1", "2"], Column("int64", longest=3, decode=as_many)),
+    ]
+    assert len({first, *(other.fingerprint for other in others)}) == 6
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("values", "column", "said"),
+    [
+        ([1.0, None, 2.0], Column(), ["row 1: x is null"]),
+        ([1.0, 2.0, float("nan")], Column(), ["row 2: x has nan; float32 takes finite numbers"]),
+        ([1.0, 2.0, 1e300], Column(), ["row 2: x has 1e+300"]),
+        ([1, 2, 300], Column("uint8"), ["row 2: x has 300; uint8 takes 0 to 255"]),
+        ([[1, 2], [3], [4, 5]], Column("int64", (2,)), ["row 1: x has a list of 1", "int64 of shape [2]"]),
+        ([[1, 2], [3, 4], [None, 5]], Column("int64", (2,)), ["row 2: x has a null"]),
+        ([[[1], [2]], [[3], []], [[4], [5]]], Column("int64", (2, 1)), ["row 1: x has a list of 0"]),
+        ([[1], [2, 3, 4], []], Column("int64", longest=2), ["row 1: x has 3 values", "at most 2", "cut=True"]),
+        (["1", "?", "2"], Column("int64", (2,), decode=twice), ["row 1: x cannot be decoded: ValueError"]),
+        (["1", "2", "3"], Column("int64", (3,), decode=twice), ["row 0: x is decoded to", "[2]", "[3]"]),
+        (["1", None, "3"], Column("int64", (2,), decode=twice), ["row 1: x is null"]),
+        ([b"", b"", b""], Column("uint8", (1, 2, 2), decode=Resized((1, 2, 2))), ["row 0: x cannot be decoded"]),
+    ],
+)  # fmt: skip
+def test_unfit_values_are_named(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
+    source = open_column(tmp_path, values, column)
+    with refusal(DataError, "one.parquet", *said):
+        everything(source)
+
+
+@pytest.mark.parametrize(
+    ("values", "column", "said"),
+    [
+        ([1.5], Column("int64"), ["x is double", "a number for int64"]),
+        (["1"], Column(), ["x is string", "a function that decodes it"]),
+        ([[1]], Column("int64"), ["x is list"]),
+        ([1], Column("int64", longest=2), ["x is int64", "lists of up to 2 int64"]),
+        ([[1]], Column("int64", of="y"), ["no column 'y'", "(x)"]),
+        ([], Column(), ["one.parquet"]),
+    ],
+)
+def test_unfit_types_are_named_before_training(tmp_path: Path, values: Any, column: Column, said: list[str]) -> None:
+    with refusal(DataError, "one.parquet", *said):
+        open_column(tmp_path, values, column)
+
+
+@pytest.mark.parametrize("column", [Column("long"), Column(shape=(0,)), Column(shape=(2,), longest=3)])
+def test_a_wrong_declaration_is_refused(tmp_path: Path, column: Column) -> None:
+    with refusal(SettingsError, "SUNSPOT_TASK=", "column 'x'"):
+        open_column(tmp_path, [1], column)
+
+
+@pytest.mark.parametrize("labels", [[0, -1], [0, None]])
+def test_classes_are_checked_before_training(tmp_path: Path, labels: list[Any]) -> None:
+    location = write(tmp_path / "a.parquet", {"label": labels})
+    with refusal(DataError, "a.parquet, row 1", "label is" if None in labels else "label -1"):
+        open_table(Settings(dataset=str(location)), {"label": Column("int64")})
+
+
+def test_held_out_rows_have_the_classes_of_the_training_rows(tmp_path: Path) -> None:
+    for split, label in (("train", 1), ("test", 2)):
+        write(tmp_path / split / "a.parquet", {"label": [0, label]})
+    with refusal(DataError, "test/a.parquet, row 1", "label 2"):
+        open_table(Settings(dataset=str(tmp_path)), {"label": Column("int64")})
+
+
+def test_the_digits_are_no_table() -> None:
+    with refusal(DataError, "SUNSPOT_DATASET=sample", "set it to a path"):
+        open_table(Settings(), {"x": Column()})
