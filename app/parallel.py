@@ -87,6 +87,8 @@ def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
         return None
     finally:
         hook.remove()
+    if not dict(model.named_parameters()).keys() <= model.state_dict().keys():
+        return None  # it keeps weights to itself that no state_dict brings, such as a frozen base
     others = list(_outside_of_state(model))
     drawn = not torch.equal(torch.default_generator.get_state(), before)
     return None if others and (drawn or any(tensor.is_meta for tensor in others)) else model

@@ -32,7 +32,7 @@ from app.checkpoint.neighbours import PartExchange
 from app.checkpoint.sharded import PartWriter
 from app.checkpoint.shared_upload import SharedWriter, ShareSender
 from app.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
-from app.checkpoint.weights import refuse_other_than_tensors, write_with_weights
+from app.checkpoint.weights import MoreFiles, refuse_other_than_tensors, write_with_more, write_with_weights
 from app.parallel import MOST_STEPS, StepActions, any_rank, finish_together, gather_objects, sync_buffers
 from app.plan import Plan
 from app.run import Run
@@ -71,13 +71,14 @@ class CheckpointManager:
         nodes: Sequence[str] = (),
         windows: Sequence[Any] = (),
         journals: Mapping[str, Journal] | None = None,
+        more_files: MoreFiles | None = None,
         warn: Callable[[str], Any] = print,
         paused: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`group` carries what workers agree on (None: a worker alone); `memory` outlives this process (None: nothing
         does); `nodes` identify the machine of each rank, to keep parts in the memory of two; `windows` of consumed rows
-        come with the state; `journals` are flushed before each commit; `paused` suspends the watchdog during waits for
-        storage.
+        come with the state; `journals` are flushed before each commit; `more_files` are a task's own; `paused` suspends
+        the watchdog during waits for storage.
         """
         self._run, self._attempt, self._plan, self._settings = run, attempt, plan, plan.settings
         self._model, self._optimizer, self._group = model, optimizer, group
@@ -108,8 +109,10 @@ class CheckpointManager:
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(model)
             write = partial(write_with_weights, write_states)
+        if more_files:
+            write = partial(write_with_more, write, more_files)
         if self._sharded:
-            write = PartWriter(rank, world_size, parameter_names(model, optimizer), self._settings, warn)
+            write = PartWriter(rank, world_size, parameter_names(model, optimizer), self._settings, warn, more_files)
         if rank == 0 or self._sharded:
             before_commit = self._write_history if rank == 0 else lambda: None
             events = self._journals.get("events")

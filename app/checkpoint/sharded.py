@@ -35,7 +35,7 @@ from app.checkpoint.files import Files, load_state, load_weights, upload, upload
 from app.checkpoint.names import fill, keys_of, leaves_of, make_outline
 from app.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
 from app.checkpoint.snapshot import Snapshot, tensors_in
-from app.checkpoint.weights import plan_shards, upload_index, upload_shard
+from app.checkpoint.weights import MoreFiles, plan_shards, upload_index, upload_more, upload_shard
 from app.errors import DamageError
 from app.parallel import Place, parameters_of
 from app.run import Run, to_json
@@ -64,9 +64,16 @@ class PartWriter:
     """Writes one rank's part of each snapshot, in the commit thread; rank 0 also writes the files common to all."""
 
     def __init__(
-        self, rank: int, world_size: int, names: list[str], settings: Settings, warn: Callable[[str], Any]
+        self,
+        rank: int,
+        world_size: int,
+        names: list[str],
+        settings: Settings,
+        warn: Callable[[str], Any],
+        more_files: MoreFiles | None = None,
     ) -> None:
-        """`names`: the parameters', in the optimizer's order (`parameter_names`)."""
+        """`names`: the parameters', in the optimizer's order (`parameter_names`); `more_files`: of the last one."""
+        self._more_files = more_files
         self._rank, self._world_size, self._names = rank, world_size, names
         self._timeout_s, self._warn = settings.storage_timeout_s + LATE_S, warn
         self._safetensors = settings.weights == "safetensors"
@@ -86,7 +93,15 @@ class PartWriter:
         if rank:
             return None
         self._wait_for(run, name, WEIGHTS if safetensors else INDEX)
-        return write_common(run, snapshot, self._names, world_size, safetensors)
+        files = write_common(run, snapshot, self._names, world_size, safetensors)
+        if self._more_files and snapshot.manifest.finished:
+            # Without the values where ranks have written them as safetensors.
+            whole = read_indexes(run, name, world_size)[1] if safetensors else None
+            state = (
+                whole_model(whole) if whole else load_state(run, replace(snapshot.manifest, files=files), "model.pt")
+            )
+            files |= upload_more(run, name, self._more_files(state))
+        return files
 
     def _write_once(self, run: Run, name: str, index: str, write: Callable[[], None]) -> None:
         """Write what `index` lists, unless an earlier try has."""

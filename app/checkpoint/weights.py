@@ -26,6 +26,10 @@ WEIGHTS_INDEX = f"model{SUFFIX}.index.json"
 """Names the file of each tensor, if there are several files."""
 
 
+MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
+"""Of a task: what else its checkpoints hold, by the names of the files, given the model's state_dict."""
+
+
 def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """The names of the tensors in each file, in their order; whole tensors, of which none needs memory (meta)."""
     shards: list[list[str]] = [[]]
@@ -79,6 +83,26 @@ def write_with_weights(write: Callable[[Run, Snapshot], Files], run: Run, snapsh
             files[file] = upload_shard(run, name, file, {tensor: model[tensor] for tensor in names})
         files |= upload_index(run, name, model)
     return files
+
+
+def write_with_more(
+    write: Callable[[Run, Snapshot], Files | None], more_files: MoreFiles, run: Run, snapshot: Snapshot
+) -> Files | None:
+    """`write` a snapshot that holds the whole state, and what its task adds."""
+    files = write(run, snapshot)
+    return (
+        files
+        if files is None
+        else {**files, **upload_more(run, snapshot.manifest.name, more_files(snapshot.state["model"]))}
+    )
+
+
+def upload_more(run: Run, name: str, contents: Mapping[str, bytes]) -> Files:
+    """Write a task's own files of a checkpoint."""
+    return {
+        file: upload(run, name, file, lambda writer, content=content: writer.write(content))  # type: ignore[misc]
+        for file, content in contents.items()
+    }
 
 
 def refuse_other_than_tensors(model: torch.nn.Module) -> None:

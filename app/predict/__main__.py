@@ -1,4 +1,4 @@
-"""`python -m app.predict`: images, or a whole dataset, predicted by a run's model."""
+"""`python -m app.predict`: images, or a whole dataset, predicted by a run's model; or prompts, answered by it."""
 
 import argparse
 import json
@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import run_and_exit
+from app.formatting import visible
 from app.settings import CommandParser, Settings, load_settings
 
 DESCRIPTION = """\
-Predict images, or a whole dataset, with a run's model.
+Predict images, or a whole dataset, with a run's model; or have it answer prompts.
 
 python -m app.predict mnist digit.png more.npy                     a line for each image
-python -m app.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed"""
+python -m app.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed
+python -m app.predict lora --prompt "The with statement"           how a language model goes on, or a text's class"""
 
 
 def main() -> int:
@@ -24,7 +26,11 @@ def main() -> int:
     from app.plan import with_absolute_paths
 
     settings = with_absolute_paths(settings)
-    if arguments.output:
+    if arguments.prompt:
+        from app.predict.answers import answer_prompts
+
+        result = answer_prompts(settings, arguments.run, arguments.checkpoint, arguments.prompt, arguments.tokens)
+    elif arguments.output:
         from app.predict.batch import predict_dataset
 
         result = predict_dataset(
@@ -34,6 +40,8 @@ def main() -> int:
         result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
     if arguments.json:
         print(json.dumps(result, indent=1))
+    elif arguments.prompt:
+        print_answers(result)
     elif arguments.output:
         print_summary(result)
     else:
@@ -90,6 +98,12 @@ def print_summary(result: dict[str, Any]) -> None:
     print(f"  predictions: {result['parts']} files in {result['output']}{kept}")
 
 
+def print_answers(result: dict[str, Any]) -> None:
+    """Print each prompt with its answer."""
+    for each in result["answers"]:
+        print(f"{visible(each['prompt'])}: {visible(each['answer'])}")
+
+
 def _parse() -> argparse.Namespace:
     parser = CommandParser("app.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
     parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
@@ -99,13 +113,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dataset", help="sample, mnist, or a path or URL of Parquet: predict all its rows")
     parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
     parser.add_argument("--output", help="folder or URL of a bucket for the predictions of --dataset")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a text to answer; several: once for each")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (default: 64)")
     parser.add_argument("--workers", type=int, default=0, help="model workers for --dataset; default: what Ray has")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     arguments = parser.parse()
     if bool(arguments.dataset) != bool(arguments.output):
         parser.error("--dataset and --output go together")
-    if bool(arguments.dataset) == bool(arguments.file):
-        parser.error("give either files, or --dataset and --output")
+    if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
+        parser.error("give either files, or --dataset and --output, or --prompt")
+    if arguments.tokens < 1:
+        parser.error(f"--tokens {arguments.tokens}: a whole number from 1")
     if arguments.workers < 0:
         parser.error(f"--workers {arguments.workers}: a whole number from 0 (0: what Ray has)")
     return arguments

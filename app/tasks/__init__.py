@@ -55,6 +55,8 @@ class Task(Protocol):
     # augment(batch, draw) -> the columns of a batch that it changes, on its device; `draw` is that of `TrainingRun`.
     # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (app/data/source.py), for rows
     # other than those of DATASET.
+    # checkpoint_files(model, state) -> files, bytes by name, that each checkpoint holds besides, given the state_dict.
+    # answer(model, prompts, tokens) -> a text for each prompt, of at most so many tokens; for `app.predict --prompt`.
     # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's
     # device. Without it, `app.predict` cannot use the task's models, and the report shows no predictions.
 

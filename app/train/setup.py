@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -212,6 +213,7 @@ def make_worker(
         nodes=list(start.nodes.values()),
         windows=state.ledger,
         journals=journals,
+        more_files=partial(more_files, model) if (more_files := getattr(task, "checkpoint_files", None)) else None,
         warn=warn,
         paused=watchdog.paused,
     )

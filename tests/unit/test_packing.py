@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from app.data.source import rows_in
 from app.data.table_columns import Column
 from app.errors import DataError, SettingsError
 from app.settings import Settings
+from tests.harness import REPOSITORY
 from tests.harness.datasets import everything, refusal
 
 
@@ -100,6 +102,13 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
     found = everything(source)
     np.testing.assert_array_equal(found["x"], [[1, 2, 3, 2], [2, 1, 0, 3]])
     np.testing.assert_array_equal(found["position"], [[0, 1, 2, 0], [0, 1, 2, 3]])
+    (tmp_path / "tokenizer.json").write_text(tokens.to_str())
+    page = (REPOSITORY / "docs" / "data.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page[page.index("# sequences.py") :].split("```", 1)[0], names)
+    settings = Settings(dataset=str(path), task_args={"tokenizer": str(tmp_path / "tokenizer.json")})
+    documented, _ = names["find_sources"](settings)
+    assert documented.read(0)["tokens"][0, :7].tolist() == [1, 2, 1, 2, 2, 1, 0]
     pq.write_table(pa.table({"text": [1, 2]}), path)
     with refusal(DataError, "text.parquet, row 0", "x is int; a tokenizer takes text"):
         open_packed(Settings(dataset=str(path)), {"x": Column("int64", decode=tokenizer, of="text")}, 4)

@@ -1,0 +1,100 @@
+"""LoRA in worker groups, ddp and fsdp, on changing numbers of ranks: losses, checkpoints, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="needs the extra hf")
+
+from app.checkpoint.sharded import load_model
+from app.predict.__main__ import main as predict
+from app.run import open_run
+from app.run.attempts import checkpoint_name
+from app.run.checkpoints import Checkpoint, find_faults, read_manifest
+from app.tasks.pretrained import open_base
+from tests.harness import REPOSITORY
+from tests.harness.finetune_ranks import STEPS
+from tests.harness.language_models import write_base
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finetune")
+    subprocess.run([sys.executable, "-m", "tests.harness.finetune_ranks", str(folder)], cwd=REPOSITORY, check=True)
+    return folder
+
+
+def last_of(runs: Path, name: str, attempt: int = 1) -> Checkpoint:
+    run = open_run(str(runs), name)
+    checkpoint = read_manifest(run, checkpoint_name(STEPS, attempt))
+    assert checkpoint
+    assert find_faults(run, checkpoint) == []
+    return checkpoint
+
+
+def losses_of(runs: Path, name: str) -> list[float]:
+    return list(json.loads((runs / f"{name}.json").read_text()))
+
+
+@pytest.mark.parametrize("name", ["two", "three", "killed", "fsdp"])
+def test_losses_do_not_depend_on_the_workers(runs: Path, name: str) -> None:
+    one = losses_of(runs, "one")
+    assert len(one) == STEPS
+    assert one[-1] < one[0]
+    assert losses_of(runs, name) == pytest.approx(one, rel=1e-5)
+
+
+def test_bf16_learns_under_fsdp(runs: Path) -> None:
+    found = losses_of(runs, "bf16")
+    assert found == pytest.approx(losses_of(runs, "one"), rel=0.02)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(("name", "attempt"), [("killed", 2), ("fsdp", 2)])
+def test_the_adapter_is_that_of_an_uninterrupted_run(runs: Path, name: str, attempt: int) -> None:
+    expected = load_model(open_run(str(runs), "one"), last_of(runs, "one"))
+    found = load_model(open_run(str(runs), name), last_of(runs, name, attempt))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize(("name", "attempt"), [("two", 1), ("fsdp", 2)])
+def test_a_checkpoint_holds_the_adapter_alone(runs: Path, tmp_path: Path, name: str, attempt: int) -> None:
+    """It loads in peft; the base is what it was."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, base = last_of(runs, name, attempt), runs / "base"
+    folder = runs / name / "checkpoints" / checkpoint.name
+    whole = 16 * sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).state_dict().values())
+    files = {file: entry["size"] for file, entry in checkpoint.files.items()}
+    assert files["adapter_model.safetensors"] < whole / 10
+    plain: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    state = load_model(open_run(str(runs), name), checkpoint)
+    trained = {key: value for key, value in plain.state_dict().items() if "lora" in key}
+    assert trained
+    assert all(torch.equal(value, state[f"model.{key}"]) for key, value in trained.items())
+    named = json.loads((folder / "base.json").read_text())
+    assert named["sha256"] == open_base(str(base)).sha256 == open_base(write_base(tmp_path / "again")).sha256
+
+
+@pytest.mark.parametrize("name", ["two", "fsdp"])
+def test_the_model_of_a_checkpoint_answers(runs: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["app.predict", name, "--storage", str(runs), "--prompt", "if x", "--prompt", "The", "--tokens", "4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [*arguments, "--json"])
+        assert predict() == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["step"], [each["prompt"] for each in found["answers"]]) == (STEPS, ["if x", "The"])
+        assert all(each["answer"] for each in found["answers"])
+        patch.setattr("sys.argv", arguments)
+        assert predict() == 0
+        assert capsys.readouterr().out.startswith(f"if x: {found['answers'][0]['answer'][:1]}")

@@ -1,0 +1,230 @@
+"""Fine-tuning of small pretrained models: what trains, what a checkpoint holds, who loads it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason="needs the extra hf")
+
+from app.checkpoint.files import load_weights
+from app.data.source import EmptySource, read_rows
+from app.errors import ConflictError, DataError, SettingsError
+from app.settings import Settings
+from app.storage import open_storage
+from app.tasks import load_task
+from app.tasks.pretrained import open_base
+from tests.harness.datasets import refusal
+from tests.harness.language_models import write_base, write_texts
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    return write_texts(tmp_path / "texts")
+
+
+def settings_of(base: str, texts: str = "sample", precision: str = "fp32", **arguments: Any) -> Settings:
+    return Settings(
+        task="app.tasks.finetune",
+        dataset=texts,
+        precision=precision,
+        learning_rate=0.01,
+        task_args={"base": base, "context": 32, **arguments},
+    )
+
+
+def train(settings: Settings, steps: int = 30) -> tuple[Any, list[float]]:
+    """The model after some steps on the same rows, and the loss of each."""
+    task: Any = load_task(settings)
+    source, _ = task.find_sources(settings)
+    torch.manual_seed(0)
+    model = task.build_model(settings, source)
+    optimizer = task.build_optimizer(model, settings)
+    batch = {name: torch.from_numpy(values) for name, values in read_rows(source, 0, 8).items()}
+    losses = []
+    for _ in range(steps):
+        each, metrics = task.loss(model, batch)
+        assert each.shape == metrics["accuracy"].shape == (8,)
+        losses.append(each.mean().item())
+        each.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"rank": 4}, {"rank": 4, "recompute": True}, {"head": "classes"}, {"head": "classes", "rank": 2}],
+    ids=["all weights", "lora", "recomputed", "classes", "classes with lora"],
+)
+def test_a_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> None:
+    before = open_base(base).sha256
+    model, losses = train(settings_of(base, texts, **arguments))
+    assert losses[-1] < losses[0] - 0.1
+    open_base.cache_clear()
+    assert open_base(base).sha256 == before
+    saved, weights = len(model.state_dict()), len(list(model.parameters()))
+    assert saved < weights if arguments.get("rank") else saved == weights
+
+
+def test_texts_of_a_row_do_not_see_each_other(base: str, texts: str) -> None:
+    from app.tasks import finetune
+
+    settings = settings_of(base, texts)
+    model = finetune.build_model(settings, EmptySource((32,), 0)).eval()
+    tokens = torch.randint(2, 300, (1, 6))
+    position = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    together = model(tokens, position_ids=position)
+    alone = model(tokens[:, 3:], position_ids=position[:, 3:])
+    torch.testing.assert_close(together[:, 3:], alone)
+    batch = {"tokens": tokens, "tokens_length": torch.tensor([5]), "position": position}
+    [row], _ = finetune.loss(model, batch)
+    shares = together.log_softmax(dim=2)
+    counted = [-shares[0, place - 1, tokens[0, place]] for place in (1, 2, 4)]
+    torch.testing.assert_close(row, torch.stack(counted).mean())
+
+
+# ---------------------------------------------------------------------------------------------- what a checkpoint holds
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peft_loads_an_adapter(base: str, texts: str, tmp_path: Path, precision: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    settings = settings_of(base, texts, precision, rank=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        model, _ = train(settings, steps=5)
+    state = model.state_dict()
+    assert sum(value.numel() for value in state.values()) < sum(p.numel() for p in model.parameters()) / 2
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    task: Any = load_task(settings)
+    for name, content in task.checkpoint_files(model, state).items():
+        (tmp_path / name).write_bytes(content)
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=kind), str(tmp_path)).eval()
+    tokens = torch.arange(2, 22)[None]
+    torch.testing.assert_close(plain(tokens).logits, model.eval()(tokens))
+    assert json.loads((tmp_path / "base.json").read_text()) == {"location": base, "sha256": open_base(base).sha256}
+
+
+def test_transformers_load_a_whole_model(base: str, texts: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = settings_of(base, texts)
+    model, _ = train(settings, steps=5)
+    task: Any = load_task(settings)
+    for name, content in task.checkpoint_files(model, model.state_dict()).items():
+        (tmp_path / name).write_bytes(content)
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(tmp_path)("The statement").input_ids])
+    torch.testing.assert_close(plain(tokens).logits, model.eval()(tokens))
+    [answer] = task.answer(model, ["The statement"], 5)
+    assert answer
+    assert task.answer(model, ["The statement"], 5) == [answer]
+
+
+@pytest.mark.parametrize("head", ["text", "classes"])
+def test_an_adapter_goes_back_only_onto_its_base(base: str, texts: str, tmp_path: Path, head: str) -> None:
+    settings = settings_of(base, texts, rank=4, head=head)
+    model, _ = train(settings, steps=3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    task: Any = load_task(settings)
+    source = EmptySource((32,), 2)
+    torch.manual_seed(1)
+    again = task.build_model(settings, source)
+    load_weights(again, state, "checkpoint")
+    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+    assert task.answer(again.eval(), ["if x"], 4) == task.answer(model.eval(), ["if x"], 4)
+
+    other = settings_of(write_base(tmp_path / "other", seed=1), texts, rank=4, head=head)
+    with refusal(ConflictError, "other", "the adapter was trained on", "give the base it was trained on"):
+        load_weights(task.build_model(other, source), state, "checkpoint")
+    with refusal(ConflictError, "do not fit", "weights are only in one"):
+        load_weights(
+            task.build_model(settings_of(base, texts, rank=4, targets=["q_proj"]), source), state, "checkpoint"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": -1}, "rank=-1"),
+        ({"rank": 2.5}, "rank=2.5"),
+        ({"head": "image"}, "head='image'"),
+        ({"targets": []}, "targets=[]"),
+        ({"rannk": 4}, "rannk=4"),
+        ({"rank": 4, "targets": ["nowhere"]}, "targets=['nowhere']"),
+    ],
+)
+def test_wrong_arguments_are_refused(base: str, texts: str, arguments: dict[str, Any], said: str) -> None:
+    settings = settings_of(base, texts, **arguments)
+    task: Any = load_task(settings)
+    with refusal(SettingsError, "SUNSPOT_TASK_ARGS", said):
+        task.build_model(settings, EmptySource((32,), 2))
+
+
+@pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_directory_that_is_no_model_is_refused(base: str, tmp_path: Path, lacks: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    (folder / lacks).unlink()
+    with refusal(SettingsError, "base=", "it has no", lacks.removeprefix("model")):
+        open_base(str(folder))
+
+
+def test_damaged_weights_and_tokenizers_are_named(base: str, texts: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    settings = settings_of(str(folder), texts)
+    task: Any = load_task(settings)
+    with refusal(SettingsError, str(folder), "transformers cannot load it"):
+        task.build_model(settings, EmptySource((32,), 2))
+    state = load_file(f"{base}/model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    open_base.cache_clear()
+    with refusal(SettingsError, str(folder), "its weights lack model.norm.weight"):
+        task.build_model(settings, EmptySource((32,), 2))
+    (folder / "tokenizer.json").write_text("{}")
+    with refusal(DataError, "tokenizer.json cannot be used"):
+        task.find_sources(settings)
+
+
+def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with refusal(SettingsError, "base='nobody/nothing'", "not fetched from the hub"):
+        open_base("nobody/nothing")
+    with refusal(SettingsError, "base=''", "names no model"):
+        open_base("")
+
+
+def test_a_model_in_a_bucket_is_fetched_once(base: str, s3_bucket: str) -> None:
+    url = f"s3://{s3_bucket}/models/tiny"
+    storage = open_storage(url)
+    for file in Path(base).iterdir():
+        storage.write(file.name, file.read_bytes())
+    fetched = open_base(url)
+    assert fetched.sha256 == open_base(base).sha256
+    open_base.cache_clear()
+    assert open_base(url).folder == fetched.folder
+    shutil.rmtree(fetched.folder)
