@@ -209,6 +209,9 @@ class Settings(BaseModel):
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
     "Longest gradient of a step, over all parameters; a longer one is scaled down to it. 0: off."
 
+    ema: float = _setting(0, "a share from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
+    "Decay of an exponential moving average of the weights: evaluated, and in `model.pt` in their place. 0: off."
+
     seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
     "With the data, decides the whole sequence of optimizer steps."
 

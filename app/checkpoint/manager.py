@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from app.background import Timer
+from app.checkpoint.average import WeightAverage
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import Files, write_whole
 from app.checkpoint.ledger import Ledger
@@ -71,17 +72,18 @@ class CheckpointManager:
         nodes: Sequence[str] = (),
         windows: Sequence[Any] = (),
         journals: Mapping[str, Journal] | None = None,
+        average: WeightAverage | None = None,
         more_files: MoreFiles | None = None,
         warn: Callable[[str], Any] = print,
         paused: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`group` carries what workers agree on (None: a worker alone); `memory` outlives this process (None: nothing
         does); `nodes` identify the machine of each rank, to keep parts in the memory of two; `windows` of consumed rows
-        come with the state; `journals` are flushed before each commit; `more_files` are a task's own; `paused` suspends
-        the watchdog during waits for storage.
+        come with the state; `journals` are flushed before each commit; `average` is saved for the weights; `more_files`
+        are a task's own; `paused` suspends the watchdog during waits for storage.
         """
         self._run, self._attempt, self._plan, self._settings = run, attempt, plan, plan.settings
-        self._model, self._optimizer, self._group = model, optimizer, group
+        self._model, self._optimizer, self._average, self._group = model, optimizer, average, group
         self._journals, self._paused = journals or {}, paused
         self._sharded = self._settings.parallel == "fsdp"
         self._memory = memory or NodeMemory(None)
@@ -164,6 +166,7 @@ class CheckpointManager:
             stepped=self._stepped.ids or (),
             needed=to_storage,
             for_storage=to_storage and (committer is not None or self._sender is not None),
+            average=self._average,
         )
         self._snapshots.charge(spent_s)
         if committer and snapshot:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from app.background import start_thread
+from app.checkpoint.average import WeightAverage
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.neighbours import PartExchange
 from app.checkpoint.slots import Slot
@@ -113,6 +114,7 @@ class Snapshots:
         stepped: Collection[int],
         needed: bool,
         for_storage: bool,
+        average: WeightAverage | None = None,
     ) -> Snapshot | None:
         """Begin to copy the state, and what lies `beside` it in memory; call `wait_for_copy` before parameters change.
 
@@ -132,6 +134,8 @@ class Snapshots:
             self._charged += self._spent
             self._spent = 0.0
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+        changing = {id(tensor) for tensor in tensors_in(source["model"])}.difference(stepped)
+        source = average.exchange(source) if average else source
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
         self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
         device = next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
@@ -146,7 +150,7 @@ class Snapshots:
         behind: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in ("model", "optimizer"):
             for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
-                pairs = at_once if name == "model" and id(tensor) not in stepped else behind
+                pairs = at_once if id(tensor) in changing else behind
                 pairs.append((target, part_of(tensor.detach())))
         mark = _gpu_mark([*at_once, *behind])
         for target, tensor in at_once:

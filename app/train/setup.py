@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from app.background import Background, start_thread
 from app.checkpoint import CheckpointManager, NodeMemory
+from app.checkpoint.average import WeightAverage
 from app.checkpoint.files import load_weights
 from app.checkpoint.snapshot import map_tensors
 from app.data.order import MIN_ROWS
@@ -198,7 +199,7 @@ def make_worker(
     model = build_model(plan, task, state, attempt, world_size, device)
 
     with watchdog.paused():  # while parts are read
-        optimizer = build_optimizer(settings, task, model, state)
+        optimizer, average = build_optimizer(settings, task, model, state)
     journals = open_journals(run, start, warn) if rank == 0 else {}
     checkpoints = CheckpointManager(
         run,
@@ -213,6 +214,7 @@ def make_worker(
         nodes=list(start.nodes.values()),
         windows=state.ledger,
         journals=journals,
+        average=average,
         more_files=partial(more_files, model) if (more_files := getattr(task, "checkpoint_files", None)) else None,
         warn=warn,
         paused=watchdog.paused,
@@ -232,6 +234,7 @@ def make_worker(
         device=device,
         model=model,
         optimizer=optimizer,
+        average=average,
         loader=make_loader(plan, world_size, rank, device, group),
         padding_batch=make_padding_batch(plan.source, device),
         control_group=group,
@@ -263,8 +266,12 @@ def build_model(
     return model
 
 
-def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, state: State) -> Optimizer:
-    """The task's optimizer with the state's; a state in parts is read here, into the model too."""
+def build_optimizer(
+    settings: Settings, task: Task, model: torch.nn.Module, state: State
+) -> tuple[Optimizer, WeightAverage]:
+    """The task's optimizer with the state's, and the average of the weights; a state in parts is read here, into the
+    model too.
+    """
     optimizer = task.build_optimizer(model, settings)
     todays = [{name: group[name] for name in OF_TODAY if name in group} for group in optimizer.param_groups]
 
@@ -275,6 +282,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, stat
         return {**state, "param_groups": groups}
 
     optimizer.register_load_state_dict_pre_hook(keep_todays)
+    average = WeightAverage(optimizer, settings.ema)
     if state.optimizer:
         # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
         own = map_tensors(state.optimizer, torch.clone) if next(model.parameters()).is_cpu else state.optimizer
@@ -283,7 +291,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module, stat
         state.load_parts(model, optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    return optimizer
+    return optimizer, average
 
 
 def make_loader(

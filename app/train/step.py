@@ -55,6 +55,7 @@ def after_step(
     plan, every = worker.plan, worker.plan.settings.checkpoint_every_steps
     per_epoch, has_more = plan.steps.per_epoch, step < plan.total_steps
     epoch_ends = not has_more or step % per_epoch == 0
+    worker.average.update(step)
     worker.took_step(step, rows, window, epoch_ends)
     agreed = consensus.agree(lambda: worker.due(step, window.last_step_s))
     restart, evaluated = agreed.restart and has_more, not (epoch_ends and plan.test)
@@ -87,7 +88,8 @@ def evaluate(worker: Worker) -> dict[str, float] | None:
     model.eval()
     sums = Sums()
     # FSDP keeps the buffers that it gathers parameters into: training could not use those of inference mode.
-    with torch.no_grad() if settings.parallel == "fsdp" else torch.inference_mode():
+    without_graph = torch.no_grad() if settings.parallel == "fsdp" else torch.inference_mode()
+    with worker.average.in_place(model), without_graph:
         for batch in _batches(worker):
             losses, metrics = row_losses(worker, model, batch or worker.padding_batch)
             if batch:

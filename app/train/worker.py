@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError
 
 from app.checkpoint import CheckpointManager
+from app.checkpoint.average import WeightAverage
 from app.data.ray_loader import RayLoader
 from app.data.source import Batch
 from app.data.torch_loader import TorchLoader
@@ -56,6 +57,7 @@ class Worker:
     device: torch.device
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    average: WeightAverage
     loader: TorchLoader | RayLoader
     padding_batch: Batch
     "Two rows for a worker whose share of a step is empty."

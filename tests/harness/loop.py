@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,11 +15,18 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+from app.checkpoint import CheckpointManager
+from app.checkpoint.average import WeightAverage
+from app.checkpoint.node_parts import NodeParts
+from app.checkpoint.node_state import NodeState
 from app.data.source import Batch, read_rows
-from app.elastic.restore import State
+from app.elastic.claim import Found, begin_attempt
+from app.elastic.copies import Machine
+from app.elastic.restore import State, load_start
 from app.observe.metrics import MetricWindow
 from app.parallel import part_of
 from app.plan import Plan, make_plan
+from app.run import Run
 from app.run.attempts import Attempt
 from app.settings import Settings
 from app.tasks import load_task
@@ -54,29 +61,52 @@ class Shares:
 
 
 def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
-    """A rank at the beginning of a run, on the CPU."""
+    """A rank at the beginning of a run that is kept nowhere, on the CPU."""
+    idle: Any = SimpleNamespace(**dict.fromkeys(("save", "took_step", "wait_for_copy"), lambda *args, **options: None))
+    return _make_worker(plan, group, Attempt(1, "me", None, 0), State(), lambda *_: idle)
+
+
+def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Worker:
+    """A rank that goes on from the run's newest checkpoint in storage, and saves its own there."""
+    nodes = ["node"] * dist.get_world_size(group)
+    node = NodeState(run, group, nodes)
+    machines = [Machine("host", "node", None, []) for _ in nodes]
+    start = begin_attempt(run, owner, plan.settings, machines, group=group, read=node.read)
+    assert start
+    state = load_start(run, plan.settings, start, Found(None, node, NodeParts(group, nodes)), group, print)
+
+    def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
+        options: dict[str, Any] = {"rank": dist.get_rank(group), "world_size": len(nodes), "windows": state.ledger}
+        return CheckpointManager(run, start.attempt, plan, model, optimizer, group=group, average=average, **options)
+
+    return _make_worker(plan, group, start.attempt, state, keep)
+
+
+def _make_worker(
+    plan: Plan, group: dist.ProcessGroup, attempt: Attempt, state: State, keep: Callable[..., CheckpointManager]
+) -> Worker:
     rank, world_size, device = dist.get_rank(group), dist.get_world_size(group), torch.device("cpu")
     task = load_task(plan.settings)
-    model = build_model(plan, task, State(), Attempt(1, "me", None, 0), world_size, device)
-    idle: Any = SimpleNamespace(
-        **dict.fromkeys(("heartbeat", "report", "save", "took_step", "wait_for_copy"), lambda *args, **options: None)
-    )
+    model = build_model(plan, task, state, attempt, world_size, device)
+    optimizer, average = build_optimizer(plan.settings, task, model, state)
+    idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), lambda *args, **options: None))
     loader: Any = Shares(plan, world_size, rank)
     return QuietWorker(
         plan=plan,
         task=task,
-        start=0,
+        start=attempt.step,
         evaluated=True,
         metrics={},
         rank=rank,
         world_size=world_size,
         device=device,
         model=model,
-        optimizer=build_optimizer(plan.settings, task, model, State()),
+        optimizer=optimizer,
+        average=average,
         loader=loader,
         padding_batch=make_padding_batch(plan.source, device),
         control_group=group,
-        checkpoints=idle,
+        checkpoints=keep(model, optimizer, average),
         commands=idle,
         watchdog=idle,
         telemetry=idle,

@@ -56,7 +56,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     worker = Worker(
         **{"plan": plan, "start": 0, "evaluated": True, "metrics": {}, "rank": 0, "world_size": 1, **fakes},
         **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": commands},
-        **{"watchdog": MagicMock(), "telemetry": telemetry, "reporter": reporter},
+        **{"watchdog": MagicMock(), "telemetry": telemetry, "reporter": reporter, "average": MagicMock()},
     )
     consensus, window = StepConsensus(group), worker.open_window()
     with reporter.publisher:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.checkpoint.average import WeightAverage
 from app.data.order import Steps
 from app.data.source import Batch, EmptySource
 from app.elastic.control import Command
@@ -48,6 +49,7 @@ def evaluated(group: dist.ProcessGroup, world_size: int, **settings: Any) -> tup
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),
         task=SimpleNamespace(loss=loss),
+        average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
         commands=SimpleNamespace(poll=Command),
         control_group=group,
         heartbeat=lambda: None,
@@ -85,7 +87,7 @@ def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
 
     worker.loader.train = on_device  # type: ignore[method-assign]
     worker.model = worker.model.to(device)
-    worker.optimizer = build_optimizer(settings, worker.task, worker.model, State())
+    worker.optimizer, worker.average = build_optimizer(settings, worker.task, worker.model, State())
     return TrainingRun(worker)
 
 

@@ -1,0 +1,102 @@
+"""EMA: what is averaged and evaluated, and that a run goes on from the weights that it had."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from app.checkpoint.average import WeightAverage
+from app.settings import Settings
+from app.train.loop import take_step
+from app.train.run import TrainingRun
+from tests.harness.loop import gather, make_worker, plan_without_evaluation
+from tests.harness.process_group import in_processes
+
+DECAY = 0.5
+
+
+class Trainee:
+    """A model under training, begun anew or from a state as a checkpoint has it."""
+
+    def __init__(self, decay: float = DECAY, saved: Any = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.model[0].bias.requires_grad_(False)
+        if saved:
+            self.model.load_state_dict(saved["model"])
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
+        self.average, self.steps = WeightAverage(self.optimizer, decay), 0
+        if saved:
+            self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+
+    def train(self, steps: int, since: int = 0) -> Trainee:
+        for step in range(since, since + steps):
+            self.model(torch.arange(12.0).view(4, 3).sin() * (step + 1)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.average.update(step + 1)
+        return self
+
+    def save(self) -> Any:
+        live = {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy(self.average.exchange(live))
+
+
+def test_the_average_follows_the_weights() -> None:
+    trainee, expected = Trainee(decay=0.4), torch.zeros(0)
+    for step in range(1, 7):
+        trainee.train(1, since=step - 1)
+        decay, weights = min(0.4, (1 + step) / (10 + step)), trainee.model[2].weight.detach()
+        expected = weights.clone() if step == 1 else decay * expected + (1 - decay) * weights
+        torch.testing.assert_close(trainee.save()["model"]["2.weight"], expected)
+    before = trainee.model[2].weight.detach().clone()
+    with trainee.average.in_place(trainee.model):
+        torch.testing.assert_close(trainee.model[2].weight, nn.Parameter(expected))
+    assert torch.equal(trainee.model[2].weight, before)
+    state = trainee.save()
+    assert torch.equal(state["optimizer"]["state"][4]["trained"], before)
+    assert torch.equal(state["model"]["1.running_mean"], trainee.model[1].running_mean), "buffers are as they are"
+
+
+def test_a_run_goes_on_from_the_weights_that_it_had() -> None:
+    def assert_same(one: Any, other: Any) -> None:
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+    whole, begun = Trainee().train(6), Trainee().train(3).save()
+    assert_same(Trainee(saved=begun).train(3, since=3).save(), whole.save())
+    without = Trainee(decay=0, saved=begun).train(3, since=3)
+    assert_same(without.model.state_dict(), whole.model.state_dict())
+    assert not any("trained" in values for values in without.save()["optimizer"]["state"].values())
+    later = Trainee(saved=Trainee(decay=0).train(3).save()).train(1, since=3)
+    assert_same(dict(later.save()["model"]), dict(later.model.state_dict()))
+
+
+def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[np.ndarray]:
+    """The averages of a run of the small task, which are tried after each step, or not."""
+    worker = make_worker(plan_without_evaluation(settings), group)
+    run = TrainingRun(worker)
+    for batch in run.batches():
+        take_step(run, batch)
+        if looks:
+            with worker.average.in_place(worker.model), torch.no_grad():
+                worker.task.loss(worker.model, worker.padding_batch)
+    return [gather(average) for average in worker.average._averages]
+
+
+@pytest.mark.parametrize(("workers", "parallel"), [(2, "ddp"), (3, "fsdp")])
+def test_the_average_is_the_same_on_any_number_of_workers(workers: int, parallel: Any, tmp_path: Path) -> None:
+    """And the run is none the worse for an evaluation of it."""
+    settings = Settings(task="tests.tasks.tiny", global_batch_size=25, learning_rate=0.1, max_steps=4, ema=DECAY)
+    (tmp_path / "1").mkdir()
+    [alone] = in_processes(tmp_path / "1", 1, lambda group: averages(settings, False, group))
+    parted = settings.model_copy(update={"parallel": parallel})
+    together, *_ = in_processes(tmp_path, workers, lambda group: averages(parted, True, group))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)

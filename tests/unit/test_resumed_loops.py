@@ -1,0 +1,90 @@
+"""Loops of one's own, and averaged weights: killed in the middle of a step, and resumed on another number of workers.
+
+By forked ranks with the product's own checkpoints, without Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.data.source import rows_in
+from app.plan import Plan
+from app.run import Run, open_run
+from app.run.attempts import read_attempts
+from app.run.identity import Rows, keep_identity
+from app.settings import IDENTITY, Settings
+from app.train.loop import train
+from tests.harness.loop import join_run, plan_without_evaluation
+from tests.harness.process_group import in_processes
+from tests.harness.training import consumed, newest, weights
+
+STEPS, KILLED_AT, SAVED_EVERY = 24, 17, 5
+
+
+def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
+    """An epoch of STEPS steps."""
+    common = {"storage_path": str(storage), "run_name": "run", "epochs": 1, "audit": True, "checkpoint_every_s": 0}
+    rows = rows_in(plan_without_evaluation(Settings(**settings)).source)
+    batch = {"global_batch_size": -(-rows // STEPS), "checkpoint_every_steps": SAVED_EVERY}
+    plan = plan_without_evaluation(Settings(**common, **batch, **settings))
+    assert plan.total_steps == STEPS
+    return plan
+
+
+def take_part(plan: Plan, run: Run, owner: str, killed_at: int, group: dist.ProcessGroup) -> None:
+    """What a rank does: train to the end, or be killed in a step."""
+    worker = join_run(plan, run, owner, group)
+    took_step = worker.checkpoints.took_step
+
+    def took_or_die(step: int, rows: torch.Tensor | None) -> None:
+        if step == killed_at:
+            worker.checkpoints.drain()
+            os.kill(os.getpid(), signal.SIGKILL)
+        took_step(step, rows)
+
+    worker.checkpoints.took_step = took_or_die  # type: ignore[method-assign]
+    train(worker)
+    worker.checkpoints.close(finished=True)
+
+
+def run_group(plan: Plan, folder: Path, owner: str, ranks: int, killed_at: int = 0) -> None:
+    (folder / owner).mkdir()
+    run = open_run(plan.settings.storage_path, "run")
+    keep_identity(
+        run, plan.settings.environment(), IDENTITY, Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
+    )
+    in_processes(folder / owner, ranks, lambda group: take_part(plan, run, owner, killed_at, group))
+
+
+@pytest.mark.parametrize(
+    ("settings", "then"),
+    [
+        ({"task": "app.tasks.gan", "task_args": {"width": 16}}, {}),
+        ({"task": "tests.tasks.nano"}, {}),
+        ({"task": "tests.tasks.tiny", "ema": 0.9, "learning_rate": 0.05, "parallel": "fsdp"}, {"parallel": "ddp"}),
+        ({"task": "tests.tasks.tiny", "ema": 0.9, "learning_rate": 0.05}, {"parallel": "fsdp"}),
+    ],
+    ids=["gan", "nano", "ema from parts", "ema to parts"],
+)
+def test_what_was_killed_goes_on(settings: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+    broken, whole = (plan_of(tmp_path / name, settings) for name in ("broken", "whole"))
+    resumed = plan_of(tmp_path / "broken", {**settings, **then})
+    with pytest.raises(EOFError):
+        run_group(broken, tmp_path, "killed", 2, killed_at=KILLED_AT)
+    run_group(resumed, tmp_path, "resumed", 3)
+    run_group(whole, tmp_path, "whole", 1)
+    run = open_run(str(tmp_path / "broken"), "run")
+    assert [attempt.step for attempt in read_attempts(run)] == [0, KILLED_AT // SAVED_EVERY * SAVED_EVERY]
+    assert newest(run).step == STEPS
+    rows = [row for step in consumed(run).values() for row in step]
+    assert sorted(rows) == list(range(rows_in(whole.source))), "each row once, as the audit has them"
+    expected = weights(open_run(str(tmp_path / "whole"), "run"))
+    for name, tensor in weights(run).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
