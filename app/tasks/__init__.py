@@ -44,7 +44,10 @@ class Task(Protocol):
         ...
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """The factor on the learning rates at optimizer step 0 .. total_steps - 1."""
+        """The factor on the learning rates at optimizer step 0 .. total_steps - 1.
+
+        Or `build_scheduler(optimizer, settings, total_steps)` returns a scheduler of PyTorch's that has it.
+        """
         ...
 
     def train(self, run: "TrainingRun") -> None:

@@ -1,11 +1,13 @@
 """The optimizer and the schedule of a task that brings none of its own, as the settings say."""
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from app.errors import SettingsError, shorten
 from app.settings import PREFIX, Settings
@@ -17,10 +19,11 @@ READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmu
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     """What the module of a task defines, and the defaults for the rest; raises `SettingsError` as `refuse_unused`."""
-    refuse_unused(settings, own=READ_BY.keys() & vars(module).keys())
-
-    def schedule(step: int, total_steps: int) -> float:
-        return learning_rate_factor(settings, step, total_steps)
+    scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
+    refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
+    if scheduled & vars(module).keys():
+        raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
+    default = play(module.build_scheduler, settings) if scheduled else partial(learning_rate_factor, settings)
 
     def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
@@ -29,7 +32,7 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
         except ValueError as error:
             raise SettingsError(f"{PREFIX}TASK={settings.task}: its build_optimizer: {shorten(error)}") from error
 
-    return SimpleNamespace(**{"schedule": schedule, **vars(module), "build_optimizer": combined})
+    return SimpleNamespace(**{"schedule": default, **vars(module), "build_optimizer": combined})
 
 
 def refuse_unused(settings: Settings, own: Set[str]) -> None:
@@ -64,6 +67,35 @@ def decay_matrices(model: torch.nn.Module, weight_decay: float) -> list[dict[str
 def fused_on_gpu(model: torch.nn.Module) -> bool | None:
     """For an optimizer's `fused`: one kernel updates all parameters of a GPU; None, PyTorch's own choice, elsewhere."""
     return next(model.parameters()).is_cuda or None
+
+
+def play(build_scheduler: Callable[..., LRScheduler], settings: Settings) -> Callable[[int, int], float]:
+    """The `schedule` of a task that builds a scheduler of PyTorch's, played through once with an optimizer of its own.
+
+    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts.
+    Raises `SettingsError`, when it is called, for one that follows a metric.
+    """
+    factors: list[float] = []
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    scheduler: LRScheduler | None = None
+
+    def schedule(step: int, total_steps: int) -> float:
+        nonlocal scheduler
+        if scheduler is None:
+            scheduler = build_scheduler(optimizer, settings, total_steps)
+            if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+                raise SettingsError(
+                    f"{PREFIX}TASK={settings.task}: its build_scheduler returned a {type(scheduler).__name__}; return "
+                    "a scheduler of PyTorch's whose rate is a function of the step"
+                )
+        while len(factors) <= step:
+            if factors:
+                optimizer.step()
+                scheduler.step()
+            factors.append(float(optimizer.param_groups[0]["lr"]) / settings.learning_rate)
+        return factors[step]
+
+    return schedule
 
 
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:

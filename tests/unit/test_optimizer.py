@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from app.checkpoint.snapshot import map_tensors
 from app.elastic.restore import State
@@ -51,6 +60,44 @@ def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
     with pytest.raises(SettingsError, match=r"SUNSPOT_SCHEDULE=cosine: .* brings its own schedule"):
         fill_in(module, settings)
     assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
+
+
+SCHEDULERS: dict[str, Callable[[Any, Settings, int], Any]] = {
+    "cycle": lambda optimizer, settings, total: OneCycleLR(optimizer, settings.learning_rate, total),
+    "parts": lambda optimizer, settings, total: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], [4]
+    ),
+    "product": lambda optimizer, settings, total: MultiplicativeLR(optimizer, lambda _: settings.task_args["gamma"]),
+}
+
+
+@pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_scheduler_is_a_function_of_the_step(build: Callable[[Any, Settings, int], Any]) -> None:
+    """From wherever a run goes on, and the same as if it had trained from the beginning."""
+    module, settings, total = ModuleType("mine"), Settings(learning_rate=0.05, task_args={"gamma": 0.9}), 20
+    module.build_scheduler = build  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), settings.learning_rate)
+    scheduler, rates = build(optimizer, settings, total), []
+    for _ in range(total):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    for begins_at in (0, 7, total - 1):
+        schedule = fill_in(module, settings).schedule
+        factors = [schedule(step, total) for step in range(begins_at, total)]
+        assert [0.05 * factor for factor in factors] == pytest.approx(rates[begins_at:], rel=1e-12)
+
+
+def test_a_scheduler_that_cannot_be_is_refused() -> None:
+    module, settings = ModuleType("mine"), Settings(task="mine")
+    module.build_scheduler = lambda optimizer, *_: ReduceLROnPlateau(optimizer)  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match="TASK=mine: its build_scheduler returned a ReduceLROnPlateau; return"):
+        fill_in(module, settings).schedule(0, 10)
+    with pytest.raises(SettingsError, match=r"SUNSPOT_WARMUP_STEPS=3: .* brings its own schedule"):
+        fill_in(module, Settings(warmup_steps=3))
+    module.schedule = lambda step, total_steps: 1.0  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError, match="both schedule and build_scheduler"):
+        fill_in(module, settings)
 
 
 def _groups(task: Any, settings: Settings) -> Any:
