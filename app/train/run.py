@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from app.data.order import MIN_ROWS, forward_passes, micro_batches, share
@@ -14,8 +13,11 @@ from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
 from app.tasks.optimizers import optimizers_in
 from app.train.augment import augment
 from app.train.forward import in_precision, row_losses
-from app.train.step import after_step, evaluate, seed_generators, timed
+from app.train.step import after_step, evaluate, seed_generators, seed_of, timed
 from app.train.worker import Worker
+
+OF_DRAWS = 2
+"""Tells the seeds of `draw` from those of steps and of rows (augment.py), or rank 0's dropout would draw the same."""
 
 
 class TrainingRun:
@@ -78,8 +80,7 @@ class TrainingRun:
 
     def draw(self, *shape: int) -> torch.Tensor:
         if self._random is None:
-            word = np.random.SeedSequence([self.settings.seed, self.position]).generate_state(1)
-            self._random = torch.Generator().manual_seed(int(word[0]))
+            self._random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, OF_DRAWS))
         every = torch.rand(self._rows_in_step, *shape, generator=self._random)
         own = share(self._rows_in_step, self.world_size, self.rank) if self._has_rows else (0, MIN_ROWS)
         return every[slice(*own)].to(self.device, non_blocking=True)

@@ -25,12 +25,17 @@ def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
         yield batch, time.perf_counter() - began, began
 
 
+def seed_of(*words: int) -> int:
+    """The seed of 32 bits that these words make; zeros at their end make no difference."""
+    return int(np.random.SeedSequence(words).generate_state(1)[0])
+
+
 def seed_generators(*seeds: int) -> None:
     """Make the random numbers to come a function of these: those of a step (dropout) of the seed, the step, the rank.
 
     A resumed run draws what an uninterrupted one would have drawn, without storing any generator's state.
     """
-    word = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    word = seed_of(*seeds)
     # Not torch.manual_seed: for each kind of device that is not in use it formats a stack trace, 0.2 ms a step.
     torch.default_generator.manual_seed(word)
     if torch.cuda.is_initialized():

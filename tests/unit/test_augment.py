@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from app.train.augment import augment
+from app.train.run import TrainingRun
+from app.train.step import seed_generators
 from tests.harness import REPOSITORY
 from tests.harness.loop import losses_of_ranks
 
@@ -42,6 +44,14 @@ def test_a_row_is_changed_alike_wherever_it_is() -> None:
     assert torch.equal(whole["label"], batch["label"])
     for other in ((0, 2), (1, 1)):
         assert not torch.isclose(augment(task, batch, *other, DRAW)["image"], whole["image"]).any()
+
+
+def test_draws_are_not_those_of_the_generators() -> None:
+    step: Any = SimpleNamespace(_random=None, _rows_in_step=4, _has_rows=True, world_size=1, rank=0, position=5)
+    step.settings, step.device = SimpleNamespace(seed=3), "cpu"
+    drawn = TrainingRun.draw(step, 2)
+    seed_generators(3, 5, 0)  # of rank 0 in that step
+    assert not torch.isclose(drawn, torch.rand(4, 2)).any()
 
 
 def test_losses_do_not_depend_on_the_number_of_workers(example: str, tmp_path: Path) -> None:
