@@ -90,7 +90,7 @@ lock: .venv/dev  ## lock the newest dependencies, with hashes; Ray as requiremen
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train -o requirements/train.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) -c requirements/train.txt -o requirements/submitter.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster -c requirements/train.txt --no-emit-package kubernetes -o requirements/image.txt
-	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster --extra hf --extra lightning --extra mlflow --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
+	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra cluster --extra hf --extra lightning --extra mlflow --extra trees --extra wandb -c requirements/image.txt --no-emit-package kubernetes -o requirements/image-extras.txt
 	$(BIN)/uv pip compile -q --upgrade $(LOCK) pyproject.toml $(CLOUDS) --extra train --extra dev -c requirements/train.txt -o requirements/dev.txt
 LOCK := --universal --python-version 3.11 --generate-hashes --no-annotate --no-header -c requirements/ray.in
 CLOUDS := --extra gcs --extra azure

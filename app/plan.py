@@ -65,7 +65,10 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     rows = rows_in(source)
     if rows < MIN_ROWS:
         raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
-    steps = Steps(rows, settings.global_batch_size)
+    whole = hasattr(task, "takes_all_rows")
+    if whole:  # a checkpoint comes after each step: there is nothing to copy between
+        settings = settings.model_copy(update={"snapshot_cost": 0.0})
+    steps = Steps(rows, rows if whole else settings.global_batch_size)
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))
@@ -80,7 +83,7 @@ def make_plan(settings: Settings, task: Any) -> Plan:
         + (
             f"MAX_STEPS, of {by_epochs} by EPOCHS"
             if total < by_epochs
-            else f"{settings.epochs} epochs of {steps.per_epoch} steps of {settings.global_batch_size} rows"
+            else f"{settings.epochs} epochs of {steps.per_epoch} steps of {steps.batch} rows"
         ),
     ]
     if settings.parallel == "fsdp":

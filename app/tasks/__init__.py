@@ -1,4 +1,4 @@
-"""A task is the module with a run's model, optimizer and loss, or with a LightningModule that has all three."""
+"""A task is the module with a run's model, optimizer and loss, with a LightningModule, or with trees."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -164,10 +164,14 @@ def load_task(settings: Settings) -> Task:
     if for_lightning:
         refuse_unused(settings, own={"build_optimizer", "schedule"})
         return cast(Task, LightningTask(module, settings))
+    if hasattr(module, "build_trees"):
+        from app.tasks.trees_adapter import TreesTask
+
+        return cast(Task, TreesTask(module, settings))
     needed = ("build_model",) if hasattr(module, "train") else TASK_FUNCTIONS
     if missing := [name for name in needed if not hasattr(module, name)]:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module, "
-            "the one function of a task for Lightning"
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module "
+            "or build_trees, the one function of a task for Lightning or for trees"
         )
     return cast(Task, fill_in(module, settings))

@@ -17,6 +17,10 @@ def train_loop(config: dict[str, Any]) -> None:
             from app.train.lightning import train as train_with_lightning  # only its own tasks need Lightning
 
             train_with_lightning(worker)
+        elif hasattr(worker.task, "takes_all_rows"):
+            from app.train.trees import train as boost  # likewise
+
+            boost(worker)
         else:
             train(worker)
         worker.checkpoints.close(finished=True)

@@ -285,7 +285,11 @@ def build_optimizer(
     average = WeightAverage(optimizer, settings.ema)
     if state.optimizer:
         # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
-        own = map_tensors(state.optimizer, torch.clone) if next(model.parameters()).is_cpu else state.optimizer
+        own = (
+            map_tensors(state.optimizer, torch.clone)
+            if optimizer.param_groups[0]["params"][0].is_cpu
+            else state.optimizer
+        )
         optimizer.load_state_dict(shard_optimizer_state(optimizer, own))
     elif state.load_parts:
         state.load_parts(model, optimizer)

@@ -30,6 +30,7 @@ from app.run.status import Status
 from app.settings import Settings
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
+from app.tasks import load_task
 from app.train.backend import BackendConfig
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes, probe_gpus
@@ -158,7 +159,7 @@ def fit_once(
                 raise fatal
 
 
-def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> TorchTrainer:
+def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> Any:
     """Ray's trainer for the plan. Ray keeps nothing that a run needs, only its own files in `scratch`.
 
     Its uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
@@ -168,7 +169,8 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
     warm_key = choose_warm_key(settings)
     collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
     sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
-    return TorchTrainer(
+    trainer, backend = choose_trainer(plan, int(collective_timeout_s))
+    return trainer(
         train_loop,
         train_loop_config={
             "plan": plan,
@@ -179,7 +181,6 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
             "warm_key": warm_key,
             "collective_timeout_s": collective_timeout_s,
         },
-        torch_config=BackendConfig(timeout_s=int(collective_timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
             elastic_resize_monitor_interval_s=NEVER_S,
@@ -197,7 +198,18 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
         # Row ids stand for the rows; the streams put them in order and read them.
         datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
         dataset_config=make_streams(plan, resources) if sources else None,
+        **backend,
     )
+
+
+def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
+    """Ray's trainer for the task, and its argument with the backend."""
+    task = load_task(plan.settings)
+    if not hasattr(task, "takes_all_rows"):
+        return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
+    from app.train import trees  # only its own tasks need the libraries
+
+    return trees.choose_trainer(task.build_model(plan.settings, plan.source), timeout_s)
 
 
 def choose_warm_key(settings: Settings) -> str:

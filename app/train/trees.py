@@ -1,0 +1,84 @@
+"""Boosting rounds of XGBoost or LightGBM: Ray's trainer for the library, and the loop over rounds on each worker."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+from app.errors import SettingsError
+from app.parallel import StepConsensus
+from app.tasks.trees_adapter import Trees, rate
+from app.train.backend import Backend, BackendConfig
+from app.train.step import after_step, evaluate
+from app.train.worker import Worker
+
+
+@dataclass
+class LibraryConfig(BackendConfig):
+    """torch's process group, through which workers agree, and beside it the library's, through which trees grow."""
+
+    library: Any = None
+    "Ray's `XGBoostConfig` or `LightGBMConfig`."
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return LibraryBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        return self.library.train_func_context
+
+
+class LibraryBackend(Backend):
+    """Sets up both; runs in Ray Train's controller."""
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_training_start(worker_group, backend_config)
+        self._library = backend_config.library.backend_cls()
+        self._library.on_training_start(worker_group, backend_config.library)
+
+
+def choose_trainer(trees: Any, timeout_s: int) -> tuple[Any, dict[str, Any]]:
+    """Ray's trainer for the trees' library, and its argument with the backend."""
+    if trees.library == "xgboost":
+        from ray.train.xgboost import XGBoostConfig, XGBoostTrainer
+
+        return XGBoostTrainer, {"xgboost_config": LibraryConfig(timeout_s=timeout_s, library=XGBoostConfig())}
+    from ray.train.lightgbm import LightGBMConfig, LightGBMTrainer
+
+    return LightGBMTrainer, {"lightgbm_config": LibraryConfig(timeout_s=timeout_s, library=LightGBMConfig())}
+
+
+def train(worker: Worker) -> None:
+    """Boost from the worker's first round to the last, or until the run is stopped.
+
+    A round is a step and an epoch: it sees every row once, each on the same worker in all rounds of the group.
+    """
+    trees, total_steps = cast(Trees, worker.model), worker.plan.total_steps
+    consensus, window = StepConsensus(worker.control_group), worker.open_window()
+    [batch] = worker.loader.train(1, 0, 1)
+    if worker.world_size > worker.plan.steps.rows:
+        raise SettingsError(
+            f"SUNSPOT_NUM_WORKERS={worker.plan.settings.num_workers}: {worker.plan.steps.rows} rows are fewer than the "
+            f"{worker.world_size} workers, and each needs one"
+        )
+    trees.begin(batch, network_of(trees) if worker.world_size > 1 else {})
+    if not worker.evaluated:  # the group before ended with the epoch's last step
+        worker.add_evaluation(evaluate(worker))
+
+    for step in range(worker.start + 1, total_steps + 1):
+        began = time.perf_counter()
+        worker.checkpoints.wait_for_copy()  # from here on the trees change
+        losses, metrics = rate(trees.boost(), batch["label"])
+        window.add_step([{"loss": losses, **metrics}], time.perf_counter() - began, data_wait=0.0)
+        if after_step(worker, consensus, window, step, batch["row"], trees.learning_rate):
+            return
+
+
+def network_of(trees: Trees) -> dict[str, Any]:
+    """What LightGBM knows the workers by; XGBoost knows it already, from around the training function."""
+    if trees.library != "lightgbm":
+        return {}
+    from ray.train.lightgbm import get_network_params
+
+    found: dict[str, Any] = get_network_params()
+    return found

@@ -1,0 +1,26 @@
+"""Trees that take their time over each round."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from app.data.source import Source
+from app.settings import Settings
+from app.tasks.trees import build_trees as build
+from app.tasks.trees_adapter import Trees
+
+
+def build_trees(settings: Settings, source: Source) -> Trees:
+    settings = settings.model_copy(update={"task_args": dict(settings.task_args)})
+    pause_s = settings.task_args.pop("pause_s", 0.0)
+    trees = build(settings, source)
+    boost = trees.boost
+
+    def boost_slowly() -> torch.Tensor:
+        time.sleep(pause_s)
+        return boost()
+
+    trees.boost = boost_slowly  # type: ignore[method-assign]
+    return trees
