@@ -90,6 +90,7 @@ def train(
     # Here, as torch and Ray take seconds to import.
     from app.plan import make_plan
     from app.predict.held_out import keep_predictions
+    from app.predict.shown import keep_shown
     from app.ray_session import ray_session
     from app.tasks import load_task
     from app.train.trainer import fit
@@ -107,6 +108,7 @@ def train(
     if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
         print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
         keep_predictions(plan, run, checkpoint, driver)
+        keep_shown(plan, run, checkpoint, driver)
     else:
         for reason in plan.reasons:
             print(f"  {reason}")
@@ -114,6 +116,7 @@ def train(
         with ray_session():  # one for both
             checkpoint = fit(plan, run, owner, driver, before, stop_request)
             keep_predictions(plan, run, checkpoint, driver)
+            keep_shown(plan, run, checkpoint, driver)
     if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
         print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
         return RunState.STOPPED

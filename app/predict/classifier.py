@@ -57,9 +57,7 @@ class Classifier:
         self.warnings = loaded.warnings
         self._predict = load_predict(self._settings)
         self._device = choose_device(use_gpu)
-        model = load_task(self._settings).build_model(self._settings, EmptySource(self.shape, self.classes))
-        load_weights(model, load_model(loaded.run, loaded.checkpoint), self.name)
-        self._model = model.to(self._device).eval()
+        self._model = restore_model(loaded).to(self._device).eval()
 
     def describe(self) -> dict[str, Any]:
         """The checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of `classes`;
@@ -141,6 +139,13 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
         )
     settings, data = recorded_settings(extra["settings"]), extra["data"]
     return ModelCheckpoint(place, chosen, settings, tuple(data["shape"]), data["classes"], tuple(warnings))
+
+
+def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
+    """The model of a checkpoint, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
+    model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(loaded.shape, loaded.classes))
+    load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
+    return model
 
 
 def choose_device(use_gpu: str) -> torch.device:

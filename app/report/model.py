@@ -17,6 +17,7 @@ from app.run.incidents import find_gaps, read_receipts
 from app.run.overview import RunView
 from app.run.predictions import Predictions, read_predictions
 from app.run.ranks import each_rank_record, with_columns
+from app.run.shown import Shown, read_shown
 from app.run.status import RunState, read_status
 
 MOST_CHECKPOINTS = 50
@@ -54,6 +55,8 @@ class Report(RunView):
     checkpoints_left_out: dict[str, int]
     "Number of checkpoints not among them, by reason."
     predictions: Predictions | None
+    shown: Shown | None
+    "By the task itself."
     troubles: list[str]
     "Parts of the run that could not be read."
 
@@ -145,6 +148,7 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
         predictions=read_predictions(run, left_out("the predictions")),
+        shown=read_shown(run, left_out("what the task shows")),
         troubles=troubles,
     )
 

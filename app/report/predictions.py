@@ -4,6 +4,7 @@ import base64
 from collections.abc import Iterator, Sequence
 
 from app.formatting import plural
+from app.report import shown
 from app.report.html import Html, element, join, paragraph, percent, scrolled, table, text, titled, whole
 from app.report.model import Report
 from app.run.predictions import Example, Predictions
@@ -21,10 +22,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """Mistakes, the confusion matrix, right predictions and sample rows."""
+    """Mistakes, the confusion matrix, right predictions and sample rows; and what the task itself shows."""
     found = report.predictions
     if found is None:
-        return paragraph(
+        return shown.show(report) or paragraph(
             "No predictions are stored. The training program stores them when a run has finished, unless "
             f"{PREFIX}PREDICT_ROWS is 0 or the task does not say how to predict."
         )
@@ -48,11 +49,11 @@ def show(report: Report) -> Html:
         _examples("Right predictions", rights, "None is kept."),
         _examples("Sample rows that it trained on", samples, "None is kept."),
     ]
-    kept, shown = ([*found.mistakes, *found.right, *found.samples], [*mistakes, *rights, *samples])
-    if len(shown) < len(kept):
-        left_out = plural(len(kept) - len(shown), "image")
+    kept, fitting = ([*found.mistakes, *found.right, *found.samples], [*mistakes, *rights, *samples])
+    if len(fitting) < len(kept):
+        left_out = plural(len(kept) - len(fitting), "image")
         parts.append(paragraph(f"Left out: {left_out}, no PNG or too large for this page.", kind="trouble"))
-    return join(parts)
+    return join([*parts, shown.show(report)])
 
 
 def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:

@@ -29,6 +29,7 @@
         audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
                                           the ids of the rows these optimizer steps consumed (app/run/audit.py)
         predictions.json                  the last checkpoint's predictions of held-out rows, for the report
+        shown.json                        what the task shows of the last checkpoint's model, for the report
         tracking/mlflow.json              the run of a tracking service that shows this one
         tracking/mlflow-delivered.json    how much has been delivered there
         report.html                       all of this as a page, made by the last driver

@@ -19,7 +19,10 @@ from app.settings import Settings
 from app.tasks.defaults import decay_matrices, fused_on_gpu
 from app.tasks.images import schedule
 
-__all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule"]
+__all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule", "show"]
+
+SHOWN = 5
+"""Texts in the report: so many of the easiest, and of the hardest."""
 
 DEFAULTS = {"layers": 4, "width": 128, "heads": 4, "context": 128, "tied": True}
 
@@ -96,6 +99,18 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     losses = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none").mean(dim=1)
     accuracy = (scores.argmax(dim=2) == targets).float().mean(dim=1)
     return losses, {"accuracy": accuracy, "bits_per_byte": losses.detach() / math.log(2)}
+
+
+def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
+    """The perplexity, for each byte, of the rows; the easiest and the hardest of them."""
+    losses, _ = loss(model, rows)
+    order = losses.argsort().tolist()
+    texts = [bytes(text).decode(errors="replace") for text in rows["text"].tolist()]
+    chosen = dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])
+    return {
+        f"Perplexity of {len(order)} held-out texts": math.exp(losses.mean()),
+        "Texts by their loss": [{"loss": losses[index].item(), "text": texts[index]} for index in chosen],
+    }
 
 
 def read_sizes(settings: Settings) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""What a task shows of its model: its form, its place in the report, and what shows nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.checkpoint import CheckpointManager
+from app.data.source import EmptySource
+from app.errors import SettingsError
+from app.plan import make_plan
+from app.predict.shown import show
+from app.report import gather, render
+from app.run import Run
+from app.run.overview import read_state
+from app.run.shown import MOST_ROWS, Part, Shown, read_shown, to_parts, write_shown
+from app.settings import Settings
+from app.tasks import gpt, load_task
+from app.tasks.trees_adapter import EXTRA
+from tests.harness.runs import begin, start
+from tests.harness.trained import trained
+
+
+def page_of(run: Run) -> str:
+    return render(gather(run, *read_state(run))).decode()
+
+
+def test_texts_numbers_and_tables_become_parts() -> None:
+    table = [{"name": "a", "loss": torch.tensor(0.5)}, {"loss": math.nan, "label": 3}]
+    assert to_parts({"said": "yes", "perplexity": 12.34567, "rows": table}) == [
+        Part("said", text="yes"),
+        Part("perplexity", text="12.35"),
+        Part("rows", columns=["name", "loss", "label"], rows=[["a", 0.5, None], [None, "nan", 3.0]]),
+    ]
+    [part] = to_parts({"long": [{"text": "x" * 10**6}] * 1000})
+    assert (len(part.rows), len(str(part.rows[0][0]))) == (MOST_ROWS, 2000)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (["a"], "show returned a list; return a dict of texts, numbers and tables by title"),
+        ({"a": [1, 2]}, "show returned 'a' as list; give a text, a number, or a list of dicts"),
+        ({"a": None}, "show returned 'a' as NoneType; give a text, a number, or a list of dicts"),
+    ],
+)
+def test_other_things_are_refused(found: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        to_parts(found)
+
+
+def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
+    trained(run)
+    before = page_of(run)
+    shown = [Part("Texts", text="<b>hello</b>\nthere"), Part("By loss", columns=["loss"], rows=[[0.25], [1.0, "odd"]])]
+    write_shown(run, Shown("step-00000188-attempt-0002", 188, shown))
+    assert read_shown(run) == Shown("step-00000188-attempt-0002", 188, shown)
+    page = page_of(run)
+    assert "&lt;b&gt;hello&lt;/b&gt;" in page
+    assert "0.25" in page
+    assert "odd" not in page
+    assert "hello" not in before
+    assert "Confusion matrix" in page
+
+
+def test_without_predictions_it_stands_in_their_place(run: Run) -> None:
+    trained(run)
+    run.storage.delete(run.key("predictions.json"))
+    assert "No predictions are stored" in page_of(run)
+    write_shown(run, Shown("step-00000188-attempt-0002", 188, [Part("Perplexity", text="7.5")]))
+    assert "No predictions are stored" not in page_of(run)
+
+
+def test_what_is_damaged_is_left_out(run: Run) -> None:
+    trained(run)
+    run.storage.write(run.key("shown.json"), b'{"checkpoint": 3}')
+    assert "What the task shows cannot be read" in page_of(run)
+
+
+def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
+    settings = Settings(
+        task="app.tasks.gpt",
+        task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},
+        run_name=run.name,
+        storage_path=run.storage.locate(""),
+        predict_rows=40,
+    )
+    task = load_task(settings)
+    plan = make_plan(settings, task)
+    attempt = start(begin(run), "me")
+    model = task.build_model(settings, plan.source)
+    checkpoints = CheckpointManager(run, attempt, plan, model, task.build_optimizer(model, settings))  # type: ignore[arg-type]
+    checkpoints.save(1, {})
+    checkpoints.close(finished=True)
+    assert checkpoints.newest
+    perplexity, texts = show(plan, run.name, checkpoints.newest.name)
+    assert perplexity.title == "Perplexity of 40 held-out texts"
+    assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # it has learned nothing
+    losses = [row[0] for row in texts.rows]
+    assert len(losses) == 2 * gpt.SHOWN
+    assert losses == sorted(losses)
+
+
+@pytest.mark.parametrize("library", EXTRA)
+def test_trees_show_what_gained(library: str) -> None:
+    pytest.importorskip(library, reason="the extra `trees` is not installed")
+    settings = Settings(task="app.tasks.trees", task_args={"library": library})
+    task: Any = load_task(settings)
+    random = np.random.default_rng(0)
+    rows = {name: torch.from_numpy(random.random(200)) for name in ("age", "income")}
+    rows |= {"label": (rows["age"] > 0.5).long(), "row": torch.arange(200)}
+    trees = task.build_model(settings, EmptySource((2,), 2))
+    trees.begin(rows, {})
+    trees.boost()
+    table = task.show(trees, rows)["Features by gain"]
+    assert table[0]["feature"] == "age"
+    assert sum(row["share"] for row in table) == pytest.approx(1)
