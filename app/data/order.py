@@ -13,6 +13,7 @@ Each worker then takes its share in one or more forward passes (`micro_batches`)
 """
 
 import json
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -98,10 +99,12 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
     return (slice(begin, end) for begin, end in pairwise(bounds))
 
 
+@functools.cache
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
     """Rows of the largest forward pass that any worker makes in a step of `rows` rows."""
-    begin, end = share(rows, world_size, 0)
-    return max(part.stop - part.start for part in micro_batches(end - begin, limit))
+    sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
+    # Not the largest share alone: cut into one part more, its parts may be smaller.
+    return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
 
 
 def forward_passes(rows: int, world_size: int, limit: int) -> int:
