@@ -12,8 +12,8 @@ number: how many optimizer steps it has taken. Ten rows with a global batch size
 Each worker then takes its share in one or more forward passes (`micro_batches`).
 """
 
-import json
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
