@@ -95,12 +95,11 @@ class PartWriter:
         self._wait_for(run, name, WEIGHTS if safetensors else INDEX)
         files = write_common(run, snapshot, self._names, world_size, safetensors)
         if self._more_files and snapshot.manifest.finished:
-            # Without the values where ranks have written them as safetensors.
-            whole = read_indexes(run, name, world_size)[1] if safetensors else None
-            state = (
-                whole_model(whole) if whole else load_state(run, replace(snapshot.manifest, files=files), "model.pt")
-            )
-            files |= upload_more(run, name, self._more_files(state))
+            if safetensors:  # ranks have written the values
+                model = whole_model(read_indexes(run, name, world_size)[1])
+            else:
+                model = load_state(run, replace(snapshot.manifest, files=files), "model.pt")
+            files |= upload_more(run, name, self._more_files(model))
         return files
 
     def _write_once(self, run: Run, name: str, index: str, write: Callable[[], None]) -> None:

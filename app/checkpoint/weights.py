@@ -90,11 +90,9 @@ def write_with_more(
 ) -> Files | None:
     """`write` a snapshot that holds the whole state, and what its task adds."""
     files = write(run, snapshot)
-    return (
-        files
-        if files is None
-        else {**files, **upload_more(run, snapshot.manifest.name, more_files(snapshot.state["model"]))}
-    )
+    if files is None:
+        return None
+    return {**files, **upload_more(run, snapshot.manifest.name, more_files(snapshot.state["model"]))}
 
 
 def upload_more(run: Run, name: str, contents: Mapping[str, bytes]) -> Files:

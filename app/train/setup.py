@@ -284,13 +284,11 @@ def build_optimizer(
     optimizer.register_load_state_dict_pre_hook(keep_todays)
     average = WeightAverage(optimizer, settings.ema)
     if state.optimizer:
-        # On a CPU the optimizer goes on with the very tensors it is given: not with pages of a whole file.
-        own = (
-            map_tensors(state.optimizer, torch.clone)
-            if optimizer.param_groups[0]["params"][0].is_cpu
-            else state.optimizer
-        )
-        optimizer.load_state_dict(shard_optimizer_state(optimizer, own))
+        values = state.optimizer
+        if optimizer.param_groups[0]["params"][0].is_cpu:
+            # There the optimizer goes on with the very tensors it is given: not with pages of a whole file.
+            values = map_tensors(values, torch.clone)
+        optimizer.load_state_dict(shard_optimizer_state(optimizer, values))
     elif state.load_parts:
         state.load_parts(model, optimizer)
     for group in optimizer.param_groups:

@@ -3,12 +3,14 @@
 import io
 from contextlib import redirect_stdout
 
+from app.driver import identify_rows
 from app.plan import make_plan
 from app.run import Run, open_run
 from app.run.attempts import new_owner
 from app.run.checkpoints import Checkpoint
+from app.run.identity import keep_identity
 from app.run.incidents import Receipt
-from app.settings import Settings
+from app.settings import IDENTITY, Settings
 from app.tasks import load_task
 from app.train.trainer import fit
 
@@ -17,6 +19,7 @@ def train(settings: Settings) -> tuple[Run, Checkpoint]:
     """Train a run to its end, without a word; returns it with its newest checkpoint."""
     plan = make_plan(settings, load_task(settings))
     run = open_run(settings.storage_path, settings.run_name)
+    keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))  # for the audit
     with redirect_stdout(io.StringIO()):
         return run, fit(plan, run, new_owner(run, ""))
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
+from app.errors import SunspotError
 from app.ray_session import ray_session
 from app.run import SHARED_MEMORY, Run, copies_of
 from app.run.history import read_journal
@@ -90,7 +91,10 @@ def find_faults(run: Run, phases: list[dict[str, float]], kills: int, before: Co
     faults += [f"a restart of {each['first step']:.0f} s" for each in phases if each["first step"] > HUNG_S]
     forked = [receipt.forked for receipt in read_receipts(read_journal(run, "events"))][1:]
     faults += [f"{sum(count < 2 for count in forked)} restarts with processes that were not forked"] * (min(forked) < 2)
-    faults += prove(run).faults
+    try:
+        faults += prove(run).faults
+    except SunspotError as error:
+        faults.append(f"the audit: {error}")
     deadline = time.monotonic() + GONE_WITHIN_S
     while (left := find_processes() - set(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
