@@ -1,4 +1,4 @@
-"""A task is the module with a run's model, optimizer and loss, with a LightningModule, or with trees."""
+"""A task is the module with a run's model, optimizer and loss, with a LightningModule, a Keras model, or trees."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -15,8 +15,11 @@ from app.tasks.defaults import fill_in, refuse_unused
 TASK_FUNCTIONS = ("build_model", "loss")
 """What a task has to define, unless it defines `train`, or `build_module` for Lightning (lightning_adapter.py)."""
 
-LIGHTNING = ("lightning", "pytorch_lightning", "torchmetrics")
-"""Packages of the extra `lightning`."""
+EXTRAS = {
+    **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
+    **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
+}
+"""The extra that brings each package."""
 
 
 class Task(Protocol):
@@ -154,16 +157,20 @@ def load_task(settings: Settings) -> Task:
     """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
     try:
         module = importlib.import_module(settings.task)
-        for_lightning = hasattr(module, "build_module")
+        for_lightning, for_keras = hasattr(module, "build_module"), hasattr(module, "build_keras")
         if for_lightning:
             from app.tasks.lightning_adapter import LightningTask
+        if for_keras:
+            from app.tasks.keras_adapter import KerasTask
     except Exception as error:
-        missing_extra = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in LIGHTNING
-        fix = "install sunspot[lightning]" if missing_extra else "set it to a module on PYTHONPATH"
+        missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        fix = f"install sunspot[{EXTRAS[missing]}]" if missing in EXTRAS else "set it to a module on PYTHONPATH"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     if for_lightning:
         refuse_unused(settings, own={"build_optimizer", "schedule"})
         return cast(Task, LightningTask(module, settings))
+    if for_keras:
+        return cast(Task, KerasTask(module, settings))
     if hasattr(module, "build_trees"):
         from app.tasks.trees_adapter import TreesTask
 
@@ -171,7 +178,7 @@ def load_task(settings: Settings) -> Task:
     needed = ("build_model",) if hasattr(module, "train") else TASK_FUNCTIONS
     if missing := [name for name in needed if not hasattr(module, name)]:
         raise SettingsError(
-            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor build_module "
-            "or build_trees, the one function of a task for Lightning or for trees"
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "
+            "build_module, build_keras or build_trees, the one function of a task for Lightning, Keras or trees"
         )
     return cast(Task, fill_in(module, settings))

@@ -1,7 +1,7 @@
 """The optimizer and the schedule of a task that brings none of its own, as the settings say."""
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,6 +46,19 @@ def refuse_unused(settings: Settings, own: Set[str]) -> None:
                     f", which does not read it; leave it at {default} (a task's own hyperparameters are in "
                     f"{PREFIX}TASK_ARGS)"
                 )
+
+
+def refuse_given(settings: Settings, names: Collection[str], why: str) -> None:
+    """Raise `SettingsError`, with `why` about the task, if any of these settings is not at its default."""
+    given = [name for name in names if getattr(settings, name) != Settings.model_fields[name].default]
+    if given:
+        values = ", ".join(f"{PREFIX}{name.upper()}={getattr(settings, name)}" for name in given)
+        raise SettingsError(f"{values}: {settings.task} {why}")
+
+
+def build_nothing(settings: Settings) -> torch.optim.Optimizer:
+    """An optimizer of no weights, for a library that has its own: it has no state, and the schedule's rate."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=settings.learning_rate)
 
 
 def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:

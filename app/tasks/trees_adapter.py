@@ -21,6 +21,7 @@ from torch.nn import functional
 from app.data.source import Batch, Source
 from app.errors import SettingsError, shorten
 from app.settings import PREFIX, Settings
+from app.tasks.defaults import build_nothing, refuse_given
 
 EXTRA = ("xgboost", "lightgbm")
 """The libraries of the extra `trees`."""
@@ -264,25 +265,23 @@ class TreesTask:
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Raises `SettingsError` for settings that trees have no use for."""
         self._module = module
-        unused = [name for name in WITHOUT_USE if getattr(settings, name) != Settings.model_fields[name].default]
-        if unused:
-            given = ", ".join(f"{PREFIX}{name.upper()}={getattr(settings, name)}" for name in unused)
-            raise SettingsError(
-                f"{given}: {settings.task} boosts trees, which do not read it; leave it out (what their "
-                f"library takes is in {PREFIX}TASK_ARGS)"
-            )
+        why = f"boosts trees, which do not read it; leave it out (what their library takes is in {PREFIX}TASK_ARGS)"
+        refuse_given(settings, WITHOUT_USE, why)
 
     def __getattr__(self, name: str) -> Any:
         """`find_sources`, if the module has it."""
         return getattr(self._module, name)
+
+    def find_library(self, settings: Settings, source: Source) -> str:
+        """By whose trainer of Ray's they grow."""
+        return self.build_model(settings, source).library
 
     def build_model(self, settings: Settings, source: Source) -> Trees:
         trees: Trees = self._module.build_trees(settings, source)
         return trees
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """None is needed; one of nothing has no state."""
-        return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=settings.learning_rate)
+        return build_nothing(settings)
 
     def schedule(self, step: int, total_steps: int) -> float:
         return 1.0

@@ -1,4 +1,4 @@
-"""Trains a plan with Ray Train's TorchTrainer, and judges how the training ended."""
+"""Trains a plan with Ray Train's trainer, and judges how the training ended."""
 
 import functools
 import tempfile
@@ -8,7 +8,6 @@ from typing import Any
 import ray
 import ray.data
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchTrainer
 
 from app.data.ray_loader import StepStreams
 from app.data.source import rows_in
@@ -30,8 +29,7 @@ from app.run.status import Status
 from app.settings import Settings
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
-from app.tasks import load_task
-from app.train.backend import BackendConfig
+from app.train.library import choose_trainer
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes, probe_gpus
 from app.warm import keeper
@@ -124,7 +122,7 @@ def judge_end(
 def fit_once(
     plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: dict[str, Any]
 ) -> None:
-    """Run one TorchTrainer to its end; `incident` is why its first worker group begins."""
+    """Run one of Ray's trainers to its end; `incident` is why its first worker group begins."""
     settings = plan.settings
     choice, lag_s = None, 0.0
     if settings.num_workers.elastic or settings.node_groups:
@@ -200,16 +198,6 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
         dataset_config=make_streams(plan, resources) if sources else None,
         **backend,
     )
-
-
-def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Ray's trainer for the task, and its argument with the backend."""
-    task = load_task(plan.settings)
-    if not hasattr(task, "takes_all_rows"):
-        return TorchTrainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
-    from app.train import trees  # only its own tasks need the libraries
-
-    return trees.choose_trainer(task.build_model(plan.settings, plan.source), timeout_s)
 
 
 def choose_warm_key(settings: Settings) -> str:

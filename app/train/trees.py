@@ -1,51 +1,13 @@
-"""Boosting rounds of XGBoost or LightGBM: Ray's trainer for the library, and the loop over rounds on each worker."""
+"""Boosting rounds of XGBoost or LightGBM: the loop over them on each worker."""
 
 import time
-from dataclasses import dataclass
 from typing import Any, cast
 
 from app.errors import SettingsError
 from app.parallel import StepConsensus
 from app.tasks.trees_adapter import Trees, rate
-from app.train.backend import Backend, BackendConfig
 from app.train.step import after_step, evaluate
 from app.train.worker import Worker
-
-
-@dataclass
-class LibraryConfig(BackendConfig):
-    """torch's process group, through which workers agree, and beside it the library's, through which trees grow."""
-
-    library: Any = None
-    "Ray's `XGBoostConfig` or `LightGBMConfig`."
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return LibraryBackend
-
-    @property
-    def train_func_context(self) -> Any:
-        return self.library.train_func_context
-
-
-class LibraryBackend(Backend):
-    """Sets up both; runs in Ray Train's controller."""
-
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        super().on_training_start(worker_group, backend_config)
-        self._library = backend_config.library.backend_cls()
-        self._library.on_training_start(worker_group, backend_config.library)
-
-
-def choose_trainer(trees: Any, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Ray's trainer for the trees' library, and its argument with the backend."""
-    if trees.library == "xgboost":
-        from ray.train.xgboost import XGBoostConfig, XGBoostTrainer
-
-        return XGBoostTrainer, {"xgboost_config": LibraryConfig(timeout_s=timeout_s, library=XGBoostConfig())}
-    from ray.train.lightgbm import LightGBMConfig, LightGBMTrainer
-
-    return LightGBMTrainer, {"lightgbm_config": LibraryConfig(timeout_s=timeout_s, library=LightGBMConfig())}
 
 
 def train(worker: Worker) -> None:

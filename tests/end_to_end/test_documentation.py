@@ -93,6 +93,8 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
     if "app.tasks.trees" in command:
         pytest.importorskip("lightgbm", reason="the extra `trees` is not installed")
         del short["SUNSPOT_GLOBAL_BATCH_SIZE"]  # a round takes all rows
+    if "keras" in command:
+        pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
     if " -m app.predict " in command:
         short = {"RAY_ADDRESS": ray_address}
     elif command.startswith("make tune"):

@@ -1,4 +1,4 @@
-"""Whole runs of tasks with a loop of their own: killed, and resumed on another number of workers."""
+"""Whole runs of tasks with a loop of their own, or Keras's: killed, and resumed on another number of workers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.harness.training import (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["app.tasks.gan", "tests.tasks.nano"])
+@pytest.mark.parametrize("task", ["app.tasks.gan", "app.tasks.keras_mnist", "tests.tasks.nano"])
 def test_a_killed_loop_goes_on_at_another_world_size(task: str, program: Program, make_data: MakeData) -> None:
+    if task == "app.tasks.keras_mnist":
+        pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
     settings = {"TASK": task, "GLOBAL_BATCH_SIZE": 50, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "REPORT_EVERY_S": 600}
-    settings |= {"DATASET": make_data(20_000, row_group=1000)} if task == "app.tasks.gan" else {}
+    settings |= {"DATASET": make_data(20_000, row_group=1000)} if task != "tests.tasks.nano" else {}
     settings |= {"LEARNING_RATE": 2e-4, "MAX_STEPS": 200, "SNAPSHOT_COST": 0}
     run = the_run(program)
     process = program.start(**settings, NUM_WORKERS=2)

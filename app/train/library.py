@@ -1,0 +1,62 @@
+"""Ray's trainer for the library that a task trains with: torch, or another beside torch's process group."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ray.train.torch import TorchTrainer
+
+from app.plan import Plan
+from app.tasks import load_task
+from app.train.backend import Backend, BackendConfig
+
+
+@dataclass
+class LibraryConfig(BackendConfig):
+    """torch's process group, through which workers agree, and beside it what the library trains through."""
+
+    library: Any = None
+    "Ray's configuration of the library."
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return LibraryBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        return self.library.train_func_context
+
+
+class LibraryBackend(Backend):
+    """Sets up both; runs in Ray Train's controller."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_start(worker_group, backend_config)
+        self._library = backend_config.library.backend_cls()
+        self._library.on_start(worker_group, backend_config.library)
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_training_start(worker_group, backend_config)
+        self._library.on_training_start(worker_group, backend_config.library)
+
+
+def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
+    """Ray's trainer for the plan's task, and its argument with the backend. Only its own tasks need each library."""
+    task = load_task(plan.settings)
+    find_library = getattr(task, "find_library", None)
+    library = find_library(plan.settings, plan.source) if find_library else "torch"
+    trainer: Any = TorchTrainer
+    if library == "torch":
+        return trainer, {"torch_config": BackendConfig(timeout_s=timeout_s)}
+    if library == "xgboost":
+        from ray.train.xgboost import XGBoostConfig, XGBoostTrainer
+
+        trainer, config = XGBoostTrainer, XGBoostConfig()
+    elif library == "lightgbm":
+        from ray.train.lightgbm import LightGBMConfig, LightGBMTrainer
+
+        trainer, config = LightGBMTrainer, LightGBMConfig()
+    else:
+        from ray.train.tensorflow import TensorflowConfig, TensorflowTrainer
+
+        trainer, config = TensorflowTrainer, TensorflowConfig()
+    return trainer, {f"{library}_config": LibraryConfig(timeout_s=timeout_s, library=config)}

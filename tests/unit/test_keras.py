@@ -1,0 +1,143 @@
+"""A Keras model as a task: what it resumes from, its gradient, its file, and what is refused; without Ray."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
+
+import keras
+
+from app.checkpoint.files import load_weights
+from app.data.source import Batch, EmptySource
+from app.errors import ConflictError, SettingsError
+from app.settings import Settings
+from app.tasks import load_task
+from app.tasks.keras_adapter import KerasModule
+
+SOURCE = EmptySource((1, 6, 6), 3)
+ROWS = 30
+
+
+@pytest.fixture
+def task(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A task module of a small model."""
+    module = types.ModuleType("small_keras")
+
+    def build_keras(settings: Settings, source: Any) -> Any:
+        channels, height, width = source.shape
+        model = keras.Sequential(
+            [
+                keras.Input((height, width, channels)),
+                keras.layers.Rescaling(1 / 255),
+                keras.layers.Conv2D(4, 3, activation="relu"),
+                keras.layers.Flatten(),
+                keras.layers.Dropout(settings.task_args.get("dropout", 0.0)),
+                keras.layers.Dense(settings.task_args.get("outputs", source.classes), kernel_regularizer="l2"),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    module.build_keras = build_keras  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "small_keras", module)
+    return module
+
+
+def settings_for(**task_args: Any) -> Settings:
+    return Settings(task="small_keras", task_args=task_args)
+
+
+def build(**task_args: Any) -> KerasModule:
+    settings = settings_for(**task_args)
+    return load_task(settings).build_model(settings, SOURCE)  # type: ignore[return-value]
+
+
+def make_rows() -> Batch:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (ROWS, 1, 6, 6), dtype=np.uint8)
+    labels = images.reshape(ROWS, -1).mean(axis=1) // 10 % 3
+    return {"image": torch.from_numpy(images), "label": torch.from_numpy(labels.astype(np.int64))}
+
+
+def steps(model: KerasModule, numbers: range) -> None:
+    rows = make_rows()
+    for number in numbers:
+        part = {name: column[number::5] for name, column in rows.items()}
+        model.take_step(part, 0.01, 1 / len(part["label"]))
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return dict(torch.load(buffer, weights_only=True))
+
+
+def same(one: KerasModule, other: KerasModule) -> bool:
+    states = one.get_extra_state(), other.get_extra_state()
+    return all(
+        torch.equal(a, b) for kind in ("model", "optimizer") for a, b in zip(*(s[kind] for s in states), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_resumed_model_is_that_of_an_uninterrupted_run(task: Any, dropout: float) -> None:
+    whole = build(dropout=dropout)
+    steps(whole, range(3))
+    state = through_a_file(whole.state_dict())
+    steps(whole, range(3, 6))
+    resumed = build(dropout=dropout)
+    load_weights(resumed, state, "a checkpoint")
+    assert not same(resumed, whole)
+    steps(resumed, range(3, 6))
+    assert same(resumed, whole)
+
+
+def test_a_step_learns_from_each_row_alike(task: Any) -> None:
+    """Its losses are of each row, and padding of weight 0 has no part in the gradient."""
+    model, rows = build(), make_rows()
+    expected = model.losses(rows, model(rows))
+    losses, outputs = model.take_step(rows, 0.01, 1 / ROWS)
+    assert losses.shape == (ROWS,)
+    assert torch.allclose(losses, expected, atol=1e-6)
+    assert outputs.shape == (ROWS, 3)
+    for _ in range(30):
+        losses, _ = model.take_step(rows, 0.01, 1 / ROWS)
+    assert losses.mean() < expected.mean()
+
+
+def test_a_checkpoint_has_a_file_that_keras_loads(task: Any, tmp_path: Path) -> None:
+    settings, model, rows = settings_for(), build(), make_rows()
+    steps(model, range(3))
+    state, scores = model.state_dict(), model(rows)
+    steps(model, range(3, 5))  # the file is written behind the training
+    files = load_task(settings).checkpoint_files(model, state)  # type: ignore[attr-defined]
+    Path(tmp_path, "model.keras").write_bytes(files["model.keras"])
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    images = rows["image"].numpy().transpose(0, 2, 3, 1)
+    assert np.allclose(loaded(images), scores, atol=1e-6)
+
+
+def test_another_model_is_refused(task: Any) -> None:
+    with pytest.raises(ConflictError, match=r"a checkpoint: its weights do not fit.*variables of other shapes"):
+        load_weights(build(outputs=4), build().state_dict(), "a checkpoint")
+
+
+def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
+    with pytest.raises(SettingsError, match=r"SUNSPOT_CLIP_NORM=1\.0: small_keras has a Keras model, which does not"):
+        load_task(Settings(task="small_keras", clip_norm=1.0))
+
+
+def test_what_is_no_compiled_model_is_refused(task: Any) -> None:
+    task.build_keras = lambda settings, source: keras.Sequential([keras.layers.Dense(3)])
+    with pytest.raises(SettingsError, match=r"build_keras returned a Sequential; return a keras\.Model with its input"):
+        build()
