@@ -19,8 +19,8 @@ from app.report.charts import HEIGHT, LEFT, WIDTH, Line, Point, key, line_chart,
 
 RESULTS = "results.jsonl"
 
-LEGEND = 20
-"""Height of the legend above the drawing, in its units."""
+LEGEND = 14
+"""Height of a line of the legend above the drawing, in its units."""
 
 
 @dataclass
@@ -123,11 +123,13 @@ def plot(results: Sequence[Result]) -> str:
     style = files("app.report").joinpath("style.css").read_text()
     style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
     added = [f"<style>{style}</style>"]
-    for place, line in zip(range(LEFT, WIDTH, 106), lines, strict=False):
-        sample = key(line.style).replace("<svg ", f'<svg x="{place}" y="{4 - LEGEND}" width="24" height="12" ', 1)
-        added.append(f'{sample}<text x="{place + 28}" y="{14 - LEGEND}">{escape(line.name)}</text>')
+    above = LEGEND * len(lines)
+    for place, line in enumerate(lines):
+        top = LEGEND * place - above
+        sample = key(line.style).replace("<svg ", f'<svg x="{LEFT}" y="{top}" width="24" height="12" ', 1)
+        added.append(f'{sample}<text x="{LEFT + 28}" y="{top + 10}">{escape(line.name)}</text>')
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
-    grown = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 {-LEGEND} {WIDTH} {HEIGHT + LEGEND}"'
+    grown = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 {-above} {WIDTH} {HEIGHT + above}"'
     return chart.replace(box, grown, 1).removesuffix("</svg>") + "".join(added) + "</svg>\n"
 
 
