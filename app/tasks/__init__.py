@@ -163,8 +163,8 @@ def load_task(settings: Settings) -> Task:
         if for_keras:
             from app.tasks.keras_adapter import KerasTask
     except Exception as error:
-        missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        fix = f"install sunspot[{EXTRAS[missing]}]" if missing in EXTRAS else "set it to a module on PYTHONPATH"
+        package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        fix = f"install sunspot[{EXTRAS[package]}]" if package in EXTRAS else "set it to a module on PYTHONPATH"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
     if for_lightning:
         refuse_unused(settings, own={"build_optimizer", "schedule"})
