@@ -6,6 +6,7 @@ imported only for a task that defines `build_keras`.
 
 import functools
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else TensorFlow greets with a page of its kernels
+# torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
+# Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
+sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 import keras
 import numpy as np

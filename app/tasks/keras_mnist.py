@@ -15,10 +15,10 @@ def build_keras(settings: Settings, source: Source) -> keras.Model:
         [
             keras.Input((height, width, channels)),
             layers.Rescaling(1 / 255),
-            layers.Conv2D(16, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.MaxPooling2D(),
+            layers.Conv2D(16, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(padding="same"),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(padding="same"),
             layers.Flatten(),
             layers.Dense(source.classes),
         ]
