@@ -14,9 +14,6 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else TensorFlow greets with a page of its kernels
-# torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
-# Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
-sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 import keras
 import numpy as np
@@ -28,6 +25,10 @@ from app.errors import SettingsError
 from app.settings import PREFIX, Settings
 from app.tasks import TrainingRun
 from app.tasks.defaults import build_nothing, learning_rate_factor, refuse_given
+
+# torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
+# Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
+sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 WITHOUT_USE = (
     *("micro_batch_size", "weight_decay", "clip_norm"),
