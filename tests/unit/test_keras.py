@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import types
 from pathlib import Path
@@ -22,6 +21,7 @@ from app.errors import ConflictError, SettingsError
 from app.settings import Settings
 from app.tasks import load_task
 from app.tasks.keras_adapter import KerasModule
+from tests.harness.state_files import through_a_file
 
 SOURCE = EmptySource((1, 6, 6), 3)
 ROWS = 30
@@ -75,13 +75,6 @@ def steps(model: KerasModule, numbers: range) -> None:
         model.take_step(part, 0.01, 1 / len(part["label"]))
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return dict(torch.load(buffer, weights_only=True))
-
-
 def same(one: KerasModule, other: KerasModule) -> bool:
     states = one.get_extra_state(), other.get_extra_state()
     return all(
@@ -103,7 +96,7 @@ def test_a_resumed_model_is_that_of_an_uninterrupted_run(task: Any, dropout: flo
 
 
 def test_a_step_learns_from_each_row_alike(task: Any) -> None:
-    """Its losses are of each row, and padding of weight 0 has no part in the gradient."""
+    """Its losses are those of each row, as evaluated before the step, and they fall."""
     model, rows = build(), make_rows()
     expected = model.losses(rows, model(rows))
     losses, outputs = model.take_step(rows, 0.01, 1 / ROWS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -22,6 +21,7 @@ from app.plan import make_plan
 from app.settings import Settings
 from app.tasks import load_task
 from app.tasks.trees_adapter import EXTRA, Trees
+from tests.harness.state_files import through_a_file
 
 ROWS, CLASSES = 120, 3
 
@@ -53,13 +53,6 @@ def build(library: str, classes: int = CLASSES) -> Trees:
 def scaled(scores: torch.Tensor) -> torch.Tensor:
     """Scores of classes mean their differences."""
     return scores.log_softmax(1) if scores.ndim > 1 else scores
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return dict(torch.load(buffer, weights_only=True))
 
 
 @pytest.mark.parametrize("classes", [CLASSES, 0])
