@@ -17,13 +17,13 @@ from app.parallel import clip_gradients
 from app.plan import make_plan
 from app.settings import Settings
 from app.storage import open_storage
-from app.tasks import Task, load_task
+from app.tasks import HOOKS, Task, load_task
 
 
 def train(settings: Settings) -> str:
     """Train for EPOCHS on this machine; returns the folder of the results."""
     task = load_task(settings)
-    if own := [name for name in ("train", "augment", "augment_row") if hasattr(task, name)]:
+    if own := [name for name in HOOKS if hasattr(task, name)]:
         raise SettingsError(
             f"SUNSPOT_TASK={settings.task}: has {own[0]}, which the baseline lacks; use `python -m app`"
         )

@@ -15,6 +15,9 @@ from app.tasks.defaults import fill_in, refuse_unused
 TASK_FUNCTIONS = ("build_model", "loss")
 """What a task has to define, unless it defines `train`, or `build_module` for Lightning (lightning_adapter.py)."""
 
+HOOKS = ("train", "augment", "augment_row")
+"""What loops over batches call; Lightning's and those of trees do not."""
+
 EXTRAS = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
     **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
@@ -166,12 +169,16 @@ def load_task(settings: Settings) -> Task:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         fix = f"install sunspot[{EXTRAS[package]}]" if package in EXTRAS else "set it to a module on PYTHONPATH"
         raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
+    for_trees = hasattr(module, "build_trees")
+    if (for_lightning or for_trees) and (own := [name for name in HOOKS if hasattr(module, name)]):
+        instead = "its LightningModule has hooks for it" if for_lightning else "trees see all rows as they are"
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {instead}")
     if for_lightning:
         refuse_unused(settings, own={"build_optimizer", "schedule"})
         return cast(Task, LightningTask(module, settings))
     if for_keras:
         return cast(Task, KerasTask(module, settings))
-    if hasattr(module, "build_trees"):
+    if for_trees:
         from app.tasks.trees_adapter import TreesTask
 
         return cast(Task, TreesTask(module, settings))

@@ -17,24 +17,7 @@ from PIL import Image
 
 from app.settings import Settings
 from tests.harness import REPOSITORY, SHELL
-
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-"""In the order in which their commands are run: docs/data.md trains what docs/monitoring.md deletes."""
-
-TEXT = "\n".join(page.read_text() for page in PAGES)
-
-
-def find_commands(fence: str) -> list[str]:
-    """The lines of all blocks that begin with this fence, each once."""
-    blocks = re.findall(rf"^```{fence}\n(.*?)^```$", TEXT, re.S | re.M)
-    return list(dict.fromkeys(line for block in blocks for line in block.splitlines()))
-
-
-def find_example(fence: str, first_line: str) -> str:
-    """The one block that begins so."""
-    [block] = re.findall(rf"^```{fence}\n{re.escape(first_line)}\n(.*?)^```$", TEXT, re.S | re.M)
-    return str(block)
-
+from tests.harness.documentation import find_commands, find_example
 
 COMMANDS = find_commands("sh")
 ON_A_CLUSTER = find_commands("sh cluster")
@@ -129,6 +112,20 @@ def test_the_command_works(command: str, checkout: Path, trained: str, ray_addre
     if command.startswith(("make train", "make tune")):
         assert ("weights: " if "make train" in command else "the best of search-0") in output
         assert "report: " in output
+
+
+@pytest.mark.slow
+def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> None:
+    pytest.importorskip("peft", reason="the extra `hf` is not installed")
+    from tests.harness.language_models import write_base, write_texts
+
+    write_base(checkout / "model")
+    write_texts(checkout / "texts")
+    train, get, predict = find_commands("sh finetune")
+    assert "weights: " in run_command(train, checkout, ray_address)
+    run_command(get, checkout, ray_address)
+    assert (checkout / "adapter" / "adapter_config.json").is_file()
+    assert run_command(predict, checkout, ray_address).startswith("The with statement: ")
 
 
 def test_the_task_learns() -> None:

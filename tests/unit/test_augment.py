@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from app.errors import SettingsError
+from app.settings import Settings
+from app.tasks import load_task
 from app.train.augment import augment
 from app.train.run import TrainingRun
 from app.train.step import seed_generators
-from tests.harness import REPOSITORY
+from tests.harness.documentation import find_example
 from tests.harness.loop import losses_of_ranks
 
 DRAW: Any = None
@@ -23,8 +25,7 @@ DRAW: Any = None
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The task of docs/tasks.md, with a smaller model."""
-    text = (REPOSITORY / "docs/tasks.md").read_text()
-    [block] = re.findall(r"^```python\n# my_augmentation.py\n(.*?)^```$", text, re.S | re.M)
+    block = find_example("python", "# my_augmentation.py")
     assert "app.tasks.mnist" in block
     (tmp_path / "my_small_augmentation.py").write_text(block.replace("app.tasks.mnist", "tests.tasks.tiny"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -61,3 +62,13 @@ def test_losses_do_not_depend_on_the_number_of_workers(example: str, tmp_path: P
     alone = losses_of_ranks(tmp_path / "1", 1, task=example, **settings)
     assert losses_of_ranks(tmp_path / "3", 3, task=example, **settings) == pytest.approx(alone, rel=1e-5)
     assert all(abs(one - other) > 1e-4 for one, other in zip(alone, plain, strict=True))
+
+
+@pytest.mark.parametrize(("build", "why"), [("build_module", "LightningModule has hooks"), ("build_trees", "all rows")])
+def test_hooks_that_would_never_be_called_are_refused(
+    build: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"hooked_{build}.py").write_text(f"def {build}(settings, source): ...\ndef augment_row(row): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingsError, match=f"augment_row would never be called: .*{why}"):
+        load_task(Settings(task=f"hooked_{build}"))

@@ -108,6 +108,16 @@ def test_a_step_learns_from_each_row_alike(task: Any) -> None:
     assert losses.mean() < expected.mean()
 
 
+def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
+    """A worker without rows takes the step with padding; what its layers add for themselves counts."""
+    rows, models = make_rows(), [build(), build()]
+    for number, model in enumerate(models):
+        padding = {name: column[2 * number : 2 * number + 2] for name, column in rows.items()}
+        model.take_step(padding, 0.01, 0.0)
+    assert same(*models)
+    assert not same(models[0], build())
+
+
 def test_a_checkpoint_has_a_file_that_keras_loads(task: Any, tmp_path: Path) -> None:
     settings, model, rows = settings_for(), build(), make_rows()
     steps(model, range(3))

@@ -20,8 +20,8 @@ from app.data.table import TableSource, open_table
 from app.data.table_columns import Column
 from app.errors import DataError, SettingsError
 from app.settings import Settings
-from tests.harness import REPOSITORY
 from tests.harness.datasets import everything, refusal
+from tests.harness.documentation import find_example
 
 
 def write(path: Path, columns: dict[str, Any], row_group_size: int = 2) -> Path:
@@ -44,12 +44,6 @@ def png(height: int, width: int, mode: str = "RGB") -> bytes:
     out = io.BytesIO()
     Image.effect_noise((width, height), 50).convert(mode).save(out, "PNG")
     return out.getvalue()
-
-
-def find_example(page: str, first_line: str) -> str:
-    """The block of a page that begins so."""
-    text = (REPOSITORY / page).read_text()
-    return text[text.index(first_line) :].split("```", 1)[0]
 
 
 def twice(value: str) -> list[int]:
@@ -134,7 +128,7 @@ def test_several_columns_and_held_out_rows(tmp_path: Path) -> None:
 
 def test_the_example_of_the_documentation_reads(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
-    exec(find_example("docs/data.md", "# columns.py"), names)
+    exec(find_example("python", "# columns.py"), names)
     values = {"age": [30, 40], "place": [[1.5, 2], [3, 4]], "visits": [[5], []], "photo": [png(70, 80), png(3, 3)]}
     location = write(tmp_path / "a.parquet", {**values, "label": [0.5, 1]})
     source, _ = names["find_sources"](Settings(dataset=str(location)))

@@ -1,0 +1,82 @@
+"""Whole runs of the tasks that the docs show: killed, and resumed on another number of workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.run.attempts import read_attempts
+from tests.harness.documentation import find_example
+from tests.harness.program import Program
+from tests.harness.training import (
+    MakeData,
+    assert_audit_clean,
+    consumed,
+    kill_all,
+    losses,
+    newest,
+    the_run,
+    wait_for_step,
+)
+
+STEPS = 200
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "app.tasks.gpt": {"PARALLEL": "fsdp", "MAX_STEPS": 60},
+    "my_augmentation": {"EMA": 0.99},
+}
+"""What some are trained with besides."""
+
+WITHOUT_IMAGES = ("app.tasks.gpt", "tests.tasks.nano")
+
+COMPARED = {"app.tasks.gan": 3}
+"""Of a GAN, the last bit grows: to 1e-4 after 60 steps, to 3e-3 after 300."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task",
+    [
+        "my_task",
+        "my_loop",
+        "my_augmentation",
+        "app.tasks.gan",
+        "app.tasks.gpt",
+        "app.tasks.keras_mnist",
+        "tests.tasks.nano",
+    ],
+)
+def test_a_killed_example_goes_on_at_another_world_size(
+    task: str, program: Program, make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if task == "app.tasks.keras_mnist":
+        pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
+    if task.startswith("my_"):
+        text = find_example("python", f"# {task}.py").replace("app.tasks.mnist", "tests.tasks.tiny")
+        (tmp_path / f"{task}.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), os.pathsep)
+    settings = {"TASK": task, "GLOBAL_BATCH_SIZE": 50, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "REPORT_EVERY_S": 600}
+    settings |= {} if task in WITHOUT_IMAGES else {"DATASET": make_data(20_000, row_group=1000)}
+    settings |= {"LEARNING_RATE": 2e-4, "MAX_STEPS": STEPS, "SNAPSHOT_COST": 0, **OTHERS.get(task, {})}
+
+    def train(**more: Any) -> None:
+        process = program.start(**settings, **more)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+
+    run = the_run(program)
+    process = program.start(**settings, NUM_WORKERS=2)
+    wait_for_step(run, 40, process)
+    kill_all(process)
+    resumed_at = newest(run).step
+    train(NUM_WORKERS=3)
+    assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 3]
+    assert read_attempts(run)[-1].step == resumed_at < newest(run).step == settings["MAX_STEPS"]
+    assert sorted(consumed(run)) == list(range(1, newest(run).step + 1))
+    assert_audit_clean(program)
+    train(NUM_WORKERS=1, RUN_NAME="uninterrupted")
+    expected = losses(the_run(program, "uninterrupted"))[: COMPARED.get(task)]
+    assert losses(run)[: COMPARED.get(task)] == pytest.approx(expected, rel=1e-4)
