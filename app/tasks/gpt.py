@@ -18,11 +18,9 @@ from app.errors import SettingsError
 from app.settings import Settings
 from app.tasks.defaults import decay_matrices, fused_on_gpu
 from app.tasks.images import schedule
+from app.tasks.texts import by_loss
 
 __all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule", "show"]
-
-SHOWN = 5
-"""Texts in the report: so many of the easiest, and of the hardest."""
 
 DEFAULTS = {"layers": 4, "width": 128, "heads": 4, "context": 128, "tied": True}
 
@@ -104,12 +102,10 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
     """The perplexity, for each byte, of the rows; the easiest and the hardest of them."""
     losses, _ = loss(model, rows)
-    order = losses.argsort().tolist()
     texts = [bytes(text).decode(errors="replace") for text in rows["text"].tolist()]
-    chosen = dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])
     return {
-        f"Perplexity of {len(order)} held-out texts": math.exp(losses.mean()),
-        "Texts by their loss": [{"loss": losses[index].item(), "text": texts[index]} for index in chosen],
+        f"Perplexity of {len(losses)} held-out texts": math.exp(losses.mean()),
+        "Texts by their loss": by_loss(losses, text=texts),
     }
 
 

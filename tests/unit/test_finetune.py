@@ -15,9 +15,10 @@ pytest.importorskip("peft", reason="needs the extra hf")
 from app.checkpoint.files import load_weights
 from app.data.source import EmptySource, read_rows
 from app.errors import ConflictError, DataError, SettingsError
+from app.run.shown import to_parts
 from app.settings import Settings
 from app.storage import open_storage
-from app.tasks import load_task
+from app.tasks import finetune, load_task
 from app.tasks.pretrained import open_base
 from tests.harness.datasets import refusal
 from tests.harness.language_models import write_base, write_texts
@@ -78,8 +79,6 @@ def test_a_model_learns(base: str, texts: str, arguments: dict[str, Any]) -> Non
 
 
 def test_texts_of_a_row_do_not_see_each_other(base: str, texts: str) -> None:
-    from app.tasks import finetune
-
     settings = settings_of(base, texts)
     model = finetune.build_model(settings, EmptySource((32,), 0)).eval()
     tokens = torch.randint(2, 300, (1, 6))
@@ -92,6 +91,27 @@ def test_texts_of_a_row_do_not_see_each_other(base: str, texts: str) -> None:
     shares = together.log_softmax(dim=2)
     counted = [-shares[0, place - 1, tokens[0, place]] for place in (1, 2, 4)]
     torch.testing.assert_close(row, torch.stack(counted).mean())
+
+
+@pytest.mark.parametrize("head", ["text", "classes"])
+def test_the_report_shows_texts(base: str, texts: str, head: str) -> None:
+    settings = settings_of(base, texts, head=head)
+    source, _ = finetune.find_sources(settings)
+    rows = {name: torch.from_numpy(values) for name, values in read_rows(source, 0, 12).items()}
+    model, _ = train(settings, steps=1)
+    parts = {part.title: part for part in to_parts(finetune.show(model.eval(), rows))}
+    by_loss = parts["Texts by their loss"].rows
+    assert len(by_loss) == 10
+    losses, _ = finetune.loss(model, rows)
+    assert by_loss[0][0] == pytest.approx(losses.min().item(), rel=1e-5)
+    assert by_loss[-1][0] == pytest.approx(losses.max().item(), rel=1e-5)
+    if head == "classes":
+        assert {row[2] for row in by_loss} <= {0, 1}
+    else:
+        assert float(parts["Perplexity of 12 held-out texts"].text) == pytest.approx(
+            losses.mean().exp().item(), rel=1e-2
+        )
+        assert len(parts["How texts go on"].rows) == 3
 
 
 # ---------------------------------------------------------------------------------------------- what a checkpoint holds
@@ -218,7 +238,8 @@ def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         open_base("")
 
 
-def test_a_model_in_a_bucket_is_fetched_once(base: str, s3_bucket: str) -> None:
+def test_a_model_in_a_bucket_is_fetched_once(base: str, texts: str, s3_bucket: str) -> None:
+    """Its adapters name the bucket, and not where it was fetched to."""
     url = f"s3://{s3_bucket}/models/tiny"
     storage = open_storage(url)
     for file in Path(base).iterdir():
@@ -227,4 +248,7 @@ def test_a_model_in_a_bucket_is_fetched_once(base: str, s3_bucket: str) -> None:
     assert fetched.sha256 == open_base(base).sha256
     open_base.cache_clear()
     assert open_base(url).folder == fetched.folder
+    model, _ = train(settings_of(url, texts, rank=2), steps=1)
+    config = json.loads(finetune.checkpoint_files(model, model.state_dict())["adapter_config.json"])
+    assert config["base_model_name_or_path"] == url
     shutil.rmtree(fetched.folder)

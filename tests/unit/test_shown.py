@@ -19,7 +19,8 @@ from app.run import Run
 from app.run.overview import read_state
 from app.run.shown import MOST_ROWS, Part, Shown, read_shown, to_parts, write_shown
 from app.settings import Settings
-from app.tasks import gpt, load_task
+from app.tasks import load_task
+from app.tasks.texts import SHOWN
 from app.tasks.trees_adapter import EXTRA
 from tests.harness.runs import begin, start
 from tests.harness.trained import trained
@@ -101,7 +102,7 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     assert perplexity.title == "Perplexity of 40 held-out texts"
     assert float(perplexity.text) == pytest.approx(256, rel=0.3)  # it has learned nothing
     losses = [row[0] for row in texts.rows]
-    assert len(losses) == 2 * gpt.SHOWN
+    assert len(losses) == 2 * SHOWN
     assert losses == sorted(losses)
 
 
