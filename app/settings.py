@@ -263,7 +263,7 @@ class Settings(BaseModel):
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds without a step of a rank after which its stacks are recorded and the workers restart; 0: off."
 
-    warm_restart_after_s: float = _setting(0, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
+    warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
     "Seconds of training after which each node imports all of it once more, to fork the workers of restarts; 0: off."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)

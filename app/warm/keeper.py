@@ -15,6 +15,8 @@ from threading import Event
 from typing import Any
 
 from app.background import start_thread
+from app.cgroup import memory_left
+from app.formatting import as_bytes
 from app.warm import client
 
 IMPORTS_S = 300.0
@@ -22,6 +24,9 @@ IMPORTS_S = 300.0
 
 LINGER_S = 60.0
 """How long a server stays when no worker is left: until then Ray has mostly started the next group."""
+
+ROOM = 1_000_000_000
+"""Bytes of memory left for a server to begin: half of it is what one was seen to take, the rest stays for training."""
 
 RUNTIME_ENV = {"env_vars", "working_dir", "py_modules", "excludes", "config", "worker_process_setup_hook"}
 """The fields of a job's runtime environment that leave its workers the Python of the driver."""
@@ -95,6 +100,8 @@ def begin_server(key: str, node: str, raylet: int, modules: list[str], linger_s:
 
     It stays for `linger_s` seconds beyond this process and its workers.
     """
+    if (left := memory_left()) is not None and left < ROOM:
+        return f"{as_bytes(left)} of memory is left there, of {as_bytes(ROOM)} that it wants"
     order = {"key": key, "node": node, "raylet": raylet, "linger_s": linger_s, "path": sys.path, "modules": modules}
     command = [sys.executable, "-c", BEGIN, str(Path(client.__file__).parents[2])]
     environment = {**os.environ, **NO_THREADS}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from app.run import SHARED_MEMORY, copies_of
+from tests.harness.language_models import write_base, write_texts
 from tests.harness.program import Program
 from tests.harness.training import (
     MakeData,
@@ -57,6 +59,47 @@ def test_forked_workers_end_with_the_same_bits_and_leave_nothing(
     copies = copies_of(run.location)
     assert not copies.exists()
     assert not list(SHARED_MEMORY.glob(f"sunspot-hang-{copies.name[:12]}-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({"TASK": "tests.tasks.tiny", "LOADER": "ray"}, ""),
+        ({"TASK": "tests.tasks.lightning"}, "lightning"),
+        ({"TASK": "app.tasks.gpt", "PARALLEL": "fsdp"}, ""),
+        ({"TASK": "app.tasks.finetune"}, "peft"),
+        ({"TASK": "app.tasks.keras_mnist"}, "keras"),
+        ({"TASK": "tests.tasks.slow_trees", "TASK_ARGS": '{"library": "xgboost", "pause_s": 0.5}'}, "xgboost"),
+        ({"TASK": "tests.tasks.slow_trees", "TASK_ARGS": '{"library": "lightgbm", "pause_s": 0.5}'}, "lightgbm"),
+    ],
+    ids=lambda value: value.get("LOADER", value["TASK"]) if isinstance(value, dict) else value,
+)
+def test_workers_of_every_kind_are_forked(
+    settings: dict[str, Any], needs: str, program: Program, make_data: MakeData, tmp_path: Path
+) -> None:
+    if needs:
+        pytest.importorskip(needs, reason="its extra is not installed")
+    settings = {"DATASET": make_data(20_000, row_group=1000), "GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1000, **settings}
+    if settings["TASK"] == "app.tasks.finetune":
+        base, texts = write_base(tmp_path / "base"), write_texts(tmp_path / "texts")
+        settings |= {"TASK_ARGS": json.dumps({"base": base, "rank": 4, "context": 32}), "DATASET": texts}
+    elif settings["TASK"] == "app.tasks.gpt":
+        del settings["DATASET"]
+    elif settings["TASK"] == "tests.tasks.slow_trees":
+        del settings["GLOBAL_BATCH_SIZE"], program.settings["LEARNING_RATE"]  # neither means anything to trees
+    process = program.start(**settings, WARM_RESTART_AFTER_S=0.1)
+    run = the_run(program)
+    wait_for_receipts(run, 1, process)
+    wait_until(servers, process)
+    worker_processes()[0].kill()
+    lost = wait_for_receipts(run, 2, process)[-1]
+    process.terminate()
+    output = process.communicate(timeout=120)[0]
+    assert (lost.forked, lost.world_after) == (2, 2), output
+    assert lost.step > 0
+    assert "Traceback" not in output
+    assert_audit_clean(program)
 
 
 def servers() -> list[psutil.Process]:

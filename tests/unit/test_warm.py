@@ -238,6 +238,12 @@ def test_what_is_not_fit_to_be_forked_does_not_serve(
     assert not node.run()[0]["forked"]
 
 
+def test_a_server_leaves_memory_to_the_training(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "memory_left", lambda: 700_000_000)
+    assert node.serve() == "700 MB of memory is left there, of 1 GB that it wants"
+    assert not keeper.serves(node.key, node.node)
+
+
 def test_a_job_with_a_python_of_its_own_is_started_cold() -> None:
     assert keeper.find_hindrance({"env_vars", "working_dir"}) == ""
     assert keeper.find_hindrance({"env_vars", "pip", "conda"}) == "the job's runtime environment has conda, pip"
