@@ -36,8 +36,8 @@ SETTINGS = {
 """Of the small task without batch norm; one core's worth of Ray for each worker."""
 
 
-OF_CLOUDS = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY")
-"""How the variables begin that clients of object stores read."""
+GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH")
+"""How the variables begin that workers get: what clients of object stores read, and where tasks are."""
 
 WORKER_NODE = {"training-worker": 1.0}
 """What a node of a cluster has: room for one worker."""
@@ -68,10 +68,10 @@ class Program:
     def start(self, **settings: Any) -> subprocess.Popen[str]:
         """Start the program as a process of its own, on the shared Ray instance.
 
-        Its workers get the test's environment of the clouds, as those of a submitted job get the job's.
+        Its workers get the test's environment of the clouds and PYTHONPATH, as those of a submitted job get the job's.
         """
-        clouds = {name: value for name, value in os.environ.items() if name.upper().startswith(OF_CLOUDS)}
-        job = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": {"env_vars": clouds}})} if clouds else {}
+        given = {name: value for name, value in os.environ.items() if name.upper().startswith(GIVEN)}
+        job = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": {"env_vars": given}})} if given else {}
         environment = {**os.environ, **self.environment(**settings), "RAY_ADDRESS": self.ray_address, **job}
         command = [sys.executable, "-m", "app"]
         return subprocess.Popen(
