@@ -111,15 +111,17 @@ def main(names: list[str]) -> None:
             for name in names[1:] or WAYS:
                 print_ways(WAYS[name])
             return
-        lines = [line_of(BENCHMARKS[name]) for name in names or BENCHMARKS]
+        print(
+            "| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|", flush=True
+        )
+        for name in names or BENCHMARKS:
+            print(line_of(BENCHMARKS[name]), flush=True)
         ray.shutdown()
-    print("\n| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|")
-    print("\n".join(lines))
 
 
 def line_of(benchmark: Benchmark) -> str:
     """Measure, and format the result as a line of the table."""
-    print(f"measuring: {benchmark.title}", flush=True)
+    print(f"measuring: {benchmark.title}", file=sys.stderr)
     pairs = benchmark.measure()
     ratios = [ours / theirs if benchmark.higher_is_better else theirs / ours for theirs, ours in pairs]
     cells = [
