@@ -126,6 +126,7 @@ def main(folder: Path) -> None:
         root, diary = str(folder / str(dies_at)), folder / f"{dies_at}.txt"
         child = os.fork()
         if child == 0:
+            torch.set_num_threads(1)  # before two threads do, as in `fork_ranks`
             commit(root, dies_at, diary)
             os._exit(0)
         _, status = os.waitpid(child, 0)

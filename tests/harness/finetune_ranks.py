@@ -35,6 +35,7 @@ from app.tasks import load_task
 from app.train.forward import row_losses
 from app.train.run import passes
 from tests.harness.language_models import write_base, write_texts
+from tests.harness.process_group import fork_ranks
 
 STEPS, BATCH = 6, 10
 
@@ -146,20 +147,8 @@ def main(root: str) -> None:
             start = checkpoint_name(group.first, len(attempts)) if group.first else None
             attempt = Attempt(len(attempts) + 1, "me", start, group.first, metadata={"world_size": group.ranks})
             assert claim(run, attempts, attempt)
-            fork(group, functools.partial(train, root, name, attempt, group))
-
-
-def fork(group: Group, act: Any) -> None:
-    """Let each rank act in a process of its own."""
-    children = []
-    for rank in range(group.ranks):
-        if child := os.fork():
-            children.append(child)
-            continue
-        act(rank)
-        os._exit(0)
-    expected = -signal.SIGKILL if group.killed else 0
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [expected] * group.ranks
+            act = functools.partial(train, root, name, attempt, group)
+            fork_ranks(group.ranks, act, exit_code=-signal.SIGKILL if group.killed else 0)
 
 
 if __name__ == "__main__":

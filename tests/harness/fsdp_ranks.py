@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -47,6 +45,7 @@ from app.storage.retry import retry_storage
 from app.tasks import gpt
 from app.train.forward import row_losses
 from app.train.run import passes
+from tests.harness.process_group import fork_ranks
 
 STEPS = 6
 BATCH = 25
@@ -212,8 +211,8 @@ def main(root: str) -> None:
             step = group.first if start else 0  # another run's step is none of this run's
             attempt = Attempt(len(attempts) + 1, "me", start, step, metadata={"world_size": group.ranks})
             assert claim(run, attempts, attempt)
-            fork(group.ranks, functools.partial(train, root, name, attempt, group))
-    fork(3, functools.partial(share_copy, root))
+            fork_ranks(group.ranks, functools.partial(train, root, name, attempt, group))
+    fork_ranks(3, functools.partial(share_copy, root))
     lose_nodes(root)
 
 
@@ -224,7 +223,7 @@ LOSSES = {"replaced": "adc", "smaller": "ac", "damaged": "adc", "adjacent": "ade
 def lose_nodes(root: str) -> None:
     """A group keeps copies of its parts, and is gone; others go on from what is left in the memory of their nodes."""
     memory = Path(root, "memory")
-    fork(3, functools.partial(train_in_memory, root, "uninterrupted", "abc"))
+    fork_ranks(3, functools.partial(train_in_memory, root, "uninterrupted", "abc"))
     shutil.rmtree(memory / "b")
     kept = shutil.copytree(memory, Path(root, "kept"))
     for name, nodes in LOSSES.items():
@@ -234,7 +233,7 @@ def lose_nodes(root: str) -> None:
             [marker] = [path for path in memory.glob("a/**/slot-*.json") if json.loads(path.read_text())["step"] == 4]
             with marker.with_suffix(".data").open("r+b") as file:
                 file.write(b"damaged")
-        fork(len(nodes), functools.partial(train_in_memory, root, name, nodes))
+        fork_ranks(len(nodes), functools.partial(train_in_memory, root, name, nodes))
 
 
 def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
@@ -301,18 +300,6 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     if rank == 0:
         torch.save({"from": held.step if held else 0, "model": state}, Path(root, f"{name}.pt"))
     dist.barrier()
-
-
-def fork(ranks: int, act: Callable[[int], None]) -> None:
-    """Let each rank act in a process of its own."""
-    children = []
-    for rank in range(ranks):
-        if child := os.fork():
-            children.append(child)
-            continue
-        act(rank)
-        os._exit(0)
-    assert all([os.waitpid(child, 0)[1] == 0 for child in children]), act
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -44,3 +45,19 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
     for rank in ranks:
         rank.join()
     return found
+
+
+def fork_ranks(count: int, act: Callable[[int], None], exit_code: int = 0) -> None:
+    """Let each rank act in a forked process of its own, which must end with `exit_code`."""
+    import torch
+
+    children = []
+    for rank in range(count):
+        if child := os.fork():
+            children.append(child)
+            continue
+        # PyTorch replaces the forked pool of threads at its next use, and aborts if two threads are the next.
+        torch.set_num_threads(1)
+        act(rank)
+        os._exit(0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [exit_code] * count, act
