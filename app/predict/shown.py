@@ -1,19 +1,32 @@
 """What a task shows of its trained model: its `show`, called once when training has ended, stored for the report."""
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from app.data.source import read_rows, rows_in
-from app.errors import shorten
+from app.errors import SettingsError, shorten
 from app.plan import Plan, choose_resources
 from app.predict.actor import get_result
 from app.predict.classifier import choose_device, open_checkpoint, restore_model
+from app.predict.held_out import to_png
 from app.ray_session import ray_session
 from app.run import Run
 from app.run.checkpoints import Checkpoint
-from app.run.shown import Part, Shown, read_shown, to_parts, write_shown
+from app.run.shown import (
+    MOST_CHARACTERS,
+    MOST_IMAGES,
+    MOST_PARTS,
+    MOST_ROWS,
+    Part,
+    Shown,
+    read_shown,
+    write_shown,
+)
 from app.run.status import own_status
 from app.tasks import load_task
 
@@ -57,3 +70,41 @@ def show(plan: Plan, run: str, checkpoint: str) -> list[Part]:
     task: Any = load_task(settings)
     with torch.inference_mode():
         return to_parts(task.show(model, {name: torch.from_numpy(column).to(device) for name, column in rows.items()}))
+
+
+def to_parts(found: Any) -> list[Part]:
+    """The parts of what a task's `show` has returned, cut to the limits; raises `SettingsError` for anything else."""
+    if not isinstance(found, Mapping):
+        raise SettingsError(
+            f"show returned a {type(found).__name__}; return a dict of texts, numbers, tables and images by title"
+        )
+    parts: list[Part] = []
+    for title, value in list(found.items())[:MOST_PARTS]:
+        room = MOST_IMAGES - sum(len(part.images) for part in parts)
+        parts.append(_to_part(str(title)[:MOST_CHARACTERS], value, room))
+    return parts
+
+
+def _to_part(title: str, value: Any, room: int) -> Part:
+    if isinstance(value, str | int | float):
+        return Part(title, text=value[:MOST_CHARACTERS] if isinstance(value, str) else f"{value:.4g}")
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 4 and value.shape[1] in (1, 3):
+        images: np.ndarray = value[:room].cpu().numpy()
+        return Part(title, images=[to_png(image) for image in images])
+    rows = list(value)[:MOST_ROWS] if isinstance(value, Sequence) else [value]
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise SettingsError(
+            f"show returned {title!r} as {type(value).__name__}; "
+            "give a text, a number, a list of dicts, or images: a uint8 tensor [N, C, H, W] of 1 or 3 channels"
+        )
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return Part(
+        title, columns=[str(name) for name in columns], rows=[[_to_cell(row.get(n)) for n in columns] for row in rows]
+    )
+
+
+def _to_cell(value: Any) -> str | float | None:
+    if value is None or isinstance(value, str):
+        return value and value[:MOST_CHARACTERS]
+    number = float(value)  # tensors, too
+    return number if math.isfinite(number) else str(number)

@@ -1,5 +1,6 @@
 """HTML elements: escaped text, numbers for people and programs, tables that fit on a phone."""
 
+import base64
 import html
 import math
 import re
@@ -93,6 +94,11 @@ def titled(caption: str) -> Html:
 def scrolled(name: str, content: Html) -> Html:
     """A box that scrolls sideways by itself, also with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
+
+
+def picture(png: bytes, alt: str) -> Html:
+    """A PNG within the page."""
+    return Html(f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{text(alt)}">')
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers

@@ -1,11 +1,10 @@
 """The model's predictions of held-out rows, mistakes first."""
 
-import base64
 from collections.abc import Iterator, Sequence
 
 from app.formatting import plural
 from app.report import shown
-from app.report.html import Html, element, join, paragraph, percent, scrolled, table, text, titled, whole
+from app.report.html import Html, element, join, paragraph, percent, picture, scrolled, table, titled, whole
 from app.report.model import Report
 from app.run.predictions import Example, Predictions
 from app.settings import PREFIX
@@ -80,10 +79,8 @@ def _example(example: Example) -> Html:
         said = f"✓ {example.label}" if right else f"✗ {example.label} as {example.predicted}"
         spoken = f"Held-out row {example.row}: label {example.label}, predicted {example.predicted}"
     sure = element("small", percent(example.probability, 1)) if example.probability is not None else ""
-    data = base64.b64encode(example.image).decode()
-    image = Html(f'<img src="data:image/png;base64,{data}" alt="{text(spoken)}">')
     caption = element("figcaption", join([said, sure, element("small", f"row {example.row}")]))
-    return element("figure", join([image, caption]))
+    return element("figure", join([picture(example.image, spoken), caption]))
 
 
 def _confusion(found: Predictions) -> Html:

@@ -1,6 +1,6 @@
-"""What the task shows of its trained model: texts and tables."""
+"""What the task shows of its trained model: texts, tables and images."""
 
-from app.report.html import Html, element, join, paragraph, result, table
+from app.report.html import Html, element, join, paragraph, picture, result, table
 from app.report.model import Report
 from app.run.shown import Part
 
@@ -16,6 +16,10 @@ def show(report: Report) -> Html:
 
 
 def _part(part: Part) -> Html:
+    if part.images:
+        titles = [f"{part.title}: image {number}" for number in range(1, len(part.images) + 1)]
+        items = join(element("li", picture(*image)) for image in zip(part.images, titles, strict=True))
+        return join([element("h3", part.title), element("ul", items, class_="examples")])
     if not part.columns:
         return join([element("h3", part.title), element("pre", part.text)])
     # A damaged file may have rows of any length.

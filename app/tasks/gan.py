@@ -10,21 +10,28 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from app.data.source import Source
+from app.data.source import Batch, Source
 from app.settings import Settings
 from app.tasks import TrainingRun
 from app.tasks.images import normalize
 
-__all__ = ["build_model", "build_optimizer", "train"]
+__all__ = ["build_model", "build_optimizer", "show", "train"]
 
 BETAS = (0.5, 0.999)
 """Adam's, with less momentum than usual, lest the two chase each other in circles (Radford et al., 2016)."""
+
+DOUBT = 0.1
+"""A real image counts as one with 0.9 only, lest the discriminator grow too sure to teach (Salimans et al., 2016)."""
+
+MADE = 48
+"""Images that the report shows."""
 
 
 def build_model(settings: Settings, source: Source) -> nn.Module:
     noise, width, pixels = settings.task_args.get("noise", 64), settings.task_args.get("width", 256), source.shape
     generator = nn.Sequential(
-        *(nn.Linear(noise, width), nn.LeakyReLU(0.2), nn.Linear(width, 2 * width), nn.LeakyReLU(0.2)),
+        *(nn.Linear(noise, width), nn.LayerNorm(width), nn.LeakyReLU(0.2)),
+        *(nn.Linear(width, 2 * width), nn.LayerNorm(2 * width), nn.LeakyReLU(0.2)),
         *(nn.Linear(2 * width, math.prod(pixels)), nn.Tanh(), nn.Unflatten(1, pixels)),
     )
     discriminator = nn.Sequential(
@@ -46,7 +53,7 @@ def train(run: TrainingRun) -> None:
         made = generator(2 * run.draw(noise) - 1)
 
         told = discriminator(torch.cat([real, made.detach()])).view(2, -1)
-        of_discriminator = functional.softplus(-told[0]) + functional.softplus(told[1])
+        of_discriminator = functional.softplus(-told[0]) + DOUBT * told[0] + functional.softplus(told[1])
         (of_discriminator.sum() * run.weight).backward()
         run.optimizer["discriminator"].step()
 
@@ -59,3 +66,12 @@ def train(run: TrainingRun) -> None:
         told_apart = torch.stack([told[0] > 0, told[1] < 0]).float().mean(dim=0)
         run.log({"loss": of_generator, "discriminator_loss": of_discriminator, "told_apart": told_apart})
         run.step()
+
+
+def show(model: nn.ModuleDict, rows: Batch) -> dict[str, torch.Tensor]:
+    """Images made of noise, always of the same."""
+    generator = model["generator"]
+    size = next(generator.parameters()).shape[1]
+    noise = 2 * torch.rand(MADE, size, generator=torch.Generator().manual_seed(0)) - 1
+    made = generator(noise.to(rows["image"].device))
+    return {"Made of noise": ((made + 1) * 127.5).round().to(torch.uint8)}

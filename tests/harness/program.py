@@ -32,8 +32,12 @@ SETTINGS = {
     "CHECKPOINT_EVERY_S": "0",
     "AUDIT": "true",
     "PREDICT_ROWS": "0",
+    "WARM_RESTART_AFTER_S": "0",
 }
-"""Of the small task without batch norm; one core's worth of Ray for each worker."""
+"""Of the small task without batch norm; one core's worth of Ray for each worker.
+
+Whether a run lasts until its warm restarts begin would depend on the machine.
+"""
 
 
 GIVEN = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_", "NO_PROXY", "PYTHONPATH")

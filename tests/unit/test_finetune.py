@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="needs the extra hf")
 from app.checkpoint.files import load_weights
 from app.data.source import EmptySource, read_rows
 from app.errors import ConflictError, DataError, SettingsError
-from app.run.shown import to_parts
+from app.predict.shown import to_parts
 from app.settings import Settings
 from app.storage import open_storage
 from app.tasks import finetune, load_task

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from app.checkpoint import CheckpointManager
 from app.data.source import EmptySource
 from app.errors import SettingsError
 from app.plan import make_plan
-from app.predict.shown import show
+from app.predict.shown import show, to_parts
 from app.report import gather, render
 from app.run import Run
 from app.run.overview import read_state
-from app.run.shown import MOST_ROWS, Part, Shown, read_shown, to_parts, write_shown
+from app.run.shown import MOST_IMAGES, MOST_ROWS, Part, Shown, read_shown, write_shown
 from app.settings import Settings
 from app.tasks import load_task
 from app.tasks.texts import SHOWN
@@ -41,12 +43,26 @@ def test_texts_numbers_and_tables_become_parts() -> None:
     assert (len(part.rows), len(str(part.rows[0][0]))) == (MOST_ROWS, 2000)
 
 
+def test_images_become_pngs(run: Run) -> None:
+    pixels = torch.randint(0, 256, (MOST_IMAGES - 8, 3, 5, 4), dtype=torch.uint8)
+    parts = to_parts({"first": pixels, "second": pixels[:, :1]})
+    assert [len(part.images) for part in parts] == [MOST_IMAGES - 8, 8]
+    assert np.array_equal(Image.open(io.BytesIO(parts[0].images[3])), pixels[3].permute(1, 2, 0))
+    assert np.array_equal(Image.open(io.BytesIO(parts[1].images[7])), pixels[7, 0])
+    trained(run)
+    shown = Shown("step-00000188-attempt-0002", 188, parts)
+    write_shown(run, shown)
+    assert read_shown(run) == shown
+    assert 'alt="second: image 8"' in page_of(run)
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (["a"], "show returned a list; return a dict of texts, numbers and tables by title"),
-        ({"a": [1, 2]}, "show returned 'a' as list; give a text, a number, or a list of dicts"),
-        ({"a": None}, "show returned 'a' as NoneType; give a text, a number, or a list of dicts"),
+        (["a"], "show returned a list; return a dict of texts, numbers, tables and images by title"),
+        ({"a": [1, 2]}, "show returned 'a' as list; give a text, a number, a list of dicts, or images"),
+        ({"a": None}, "show returned 'a' as NoneType; give a text, a number, a list of dicts, or images"),
+        ({"a": torch.zeros(2, 1, 4, 4)}, "show returned 'a' as Tensor; .* a uint8 tensor"),
     ],
 )
 def test_other_things_are_refused(found: Any, said: str) -> None:
