@@ -8,6 +8,7 @@ import argparse
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -15,7 +16,16 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+)
 
 from app.errors import SettingsError
 from app.formatting import plural
@@ -126,6 +136,16 @@ NodeGroups = Annotated[
 WorkerCount = Annotated[Workers, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
 
+def _parse_steps_or_share(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf or (number > 1 and number % 1):
+        raise ValueError("neither a whole number nor a share")
+    return number if 0 < number < 1 else int(number)
+
+
+StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
+
+
 def _setting(default: Any, takes: str, **limits: Any) -> Any:
     """A field with its default, what it takes, and pydantic's limits."""
     return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
@@ -200,8 +220,8 @@ class Settings(BaseModel):
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
     "From the peak rate down to 0 by the last step, or constant; for a task without a schedule of its own."
 
-    warmup_steps: int = _setting(0, "a whole number from 0", ge=0)
-    "Steps over which the rate rises to its peak first; for a task without a schedule of its own."
+    warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a share of all steps below 1, e.g. 0.05")
+    "Steps over which the rate rises to its peak first, or their share; for a task without a schedule of its own."
 
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
     "Of AdamW, on matrices only; for a task without an optimizer of its own."

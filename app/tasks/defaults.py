@@ -114,6 +114,8 @@ def play(build_scheduler: Callable[..., LRScheduler], settings: Settings) -> Cal
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
     """WARMUP_STEPS up to the peak, then as SCHEDULE says: down to 0 just after the last step, or constant."""
     warmup = settings.warmup_steps
+    if warmup < 1:
+        warmup = math.ceil(warmup * total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, total_steps - warmup)

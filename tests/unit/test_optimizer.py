@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,14 @@ def test_a_rate_rises_to_its_peak_and_falls_from_there(schedule: str, warmup: in
     if total > warmup:
         assert factors[warmup] == 1, "the peak comes right after the warm-up"
         assert learning_rate_factor(settings, total, total) == pytest.approx(float(schedule == "constant"), abs=1e-9)
+
+
+@given(st.floats(0, 1, exclude_min=True, exclude_max=True), st.integers(1, 1000))
+def test_a_share_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
+    steps = Settings(warmup_steps=math.ceil(share * total))
+    for step in range(total):
+        found = learning_rate_factor(Settings(warmup_steps=share), step, total)
+        assert found == learning_rate_factor(steps, step, total)
 
 
 def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:

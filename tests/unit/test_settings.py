@@ -95,6 +95,8 @@ def test_all_problems_at_once_without_torch_or_ray() -> None:
         ("GLOBAL_BATCH_SIZE", "1"),
         ("LEARNING_RATE", "nan"),
         ("LEARNING_RATE", "0"),
+        ("WARMUP_STEPS", "1.5"),
+        ("WARMUP_STEPS", "nan"),
         ("CHECKPOINT_EVERY_S", "-1"),
         ("CHECKPOINTS_TO_KEEP", "0"),
         ("RESOURCES_PER_WORKER", "CPU=1"),
