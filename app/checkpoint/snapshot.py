@@ -1,12 +1,12 @@
 """Copies of the training state, taken behind the training.
 
 What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
-optimizer step waits (`wait_for_copy`). Anything else in the model may change in the very next forward pass (batch
-norm's averages, a teacher that follows the weights), and is copied at once. The copy lies in the node's shared memory
-(memory.py). Under DDP every node has the whole state; under FSDP each worker copies its part, and one on the next
-node keeps it, too (neighbours.py). After a loss, the next worker group resumes from the newest copy that the surviving
-nodes have (app/elastic/restore.py), and only without one from storage. The commit thread uploads the same copy
-(commit.py).
+optimizer step waits (`wait_for_copy`; on a GPU, its queue does: copying.py). Anything else in the model may change in
+the very next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. The copy
+lies in the node's shared memory (memory.py). Under DDP every node has the whole state; under FSDP each worker copies
+its part, and one on the next node keeps it, too (neighbours.py). After a loss, the next worker group resumes from the
+newest copy that the surviving nodes have (app/elastic/restore.py), and only without one from storage. The commit thread
+uploads the same copy (commit.py).
 """
 
 import functools
@@ -22,6 +22,7 @@ import torch
 
 from app.background import start_thread
 from app.checkpoint.average import WeightAverage
+from app.checkpoint.copying import Pairs, QueueWait, copy, mark_queue
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.neighbours import PartExchange
 from app.checkpoint.slots import Slot
@@ -90,7 +91,9 @@ class Snapshots:
         self.memory = memory
         self._exchange, self._agree = exchange, agree
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
-        self._copying: Future[None] | None = None
+        self._copying: Future[torch.cuda.Event | None] | None = None
+        "Until the training waits for it: the end of a GPU's copies."
+        self._queue_wait: QueueWait | None = None
         self._sealing: Future[None] | None = None
         self._spent = self._charged = 0.0
         self.size = 0
@@ -129,6 +132,9 @@ class Snapshots:
         elif self._sealing and not self._sealing.done():
             self._agree(False)
             return None
+        if self._queue_wait:
+            self._spent += self._queue_wait.seconds
+            self._queue_wait = None
         if self._spent:
             self.costs.append(self._spent)
             self._charged += self._spent
@@ -146,17 +152,18 @@ class Snapshots:
         if slot is None or not agreed:
             return None
         state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
-        at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
-        behind: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at_once: Pairs = []
+        behind: Pairs = []
         for name in ("model", "optimizer"):
             for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
                 pairs = at_once if id(tensor) in changing else behind
                 pairs.append((target, part_of(tensor.detach())))
-        mark = _gpu_mark([*at_once, *behind])
         for target, tensor in at_once:
-            target.copy_(tensor)
+            target.copy_(tensor, non_blocking=True)  # before whatever comes later in a GPU's queue
+        mark = mark_queue([*at_once, *behind])
         slot.uploading, slot.sealing = for_storage, self.memory.shared
-        copied = self._copying = self._copies.submit(self._copy, slot, behind, mark)
+        self._copying = self._copies.submit(self._copy, slot, behind, mark)
+        copied = self._copies.submit(_wait_for_end, self._copying, source)
         if slot.sealing:
             about = {name: value for name, value in asdict(manifest).items() if name != "files"}
             rest = {"structure": structure, "about": about, "places": [place and tuple(place) for place in places]}
@@ -170,11 +177,11 @@ class Snapshots:
         self._spent += seconds
 
     def wait_for_copy(self) -> None:
-        """Return when the state may change."""
+        """Return when the state may change: by this thread, or by what it puts into the GPU's queue from now on."""
         if self._copying:
             began = time.perf_counter()
-            self._copying.result()
-            self._copying = None
+            end = self._copying.result()
+            self._copying, self._queue_wait = None, QueueWait.begin(end) if end else None
             self._spent += time.perf_counter() - began
 
     def wait_until_complete(self) -> None:
@@ -182,15 +189,14 @@ class Snapshots:
         if self._sealing:
             self._sealing.result()
 
-    def _copy(
-        self, slot: Slot, tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None
-    ) -> None:
+    def _copy(self, slot: Slot, pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
         before = time.thread_time()
         if mark:
             with torch.cuda.device(mark.device):
                 self.memory.pin(slot)
-        _copy(tensors, mark)
+        end = copy(pairs, mark)
         self._charge_thread(before, mark is None)
+        return end
 
     def _seal(self, copied: Future[None], slot: Slot, manifest: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
         copied.result()
@@ -206,6 +212,12 @@ class Snapshots:
         """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
         if on_cpu:
             self._spent += (time.thread_time() - before) / torch.get_num_threads()
+
+
+def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> None:
+    """Return when all is copied; until then, the tensors of `source` are kept."""
+    if end := copying.result():
+        end.synchronize()
 
 
 # ----------------------------------------------------------------------------------------------- tensors in a slot
@@ -251,25 +263,3 @@ def in_buffer(structure: Any, buffer: Any) -> Any:
 def padded(tensor: torch.Tensor) -> int:
     """Bytes that a tensor takes in a slot."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-
-
-def _gpu_mark(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
-    """An event in the GPU's queue at which the state is the one to copy; None without a GPU."""
-    if not any(source.is_cuda for _, source in tensors):
-        return None
-    mark = torch.cuda.Event()
-    mark.record()
-    return mark
-
-
-def _copy(tensors: list[tuple[torch.Tensor, torch.Tensor]], mark: torch.cuda.Event | None) -> None:
-    if mark is None:
-        for target, source in tensors:
-            target.copy_(source)
-        return
-    stream = torch.cuda.Stream(mark.device)
-    stream.wait_event(mark)
-    with torch.cuda.stream(stream):
-        for target, source in tensors:
-            target.copy_(source, non_blocking=True)
-    stream.synchronize()

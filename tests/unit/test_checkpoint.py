@@ -135,8 +135,8 @@ def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPa
     """Parameters do not change under the copy, and batch norm's averages, which do, were copied before."""
     import app.checkpoint.snapshot as module
 
-    go, copy = threading.Event(), module._copy
-    monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
+    go, copy = threading.Event(), module.copy
+    monkeypatch.setattr(module, "copy", lambda *arguments: go.wait(30) and copy(*arguments))
     trainee = Trainee(run)
     trainee.train(2)
     assert trainee.checkpoints._stepped.ids == {id(parameter) for parameter in trainee.model.parameters()}
@@ -176,8 +176,8 @@ def test_parameters_that_the_forward_pass_changes_are_copied_whole(
 ) -> None:
     import app.checkpoint.snapshot as module
 
-    go, copy = threading.Event(), module._copy
-    monkeypatch.setattr(module, "_copy", lambda *arguments: (go.wait(30), copy(*arguments)))
+    go, copy = threading.Event(), module.copy
+    monkeypatch.setattr(module, "copy", lambda *arguments: go.wait(30) and copy(*arguments))
     trainee = Trainee(run, model=model)
     trainee.train(2)
     trainee.model(torch.randn(8, 40)).sum().backward()

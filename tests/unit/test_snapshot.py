@@ -45,17 +45,17 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 class Trainee:
     """A model whose state is copied, without a worker group."""
 
-    def __init__(self, number: int = 1) -> None:
+    def __init__(self, number: int = 1, device: str = "cpu") -> None:
         torch.manual_seed(number)
         self.warnings: list[str] = []
         self.memory = NodeMemory(RUN, self.warnings.append)
         self.snapshots = Snapshots(self.memory)
-        self.number = number
-        self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
+        self.number, self.device = number, device
+        self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5)).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters())
 
     def train(self) -> None:
-        self.model(torch.randn(8, 7)).square().sum().backward()
+        self.model(torch.randn(8, 7, device=self.device)).square().sum().backward()
         self.snapshots.wait_for_copy()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -83,7 +83,7 @@ class Trainee:
 
     def state(self) -> Any:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return map_tensors(state, lambda tensor: tensor.clone())
+        return map_tensors(state, lambda tensor: tensor.cpu().clone())
 
     def die(self) -> None:
         """Leave everything as a process leaves it that is killed."""
@@ -97,10 +97,18 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(a, b)
 
 
-def test_what_is_found_is_the_state_at_its_step() -> None:
-    trainee = Trainee()
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_what_is_found_is_the_state_at_its_step(device: str) -> None:
+    trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()
+    if device == "cuda":  # its queue is busy for longer than the CPU takes to fill it
+        large = torch.zeros(8192, 8192, device=device)
+        for _ in range(20):
+            large = large @ large
     trainee.take(3, evaluated=False)
     trainee.train()
     trainee.snapshots.wait_until_complete()
@@ -180,13 +188,13 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee.train()
     trainee.take(1)
     trainee.snapshots.wait_until_complete()
-    go, copy = threading.Event(), app.checkpoint.snapshot._copy
+    go, copy = threading.Event(), app.checkpoint.snapshot.copy
 
     def late_copy(*arguments: Any) -> None:
         go.wait(10)
         copy(*arguments)
 
-    monkeypatch.setattr(app.checkpoint.snapshot, "_copy", late_copy)
+    monkeypatch.setattr(app.checkpoint.snapshot, "copy", late_copy)
     trainee.take(2)
     found = find_snapshot(RUN)
     assert found

@@ -1,0 +1,63 @@
+"""Copies tensors to host memory: those of a CPU at once, those of a GPU in a queue of their own.
+
+There no thread waits before parameters change: the queue of the training does, and the CPU goes on filling it.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Target and source of each copy."""
+
+
+def mark_queue(pairs: Pairs) -> torch.cuda.Event | None:
+    """The point that the GPU's queue has got to, at which the state is the one to copy; None without a GPU."""
+    if not any(source.is_cuda for _, source in pairs):
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    """Copy, or with a `mark` have the GPU copy what is there at that point; returns the end of its copies then.
+
+    The sources must be kept until that end: memory that is free is given to other tensors.
+    """
+    if mark is None:
+        for target, source in pairs:
+            target.copy_(source)
+        return None
+    end = torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.Stream(mark.device)
+    stream.wait_event(mark)
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        end.record()
+    return end
+
+
+class QueueWait(NamedTuple):
+    """The training's queue waits for copies."""
+
+    reached: torch.cuda.Event
+    "When it got to the wait."
+    end: torch.cuda.Event
+    "Of the copies."
+
+    @classmethod
+    def begin(cls, end: torch.cuda.Event) -> "QueueWait":
+        """Have the current queue wait for the end of the copies, and not the CPU."""
+        stream = torch.cuda.current_stream(end.device)
+        reached = torch.cuda.Event(enable_timing=True)
+        reached.record(stream)
+        stream.wait_event(end)
+        return cls(reached, end)
+
+    @property
+    def seconds(self) -> float:
+        """How long the GPU stood still for the copies; returns once these have ended."""
+        self.end.synchronize()
+        return max(0.0, self.reached.elapsed_time(self.end) / 1000) if self.reached.query() else 0.0
