@@ -43,6 +43,9 @@ ASK_EVERY_S = 0.1
 MOST_STEPS = 16
 """Between two of them, however fast: steps that suddenly take seconds must not keep a notice waiting."""
 
+AT_ONCE_S = 0.3
+"""Steps that take longer wait for the decision after them: a broadcast to 64 ranks takes less than a millisecond."""
+
 LEAST_BLOCK = 10_000
 """Parameters of a block that is gathered by itself; smaller ones (40 kB) are not worth a message of their own."""
 
@@ -294,44 +297,59 @@ class StepActions(NamedTuple):
 class StepConsensus:
     """Brings rank 0's decisions to all workers, for the same step: about every ASK_EVERY_S, or with each longer step.
 
-    The broadcast runs behind the next step. Its result comes a step late and so costs nothing: no worker waits for the
-    slowest one, except where gradients make it wait anyway. It says, too, after how many steps comes the next.
+    The broadcast of short steps runs behind the next one. Its result comes a step late and so costs nothing: no worker
+    waits for the slowest one, except where gradients make it wait anyway. After a step of AT_ONCE_S all wait for it:
+    of a notice, another step may be the most. It says, too, which of the two, and after how many steps, comes next.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._message = torch.zeros(len(StepActions._fields), dtype=torch.uint8)
+        self._message = torch.zeros(len(StepActions._fields) + 1, dtype=torch.uint8)
         self._pending: dist.Work | None = None
-        self._busy = False
+        self._busy = self._at_once = False
         self._every = self._left = 1
         "Steps between the last two broadcasts, and until the next."
         self._asked = time.monotonic()
 
     def agree(self, decide: Callable[[], StepActions]) -> StepActions:
-        """The actions that rank 0 decided on at the step before, the same on all workers; all call this each step.
+        """The actions that rank 0 decided on, after this step or the one before, the same on all workers.
 
-        `decide` returns the worker's own; it is called when the next broadcast is due.
+        All call this after each step. `decide` returns the worker's own; it is called when the next broadcast is due.
         """
         agreed = StepActions(busy=self._busy)
         if self._pending:
-            self._pending.wait()
-            self._pending = None
-            *actions, self._left = self._message.tolist()
-            agreed = StepActions(*map(bool, actions))
-            self._busy = agreed.busy
+            agreed = self._receive()
+            if self._at_once:  # one result a step
+                return agreed
         self._left -= 1
         if self._left == 0:
             mine = decide()
-            self._message = torch.tensor(mine._replace(next_in=self._choose_interval(mine)), dtype=torch.uint8)
+            every, at_once = self._choose_interval(mine)
+            self._message = torch.tensor([at_once, *mine._replace(next_in=every)], dtype=torch.uint8)
             self._pending = dist.broadcast(self._message, group=self._group, group_src=0, async_op=True)
+            if self._at_once:
+                return self._receive()
         return agreed
 
-    def _choose_interval(self, mine: StepActions) -> int:
-        """Steps until the next broadcast; at most twice as many as to this one: a pause tells little of the pace."""
+    def _receive(self) -> StepActions:
+        assert self._pending
+        self._pending.wait()
+        self._pending = None
+        at_once, *actions, self._left = self._message.tolist()
+        agreed = StepActions(*map(bool, actions))
+        self._at_once, self._busy = bool(at_once), agreed.busy
+        return agreed
+
+    def _choose_interval(self, mine: StepActions) -> tuple[int, bool]:
+        """Steps until the next broadcast, and whether these are long.
+
+        At most twice as many as to this one: a pause tells little of the pace.
+        """
         now = time.monotonic()
-        by_pace = int(self._every * ASK_EVERY_S / max(now - self._asked, 1e-9))
+        step_s = max(now - self._asked, 1e-9) / self._every
+        by_pace = int(ASK_EVERY_S / step_s)
         self._every, self._asked = max(1, min(by_pace, 2 * self._every, mine.next_in, MOST_STEPS)), now
-        return self._every
+        return self._every, step_s > AT_ONCE_S
 
 
 def sync_buffers(model: torch.nn.Module) -> None:

@@ -100,10 +100,10 @@ def test_a_worker_alone_waits_for_nobody() -> None:
     assert finish_together(None, lambda: 3) == 3
 
 
-def agree_for(steps: int, step_s: float, wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
+def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
     """The steps at which rank 0 was asked, and what was agreed on after each step, on both of two ranks.
 
-    A step takes `step_s` seconds, and rank 0 has `wishes` from a step on, until it is asked.
+    Steps take `lengths` seconds, and rank 0 has `wishes` from a step on, until it is asked.
     """
     asked: list[int] = []
 
@@ -117,8 +117,8 @@ def agree_for(steps: int, step_s: float, wishes: dict[int, StepActions]) -> tupl
             due = [at for at in wishes if at <= step]
             return wishes.pop(due[0]) if due else StepActions()
 
-        for step in range(1, steps + 1):
-            time.sleep(step_s)
+        for step, seconds in enumerate(lengths, start=1):
+            time.sleep(seconds)
             agreed.append(consensus.agree(functools.partial(decide, step)))
         return agreed
 
@@ -129,7 +129,7 @@ def agree_for(steps: int, step_s: float, wishes: dict[int, StepActions]) -> tupl
 
 def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 60.0)  # however busy the machine is
-    asked, agreed = agree_for(70, 0.0, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
+    asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
     assert asked[7] == 56, "as after a pause"
     assert [step for step, actions in enumerate(agreed, start=1) if actions.save] == [32]
@@ -140,15 +140,34 @@ def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.
 
 def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
-    asked, agreed = agree_for(12, 0.02, {5: StepActions(busy=True), 8: StepActions(restart=True)})
+    asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
     assert [actions.restart for actions in agreed].index(True) == 8
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [6]
 
 
+def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(app.parallel, "AT_ONCE_S", 0.01)
+    asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
+    assert asked == [1, *range(3, 13)]
+    assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [5]
+    assert [step for step, actions in enumerate(agreed, start=1) if actions.restart] == [8]
+
+
+def test_what_was_decided_is_done_when_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two ways, nothing is lost and nothing done twice."""
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(app.parallel, "AT_ONCE_S", 0.01)
+    wishes = {step: StepActions(save=True) for step in range(1, 9)}
+    _, agreed = agree_for([*[0.0] * 5, *[0.02] * 5, *[0.0] * 60], wishes)
+    assert not wishes
+    assert sum(actions.save for actions in agreed) == 8
+
+
 def test_until_rank_0_is_asked_again_a_commit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 60.0)
-    _, agreed = agree_for(16, 0.0, {7: StepActions(busy=True)})
+    _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 
 
