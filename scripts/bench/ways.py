@@ -24,5 +24,12 @@ def print_ways(ways: Ways) -> None:
     figures = ways.measure()
     print(f"\n| {' | '.join([ways.title, *ways.columns, 'turns'])} |\n|{'---|' * (2 + len(ways.columns))}")
     for name, turns in figures.items():
-        cells = [f"{median(all):,.4g} ({min(all):,.4g} to {max(all):,.4g})" for all in zip(*turns, strict=True)]
+        cells = [spread(column) for column in zip(*turns, strict=True)]
         print(f"| {' | '.join([name, *cells, str(len(turns))])} |", flush=True)
+
+
+def spread(values: tuple[float, ...]) -> str:
+    """Their median, and their range in brackets, with at least four digits."""
+    all = (median(values), min(values), max(values))
+    middle, least, most = (f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in all)
+    return f"{middle} ({least} to {most})"
