@@ -10,6 +10,7 @@ of checkpoints and audit folders carry it, so a process of the deleted run write
 """
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -40,6 +41,9 @@ METADATA = {
     **{"world_size": Workers, "host": str, "tier": str, DRIVER: str},
 }
 """What must have its form in `Attempt.metadata`; later versions may add to it."""
+
+MOST_KNOWN = 10_000
+"""Attempts that a process remembers, of all runs: a few kB each."""
 
 CLAIM_TRIES = 20
 """Claims lost in a row before a process gives up: each time, another one has won."""
@@ -122,12 +126,18 @@ def read_attempts(run: Run) -> list[Attempt]:
     files = _list_files(run)
 
     def read_chosen(file: str) -> Attempt:
-        claimed = _read_attempt(run, file)
+        claimed = _read_version(run, file, files[file])
         chosen = _start_file(claimed)
-        return claimed if claimed.chosen or chosen not in files else _read_attempt(run, chosen)
+        return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
 
     found = map_parallel(read_chosen, filter(CLAIM.fullmatch, files))
     return sorted(found, key=lambda attempt: attempt.number)
+
+
+@functools.lru_cache(MOST_KNOWN)
+def _read_version(run: Run, file: str, version: str) -> Attempt:
+    """The attempt in a `version` of a file, which is read once: each commit asks for all, and none ever changes."""
+    return _read_attempt(run, file)
 
 
 def _read_attempt(run: Run, file: str) -> Attempt:
@@ -297,10 +307,10 @@ def _start_file(attempt: Attempt) -> str:
     return f"{attempt.number:04d}-start-{attempt.nonce}.json"
 
 
-def _list_files(run: Run) -> set[str]:
-    """The files of `attempts/`."""
+def _list_files(run: Run) -> dict[str, str]:
+    """The files of `attempts/`, and the version of each."""
     folder = run.key("attempts")
-    return {entry.key.removeprefix(folder + "/") for entry in run.storage.list(folder)}
+    return {entry.key.removeprefix(folder + "/"): entry.version for entry in run.storage.list(folder)}
 
 
 def newest_number(run: Run) -> int:

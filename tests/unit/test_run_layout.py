@@ -66,6 +66,21 @@ def test_attempts_are_read_back_as_they_were_claimed(run: Run) -> None:
     assert read_attempts(run) == [first, second], "the record of an error is no attempt"
 
 
+def test_an_attempt_is_read_once_unless_its_file_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit asks for all of them, and a run on spot nodes may have hundreds."""
+    opened, open_object = [], type(run.storage).open
+    monkeypatch.setattr(type(run.storage), "open", lambda *words: (opened.append(words[1]), open_object(*words))[1])
+    for number in (1, 2, 3):
+        start(run, f"job-{number}")
+        assert [attempt.number for attempt in read_attempts(run)] == list(range(1, number + 1))
+    opened.clear()
+    assert len(read_attempts(run)) == 3
+    assert opened == []
+    run.storage.write(run.key("attempts", "0002.json"), b"{}")
+    with pytest.raises(DamageError, match=r"0002\.json"):
+        read_attempts(run)
+
+
 def test_exactly_one_of_many_claims_wins(run: Run) -> None:
     ready = threading.Barrier(8)
     won: list[str] = []
