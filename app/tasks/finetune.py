@@ -235,6 +235,7 @@ def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtyp
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it reports what is missing, which is asked for below
     more = {"num_labels": classes} if arguments["head"] == "classes" else {}
     try:
         model, loaded = getattr(transformers, HEADS[arguments["head"]]).from_pretrained(
