@@ -22,6 +22,7 @@ from tests.harness.documentation import find_commands, find_example
 COMMANDS = find_commands("sh")
 ON_A_CLUSTER = find_commands("sh cluster")
 TRAIN = "make train SUNSPOT_AUDIT=true"
+TESTS = "make test"  # runs this file, too
 
 QUICK = re.compile(r"\.venv/bin/sunspot (?!delete)|make render ")
 """Commands that look at the run that TRAIN leaves, or render."""
@@ -92,8 +93,8 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
     return answer.stdout
 
 
-def test_the_readme_begins_with_two_commands() -> None:
-    assert COMMANDS[:2] == [TRAIN, ".venv/bin/sunspot audit mnist"]
+def test_the_readme_begins_with_three_commands() -> None:
+    assert COMMANDS[:3] == [TRAIN, ".venv/bin/sunspot audit mnist", TESTS]
     assert len(COMMANDS) >= 20
     assert len(ON_A_CLUSTER) >= 12
 
@@ -105,7 +106,11 @@ def test_the_first_command_trains(trained: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(line, marks=() if QUICK.match(line) else pytest.mark.slow) for line in COMMANDS if line != TRAIN],
+    [
+        pytest.param(line, marks=() if QUICK.match(line) else pytest.mark.slow)
+        for line in COMMANDS
+        if line not in (TRAIN, TESTS)
+    ],
 )
 def test_the_command_works(command: str, checkout: Path, trained: str, ray_address: str) -> None:
     output = run_command(command, checkout, ray_address)
