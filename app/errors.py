@@ -30,11 +30,13 @@ LONGEST_MESSAGE = 10_000
 
 HIDDEN = "***"
 
-CREDENTIAL = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
+CREDENTIAL = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
 """Names of environment variables that hold a secret."""
 
 LEAST_SECRET = 8
 """Characters of the shortest secret that is looked for: less would be found in ordinary words."""
+
+URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
 
 SIGNED = re.compile(
     r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
@@ -140,6 +142,11 @@ def without_secrets(text: str) -> str:
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
+
+
+def is_credential(name: str, value: str) -> bool:
+    """Whether an environment variable holds a secret, by its name or as a URL with a password."""
+    return bool(value and (CREDENTIAL.search(name.upper()) or URL_PASSWORD.search(value)))
 
 
 def _secrets() -> list[str]:

@@ -1,11 +1,12 @@
 """`sunspot submit`: starts a run's RayJob, or says why it need not or must not start."""
 
 import argparse
+import re
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from app.errors import ConflictError, GaveUpError, SettingsError
+from app.errors import HIDDEN, ConflictError, GaveUpError, SettingsError, is_credential
 from app.run import Run, open_run
 from app.run.status import RunState, clear_stop
 from app.run.submissions import owner_of, record_submission
@@ -160,13 +161,21 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
     before, after = (
         {name: value for name, value in settings_of(job.raw).items() if name != JOB_ID} for job in (live, wanted)
     )
-    changes = differences(before, after) + differences(_flatten(live.spec), _flatten(wanted.spec))
+    in_spec = [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
+    changes = differences(before, after) + in_spec
     more = [f"and {len(changes) - MOST_CHANGES_SHOWN} more"] if len(changes) > MOST_CHANGES_SHOWN else []
     lines = "\n".join(f"  {line}" for line in changes[:MOST_CHANGES_SHOWN] + more)
     return (
         f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n"
         f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"
     )
+
+
+def _without_credential(change: str) -> str:
+    """A line of a diff; of a variable that holds a secret, without its values."""
+    variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
+    secret = variable and is_credential(variable[1], change[variable.end() :])
+    return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from app.errors import is_credential
 from submitter.manifest.profile import RESERVED
 
 MERGE_KEYS = {
@@ -76,6 +77,8 @@ NEVER = {
 }
 """What a run relies on that nobody else sets."""
 
+SHOWN = "a credential here would be in the manifest, in Git and in storage, for all to read"
+
 TYPES = {"str": "text, in quotes", "int": "a whole number", "bool": "true or false", "float": "a number"}
 
 
@@ -110,6 +113,9 @@ def _merge_items(under: list[dict[str, Any]], over: list[dict[str, Any]], path: 
             continue
         if reason := _reason(NEVER, place):
             yield f"{place}: {reason}; leave it out"
+            continue
+        if path.endswith(".env") and is_credential(item[by], item.get("value", "")):
+            yield f"{place}: {SHOWN}; give it a valueFrom with secretKeyRef in place of the value"
             continue
         same = next((known for known in under if known.get(by) == item[by]), None)
         if same is None:

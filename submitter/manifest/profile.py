@@ -228,6 +228,7 @@ class Profile(_Part):
     service_account: ObjectName | None = _takes("the name of a service account")
     "For workload identity: used by all pods, including an autoscaling head."
     env: dict[Variable, str] | None = _takes(VARIABLES)
+    "Not those that hold a credential, which `env_secrets` takes from a Secret."
     env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     "Secrets whose keys all become variables. All must exist."
     env_secrets: dict[Variable, SecretKey] | None = _takes(

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.errors import SettingsError, StorageError, shorten
+from app.errors import SettingsError, StorageError, is_credential, shorten
 from app.formatting import plural
 from app.search_space import Search, load_search
 from app.settings import PREFIX, Settings
+from submitter.manifest.pod_merge import SHOWN
 from submitter.manifest.pods import (
     DRAIN,
     NOTICE,
@@ -259,6 +260,11 @@ def _find_problems(
         problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
     if settings.node_groups:
         problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
+    problems += [
+        f"env.{name}: {SHOWN}; take it from a Secret, with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
+        for name, value in (profile.env or {}).items()
+        if is_credential(name, value)
+    ]
     if generation < 1:
         problems.append(f"generation {generation}: set it to a whole number from 1")
     if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):

@@ -839,6 +839,12 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
         ("labels: {sunspot/run: x}", "labels.sunspot/run='sunspot/run': .*not those that are Sunspot's own"),
         ("labels: {kueue.x-k8s.io/queue-name: x}", "labels.kueue.x-k8s.io/queue-name=.*not those"),
         ("env: {SUNSPOT_EPOCHS: '3'}", "env.SUNSPOT_EPOCHS=.*settings of Sunspot go below settings"),
+        ("env: {WANDB_API_KEY: abcd}", r"env.WANDB_API_KEY: .*env_secrets: {WANDB_API_KEY: {secret: NAME, key: KEY}}"),
+        ("env: {HTTPS_PROXY: 'http://me:abcd@proxy:3128'}", "env.HTTPS_PROXY: .*take it from a Secret"),
+        (
+            "worker: {pod: {spec: {initContainers: [{name: a, env: [{name: HF_TOKEN, value: abcd}]}]}}}",
+            r"initContainers\[a\].env\[HF_TOKEN\]: .*give it a valueFrom",
+        ),
         ("env_secrets: {TOKEN: {secret: hub}}", "env_secrets.TOKEN.key: missing; set it to a key in that Secret"),
         ("spot: {label: a}", "spot.value: missing; set it to that label's value"),
         ("worker: {tolerations: [{kee: a}]}", "worker.tolerations.0.kee: no such key; did you mean .*0.key"),
@@ -873,7 +879,9 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
     ],
 )
 def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None:
-    assert re.search(told, refusal(own_profile(tmp_path, text), {}))
+    said = refusal(own_profile(tmp_path, text), {})
+    assert re.search(told, said)
+    assert "abcd" not in said, "a credential is not repeated"
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:

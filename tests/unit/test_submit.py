@@ -147,6 +147,18 @@ def test_another_spec_while_it_lives_is_a_conflict_with_a_diff(cluster: FakeClus
     assert len(cluster.jobs) == 1
 
 
+def test_a_diff_names_a_credential_without_its_values(cluster: FakeCluster, sunspot: Command) -> None:
+    sunspot.submit()
+    job = json.loads(json.dumps(cluster.jobs[only_job(cluster)]))
+    container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    container["env"].append({"name": "WANDB_API_KEY", "value": "canary"})
+    cluster.put_job(job)
+    cluster.set_status(only_job(cluster), "Running", "RUNNING")
+    assert sunspot.submit("--set", "EPOCHS=7") == 6
+    assert "env[WANDB_API_KEY].value: *** -> ***" in sunspot.err
+    assert "canary" not in sunspot.err
+
+
 def test_a_finished_run_is_said_to_be_and_not_started_again(cluster: FakeCluster, sunspot: Command) -> None:
     sunspot.submit()
     name = only_job(cluster)
