@@ -1,7 +1,8 @@
 """`make smoke`: the whole way on a real cluster, on CPUs: image, base, submit, wait, and a model that is good.
 
-Uses the cluster of KUBE_CONTEXT, or makes one with kind; and the S3 server of AWS_ENDPOINT_URL, or starts one on this
-machine. Everything it makes has a name of its own, and is gone at the end.
+Uses the cluster of KUBE_CONTEXT, or makes one with kind; and the S3 server of AWS_ENDPOINT_URL, below
+SUNSPOT_STORAGE_PATH, or starts one on this machine. Everything it makes has a name of its own, and is gone at the end;
+nothing else is touched.
 """
 
 from __future__ import annotations
@@ -16,14 +17,28 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 KIND = "sunspot-smoke"
-NAMESPACE = "sunspot-smoke"
+NAME = f"smoke-{uuid.uuid4().hex[:12]}"
+"""Of this test's folder in storage, and of its namespace."""
+
+NAMESPACE = f"sunspot-{NAME}"
 OPERATOR = "https://github.com/ray-project/kuberay/ray-operator/config/default?ref=v1.7.0"
+POD_VARIABLES = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+)
+"""What reaches the S3 server from a pod, too; the others name files and profiles of this machine."""
+
 S3_PORT = 9000
 """One that k8s/base lets pods reach."""
 
@@ -45,22 +60,17 @@ def main() -> None:
             load = os.environ.get("LOAD_IMAGE") or f"kind load docker-image --name {KIND}"
             _call(*shlex.split(load), image)
         with _step("create the Secret"):
-            values = [f"--from-literal={name}={value}" for name, value in secret.items()]
-            _call(
-                "kubectl",
-                "--context",
-                context,
-                "-n",
-                NAMESPACE,
-                "create",
-                "secret",
-                "generic",
-                "sunspot-storage",
-                *values,
-            )
+            _create_secret(context, secret)
         for loader in loaders:
             _train(context, image, loader)
     print(f"smoke test passed in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _create_secret(context: str, values: dict[str, str]) -> None:
+    """By stdin: everybody on this machine sees the arguments of a command, and everybody who reads the log."""
+    name = {"name": "sunspot-storage", "namespace": NAMESPACE}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": name, "stringData": values}
+    _call("kubectl", "--context", context, "create", "-f", "-", text=json.dumps(secret))
 
 
 def _train(context: str, image: str, loader: str) -> None:
@@ -128,11 +138,9 @@ def _cluster() -> Iterator[str]:
 def _s3_server(context: str) -> Iterator[dict[str, str]]:
     """What the Secret has to hold; this process's environment reaches the same server, and its runs' place."""
     if os.environ.get("AWS_ENDPOINT_URL"):
-        os.environ.setdefault("SUNSPOT_STORAGE_PATH", f"s3://sunspot/smoke-{int(time.time())}")
-        try:
-            yield {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        finally:
-            _empty(os.environ["SUNSPOT_STORAGE_PATH"])
+        with _folder(os.environ.get("SUNSPOT_STORAGE_PATH", "s3://sunspot")) as path:
+            os.environ["SUNSPOT_STORAGE_PATH"] = path
+            yield {name: os.environ[name] for name in POD_VARIABLES if name in os.environ}
         return
 
     import boto3
@@ -154,6 +162,23 @@ def _s3_server(context: str) -> Iterator[dict[str, str]]:
         yield secret
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def _folder(storage_path: str) -> Iterator[str]:
+    """A storage path of the test's own, one below another; at the end it goes, with what the test has left there."""
+    from app.storage import open_storage
+
+    storage = open_storage(storage_path)
+    if storage.list(NAME):
+        sys.exit(f"smoke test refused: {storage.locate(NAME)} is not its own")
+    try:
+        yield storage.locate(NAME)
+    finally:
+        for upload in storage.list_unfinished(NAME):
+            storage.discard(upload)
+        storage.delete_many([entry.key for entry in storage.list(NAME)])
+        storage.delete_folders(NAME)
 
 
 def _address_for_nodes(context: str) -> str:
@@ -194,24 +219,16 @@ def _wait_until_gone(context: str, label: str) -> None:
         time.sleep(2)
 
 
-def _empty(storage_path: str) -> None:
-    from app.storage import open_storage
-
-    storage = open_storage(storage_path)
-    for entry in storage.list(""):
-        storage.delete(entry.key)
-
-
 def _sunspot(*words: str, quiet: bool = False) -> str:
     return _call(sys.executable, "-m", "submitter.cli", *words, quiet=quiet)
 
 
-def _call(*words: str, quiet: bool = False) -> str:
-    """Run a command in the repository; its output is shown, or with `quiet` returned."""
+def _call(*words: str, quiet: bool = False, text: str | None = None) -> str:
+    """Run a command in the repository, `text` being its input; its output is shown, or with `quiet` returned."""
     if not quiet:
         shown = ["sunspot" if word == "submitter.cli" else word for word in words if word not in (sys.executable, "-m")]
-        print("$", shlex.join(word.partition("KEY=")[0] for word in shown), flush=True)
-    done = subprocess.run(words, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE if quiet else None)
+        print("$", shlex.join(shown), flush=True)
+    done = subprocess.run(words, cwd=REPOSITORY, input=text, text=True, stdout=subprocess.PIPE if quiet else None)
     if done.returncode:
         sys.exit(f"smoke test failed: {Path(words[0]).name} ended with {done.returncode}")
     return (done.stdout or "").strip()

@@ -170,9 +170,9 @@ def how_to_make(kind: str, name: str, namespace: str) -> str:
     """How to create an object that pods need to start."""
     if kind == "Secret":
         return (
-            f"create it: kubectl -n {namespace} create secret generic {name} --from-literal=AWS_ACCESS_KEY_ID=... "
-            "--from-literal=AWS_SECRET_ACCESS_KEY=... (with AWS_ENDPOINT_URL for other servers than Amazon's), or "
-            "whatever else the pods take from it"
+            f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "
+            "the lines AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=... (with AWS_ENDPOINT_URL for other servers "
+            "than Amazon's), or whatever else the pods take from it"
         )
     if kind == "ServiceAccount":
         return "`kubectl apply -k k8s/base` makes Sunspot's own; another one is yours to make"

@@ -1,0 +1,86 @@
+"""The smoke test's manners: whatever becomes of it, the user's runs stay, and so do the user's secrets. No cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts import smoke
+
+SECRETS = {"AWS_SECRET_ACCESS_KEY": "CANARY-KEY", "AWS_SESSION_TOKEN": "CANARY-TOKEN"}
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> "$CALLS"
+case "$*" in *"create -f -"*) cat > "$STDIN";; esac
+"""
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's storage with two runs in it, and a kubectl that notes what it is told."""
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    runs = tmp_path / "runs"
+    for name in ("llama/checkpoints/1/model.pt", "mnist/run.json"):
+        (runs / name).parent.mkdir(parents=True)
+        (runs / name).write_text(name)
+    for name, value in {
+        **SECRETS,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "STDIN": str(tmp_path / "stdin"),
+        "AWS_PROFILE": "theirs",
+        "AWS_ENDPOINT_URL": "http://storage.example",
+        "SUNSPOT_STORAGE_PATH": str(runs),
+        "KUBE_CONTEXT": "theirs",
+        "LOAD_IMAGE": "true",
+        "IMAGE": "sunspot:1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return runs
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_test_that_fails_leaves_storage_as_it_was(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(storage)
+
+    def train(context: str, image: str, loader: str) -> None:
+        place = Path(os.environ["SUNSPOT_STORAGE_PATH"])
+        assert place.parent == storage, "a folder of its own in the user's storage"
+        (place / "smoke-torch").mkdir(parents=True)
+        (place / "smoke-torch" / "run.json").write_text("{}")
+        raise SystemExit("smoke test failed")
+
+    monkeypatch.setattr(smoke, "_train", train)
+    with pytest.raises(SystemExit):
+        smoke.main()
+    assert files(storage) == before
+    assert (storage / "llama/checkpoints/1/model.pt").read_text() == "llama/checkpoints/1/model.pt"
+
+
+def test_what_is_there_is_never_taken_for_its_own(storage: Path) -> None:
+    (storage / smoke.NAME).mkdir()
+    (storage / smoke.NAME / "run.json").write_text("{}")
+    before = files(storage)
+    with pytest.raises(SystemExit, match=f"{smoke.NAME} is not its own"):
+        smoke.main()
+    assert files(storage) == before
+
+
+def test_secrets_go_to_the_cluster_and_nowhere_else(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smoke, "_train", lambda *_: None)
+    smoke.main()
+    secret = json.loads((storage.parent / "stdin").read_text())
+    assert secret["stringData"] == {**SECRETS, "AWS_ENDPOINT_URL": "http://storage.example"}
+    calls = (storage.parent / "calls").read_text()
+    for seen in (calls, *capfd.readouterr()):
+        assert "CANARY" not in seen
+    assert f"delete namespace {secret['metadata']['namespace']} " in calls, "the test's own, not one that may be there"
