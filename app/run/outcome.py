@@ -16,16 +16,23 @@ from app.run.attempts import newest_number
 from app.run.checkpoints import Checkpoint
 from app.run.failures import describe_failure, record_failure
 from app.run.status import (
+    SILENT_S,
     STATUS_EVERY_S,
     WORKERS_SILENT_S,
     RunState,
     Status,
+    attempt_in,
+    driver_of,
+    list_statuses,
     load_status,
+    newest_status,
     own_status,
     read_status,
+    usable_status,
     withdraw_status,
     write_status,
 )
+from app.run.submissions import list_submissions
 from app.storage.base import Entry
 from app.storage.deadline import within
 
@@ -55,9 +62,17 @@ def recorded_outcome(
     Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
     on a cluster the operator restarts the driver for every head that is lost, without a limit.
     """
-    before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
+    known, before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
     begun = status.begun
     outcome = Outcome(before)
+
+    def fail(state: RunState, reason: str, error: BaseException) -> bool:
+        with suppress(StorageError):
+            if within(RECORD_S, "reading the status", lambda: _changed_nothing(run, begun, before, known, error)):
+                status.withdraw()
+                return False
+        return status.end(state, reason)
+
     try:
         if begun.starts > max_starts:
             raise SunspotError(
@@ -69,17 +84,13 @@ def recorded_outcome(
     except SupersededError:
         raise  # the run is another's
     except SunspotError as error:
-        if isinstance(error, ConflictError) and before and (before.state.terminal or before.owner != owner):
-            with suppress(StorageError):  # a start with other settings does not change where the run stands
-                within(RECORD_S, "withdrawing the status", lambda: withdraw_status(run, driver))
-        else:
-            status.end(RunState.FAILED, str(error))
+        fail(RunState.FAILED, str(error), error)
         raise
-    except KeyboardInterrupt:
-        status.end(RunState.LOST, "interrupted; the same command goes on from the last checkpoint")
+    except KeyboardInterrupt as error:
+        fail(RunState.LOST, "interrupted; the same command goes on from the last checkpoint", error)
         raise
     except Exception as error:
-        if status.end(RunState.FAILED, shorten(error)):
+        if fail(RunState.FAILED, shorten(error), error):
             failure = describe_failure(error, 0, None, begun.step)
             with suppress(StorageError):
                 within(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
@@ -87,9 +98,34 @@ def recorded_outcome(
     status.end(outcome.state, reason="")
 
 
-def _begin(run: Run, owner: str, driver: str, newest: Checkpoint | None) -> tuple[Status | None, DriverStatus]:
-    before = read_status(run)
-    return before, DriverStatus(run, _status_at_start(before, owner, driver, newest, newest_number(run)))
+def _begin(run: Run, owner: str, driver: str, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatus]:
+    """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
+    known, before = newest_number(run), read_status(run)
+    attempt = 0 if before and before.owner != owner and _trains(before) else known
+    return known, before, DriverStatus(run, _status_at_start(before, owner, driver, newest, attempt))
+
+
+def _trains(status: Status) -> bool:
+    """Whether the run trains, by a status that storage has taken lately."""
+    return not status.state.terminal and time.time() - status.seen <= SILENT_S
+
+
+def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
+    """Whether the run stands where it stood before the start that `begun` is of, which ends with `error`.
+
+    So it does until the start claims an attempt (`known`: the newest before it): a typo neither makes a run, nor ends
+    one that another start trains or has ended. The end of a retry of the same job is the run's.
+    """
+    if newest_number(run) > known:
+        return False
+    others = [entry for entry in list_statuses(run) if driver_of(entry) != begun.driver]
+    entry = newest_status(others)
+    other = usable_status(run.storage, entry) if entry else before
+    if not other:
+        return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
+    if other.owner == begun.owner:
+        return other.state.terminal and isinstance(error, ConflictError)
+    return other.state.terminal or _trains(other)
 
 
 def _status_at_start(before: Status | None, owner: str, driver: str, newest: Checkpoint | None, attempt: int) -> Status:
@@ -131,10 +167,13 @@ class DriverStatus:
 
     def _refresh(self) -> None:
         entry = own_status(self._run, self._last.driver)
-        if entry and entry.version != self._version:
+        if not entry:
+            self._step_forward()
+            return
+        if entry.version != self._version:
             self._version, self._changed = entry.version, time.monotonic()
         unchanged_s = time.monotonic() - self._changed
-        if not entry or unchanged_s < STATUS_EVERY_S:
+        if unchanged_s < STATUS_EVERY_S:
             return
         self._load(entry)
         if self._last.state is RunState.RUNNING:
@@ -146,6 +185,24 @@ class DriverStatus:
             )
             self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
         write_status(self._run, self._last)
+
+    def _step_forward(self) -> None:
+        """Show a start that has stood back for another one (attempt 0), once that is silent or has ended."""
+        own = newest_status(list_statuses(self._run), self.begun.driver)
+        other = read_status(self._run)
+        if own and attempt_in(own) == 0 and other and not _trains(other):
+            self._last = replace(self.begun, attempt=other.attempt)
+            write_status(self._run, self._last)
+
+    def withdraw(self) -> None:
+        """Leave the run where it stood before this start; raises `StorageError`."""
+        self._ended = True
+
+        def delete() -> None:
+            with self._writing:
+                withdraw_status(self._run, self.begun.driver)
+
+        within(RECORD_S, "withdrawing the status", delete)
 
     def end(self, state: RunState, reason: str) -> bool:
         """Write how the driver ended, unless another process owns the run; returns whether it was written."""

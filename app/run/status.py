@@ -96,7 +96,8 @@ class Status:
     starts: Count = 1
     "Consecutive starts of the same owner's driver without a new checkpoint in between."
     attempt: Count = 0
-    "The attempt that it is of; before the driver's first, the run's newest one when the driver began."
+    """The attempt that it is of. Before the driver's first, the run's newest one when the driver began; or 0, so that
+    the status of another start counts, which trained then."""
     driver: str = ""
     "The start of the driver whose processes write it (`new_driver`); empty: an older version wrote it."
     world_size: Workers = 0

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from app.background import TokenBucket
-from app.errors import ConflictError, SunspotError, SupersededError
+from app.driver import report_result
+from app.errors import ConflictError, SettingsError, SunspotError, SupersededError
 from app.formatting import as_bytes
 from app.run import Run, open_run
 from app.run.attempts import read_attempts, refuse_if_superseded
@@ -30,6 +31,7 @@ from app.run.logs import (
     read_stream,
 )
 from app.run.outcome import recorded_outcome
+from app.run.overview import list_runs
 from app.run.status import (
     RunState,
     Status,
@@ -77,22 +79,61 @@ def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     assert state(run)[0] is RunState.LOST
 
 
-def test_a_start_with_other_settings_leaves_the_status_of_a_finished_run(run: Run) -> None:
-    with recorded_outcome(run, "job", new_driver(), None, 10):
-        pass
-    with pytest.raises(ConflictError), recorded_outcome(run, "another", new_driver(), None, 10):
-        raise ConflictError("begun with other settings")
-    assert state(run)[0] is RunState.SUCCEEDED
-
-
-def test_a_start_with_other_settings_leaves_the_status_of_a_live_run(run: Run) -> None:
-    live = Status(RunState.RUNNING, "job", step=7)
-    write_status(run, live)
-    with pytest.raises(ConflictError), recorded_outcome(run, "another", new_driver(), None, 10):
-        raise ConflictError("begun with other settings")
+@pytest.mark.parametrize("error", [ConflictError("other settings"), SettingsError("a typo"), ZeroDivisionError()])
+@pytest.mark.parametrize("found", [RunState.RUNNING, RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED])
+def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
+    run: Run, found: RunState, error: Exception
+) -> None:
+    attempt = start(run, "job")
+    before = Status(found, "job", "because", attempt=attempt.number, driver=new_driver(), step=7)
+    write_status(run, before)
+    run.storage.write(run.key("report.html"), b"of the run")
+    driver = new_driver()
+    with pytest.raises(type(error)), report_result(run, driver), recorded_outcome(run, "another", driver, None, 10):  # noqa: PT012
+        shown = state(run)[0]
+        raise error
+    assert shown is (RunState.RUNNING if found is RunState.RUNNING else RunState.STARTING)
     status = read_status(run)
     assert status
-    assert (status.state, status.owner, status.step) == (RunState.RUNNING, "job", 7)
+    assert (status.state, status.owner, status.reason, status.step) == (found, "job", "because", 7)
+    assert run.storage.read(run.key("report.html")) == b"of the run"
+    assert not read_failures(run)
+
+
+def test_a_start_that_fails_after_its_claim_is_how_the_run_ended(run: Run) -> None:
+    write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
+    with pytest.raises(SettingsError), recorded_outcome(run, "another", driver := new_driver(), None, 10):  # noqa: PT012
+        status = read_status(run, driver)
+        assert status
+        write_status(run, replace(status, attempt=start(run, "another").number, state=RunState.RUNNING))
+        raise SettingsError("no good")
+    assert state(run) == (RunState.FAILED, "no good")
+
+
+def test_the_failure_of_a_retry_is_how_the_run_ended(run: Run) -> None:
+    start(run, "job")
+    for reason in ("first", "second"):
+        with pytest.raises(SunspotError), recorded_outcome(run, "job", new_driver(), None, 10):
+            raise SunspotError(reason)
+        assert state(run) == (RunState.FAILED, reason)
+
+
+def test_a_first_start_that_fails_makes_no_run_but_that_which_was_submitted(tmp_path: Path) -> None:
+    run = open_run(str(tmp_path), "typo")
+    for submitted in (False, True):
+        if submitted:
+            record_submission(run, "typo-1", "a: 1")
+        with pytest.raises(SettingsError), recorded_outcome(run, "typo-1#1", new_driver(), None, 10):
+            raise SettingsError("a typo")
+        assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
+
+
+def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
+    with recorded_outcome(run, "another", new_driver(), None, 10):
+        assert state(run)[0] is RunState.RUNNING
+        monkeypatch.setattr("app.run.outcome.SILENT_S", -1.0)
+    assert state(run)[0] is RunState.SUCCEEDED
 
 
 def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:
