@@ -222,6 +222,8 @@ class Profile(_Part):
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = _takes(
         "the name of a namespace"
     )
+    cloud: bool | None = _takes("true or false")
+    "Whether nodes pull the image from a registry, and storage is a bucket of yours: then both must be named."
     image: Text | None = _takes("the reference of an image")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")

@@ -36,7 +36,11 @@ from submitter.manifest.shape import Shape, choose_shape
 from submitter.manifest.yaml_files import read_yaml, to_yaml
 from submitter.output import write_file
 
+STORAGE_PATH = PREFIX + "STORAGE_PATH"
+
 NODE_GROUPS, NODES_TIMEOUT = PREFIX + "NODE_GROUPS", PREFIX + "NODES_TIMEOUT_S"
+
+BASE = "k8s/rayjob.yaml"
 
 GENERATION = "sunspot/generation"
 
@@ -107,6 +111,8 @@ def render(
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
+    if chosen.cloud:
+        problems += _find_unnamed(job, chosen, shape, given)
     if image and chosen.head and chosen.head.image:
         problems.append(
             f"image {image}: the head would keep head.image={chosen.head.image}, maybe another version; name both "
@@ -146,6 +152,12 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     else:
         variables = parse_runtime_env(spec.get("runtimeEnvYAML", ""))
     return {name: value for name, value in variables.items() if name.startswith(PREFIX)}
+
+
+def has_registry(reference: str) -> bool:
+    """Whether an image reference begins with a registry's host, as container runtimes tell it."""
+    host, slash, _ = reference.partition("/")
+    return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
 def image_problem(reference: str) -> str:
@@ -192,7 +204,7 @@ def _gather(
     # The notice is the pods': it follows from the profile, or the running cluster has set it.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     layers: list[tuple[Mapping[str, str], str]] = [
-        (of_base, "k8s/rayjob.yaml"),
+        (of_base, BASE),
         (profile.settings or {}, f"profile {name}"),
         ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
         (overrides, "given"),
@@ -251,7 +263,7 @@ def _find_problems(
     problems = []
     if "://" not in settings.storage_path:
         problems.append(
-            f"{PREFIX}STORAGE_PATH={settings.storage_path}: pods come and go, and share no disk; set it to "
+            f"{STORAGE_PATH}={settings.storage_path}: pods come and go, and share no disk; set it to "
             "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
         )
     if settings.job_id:
@@ -285,6 +297,27 @@ def _find_problems(
             f"queue {profile.queue}: pods that wait, and those that stand in for them, would both count in its quota; "
             "keep one group in workers (the queue's flavours may choose among nodes), or leave the queue out"
         )
+    return problems
+
+
+def _find_unnamed(
+    job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
+) -> list[str]:
+    """What a run on a cloud needs of the user's own: the defaults are for a cluster on this machine."""
+    problems = []
+    storage_path, source = given[STORAGE_PATH]
+    if source == BASE:
+        problems.append(
+            f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud a stranger's bucket; set it to yours, "
+            "with --storage, the environment, or settings in your own profile"
+        )
+    images = [profile.image or ray_container(head_group(job))["image"], profile.head.image if profile.head else None]
+    problems += [
+        f"image {image}: no registry is named, so nodes would look for it on Docker Hub; name the one that you pushed "
+        "to (registry.example/sunspot:1, docker.io/me/sunspot:1): --image, make IMAGE=..., or image in your own profile"
+        for image in images
+        if image and shape and not has_registry(image)
+    ]
     return problems
 
 
@@ -326,7 +359,7 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     worker = workers["template"]["spec"]
 
     def source(value: object) -> str:
-        return "k8s/rayjob.yaml" if value is None else f"profile {name}"
+        return BASE if value is None else f"profile {name}"
 
     machine = profile.groups[0]
     notice = profile.notice_s or worker["terminationGracePeriodSeconds"]

@@ -24,7 +24,7 @@ from app.run.attempts import read_attempts
 from app.run.incidents import Cause
 from app.train.reporter import checkpoint_interval
 from submitter.manifest.profile import manifests
-from submitter.manifest.render import render
+from tests.harness.manifests import render
 from tests.harness.program import Program
 from tests.harness.training import worker_processes
 

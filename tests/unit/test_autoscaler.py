@@ -14,7 +14,8 @@ from ray.core.generated.autoscaler_pb2 import ClusterResourceConstraint, NodeSta
 from ray.core.generated.instance_manager_pb2 import Instance, NodeKind
 
 from submitter.manifest.pods import AUTOSCALER
-from submitter.manifest.render import Rendered, render
+from submitter.manifest.render import Rendered
+from tests.harness.manifests import render
 
 SPOT, PAID = "workers", "workers-2"
 

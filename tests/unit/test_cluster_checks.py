@@ -21,11 +21,11 @@ from submitter.doctor.cluster_checks import what_it_takes
 from submitter.doctor.nodes import find_places
 from submitter.doctor.probe_pods import LABEL, make_pod, read_checks
 from submitter.manifest.profile import manifests
-from submitter.manifest.render import render
 from submitter.manifest.shape import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
+from tests.harness.manifests import render
 from tests.harness.s3 import FaultProxy, delay
 
 NETWORK = "/apis/networking.k8s.io/v1/namespaces/sunspot/networkpolicies"
@@ -311,7 +311,7 @@ def test_wrong_words(sunspot: Command, fit: FakeCluster, monkeypatch: pytest.Mon
 def test_nodes_are_matched_as_the_scheduler_does() -> None:
     spot, gpu = {"cloud.google.com/gke-spot": "true"}, "nvidia.com/gpu"
     settings = {"RUN_NAME": "run", "NUM_WORKERS": "2", "STORAGE_PATH": "s3://b/p"}
-    cluster = render("gke-spot", settings, image="i:1").manifest["spec"]["rayClusterSpec"]
+    cluster = render("gke-spot", settings).manifest["spec"]["rayClusterSpec"]
     head = cluster["headGroupSpec"]["template"]["spec"]
     worker = cluster["workerGroupSpecs"][0]["template"]["spec"]
 
@@ -483,7 +483,7 @@ def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient
 
 
 def test_spot_workers_are_tried_on_spot_nodes() -> None:
-    manifest = render("gke-spot", {"RUN_NAME": "run", "STORAGE_PATH": "s3://b/p"}, image="i:1").manifest
+    manifest = render("gke-spot", {"RUN_NAME": "run"}).manifest
     head, worker = (make_pod(manifest, kind, "x")["spec"] for kind in ("head", "worker"))
     assert worker["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
     assert {toleration["key"] for toleration in worker["tolerations"] if "tolerationSeconds" not in toleration} == {

@@ -23,9 +23,10 @@ from app.errors import SettingsError
 from submitter.cli import main
 from submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from submitter.manifest.profile import load_profile
-from submitter.manifest.render import Rendered, image_problem, render, settings_of, to_yaml
+from submitter.manifest.render import Rendered, image_problem, settings_of, to_yaml
 from submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN, SHELL
+from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, render, render_as_given
 
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "k8s"
@@ -299,7 +300,7 @@ def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
     for order, seed in ((1, "1"), (-1, "2")):
         environment = {**dict(list(settings.items())[::order]), "PYTHONHASHSEED": seed, "PATH": os.environ["PATH"]}
         done = subprocess.run(
-            [sys.executable, "-m", "submitter.cli", "render", "--profile", "gke-spot"],
+            [sys.executable, "-m", "submitter.cli", "render", "--profile", "gke-spot", *ON_A_CLOUD],
             cwd=REPOSITORY,
             env=environment,
             capture_output=True,
@@ -373,7 +374,7 @@ def test_the_name_is_the_run_and_a_hash_of_everything(tmp_path: Path) -> None:
     variants = [
         render("gke-spot", {}),
         render("gke-spot", {}, generation=2),
-        render("gke-spot", {}, image="sunspot:2"),
+        render("gke-spot", {}, image="registry.example/sunspot:2"),
         render("gke-spot", {}, namespace="other"),
         render("gke-spot", {}, queue="gpus"),
         render("gke-spot", {}, cluster="sunspot"),
@@ -884,6 +885,26 @@ def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None
     assert "abcd" not in said, "a credential is not repeated"
 
 
+@pytest.mark.parametrize("profile", GPU_PROFILES)
+@pytest.mark.parametrize("image", [None, "sunspot:2", "me/sunspot:2"])
+def test_a_cloud_gets_no_bucket_and_no_image_that_is_not_the_users(profile: str, image: str | None) -> None:
+    with pytest.raises(SettingsError) as raised:
+        render_as_given(profile, {}, image=image)
+    assert str(raised.value).startswith("2 problems")
+    assert "SUNSPOT_STORAGE_PATH=s3://sunspot/runs is only a default" in str(raised.value)
+    assert f"image {image or 'sunspot:0.1.0'}: no registry is named" in str(raised.value)
+
+
+@pytest.mark.parametrize("host", ["registry.example", "localhost", "registry:5000", "docker.io/me"])
+def test_a_profile_of_ones_own_that_names_both_is_enough(host: str, tmp_path: Path) -> None:
+    text = f"extends: gke-spot\nimage: {host}/sunspot:1\nsettings: {{STORAGE_PATH: s3://mine/runs}}"
+    assert render_as_given(own_profile(tmp_path, text), {}).settings.storage_path == "s3://mine/runs"
+    with pytest.raises(SettingsError, match="image other:1: no registry is named"):
+        render_as_given(own_profile(tmp_path, text + "\nhead: {image: other:1}"), {})
+    local = own_profile(tmp_path, "extends: on-demand\ncloud: null")
+    assert render_as_given(local, {}).settings.storage_path == "s3://sunspot/runs", "of the nodes' own"
+
+
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     text = refusal(own_profile(tmp_path, "worker: {memry: 1Gi, cpu: x}\nnotice: 3"), {})
     assert [line.split(":")[0].split("=")[0].strip() for line in text.splitlines()[1:]] == [
@@ -961,13 +982,13 @@ def sunspot(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, 
 def test_render_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = sunspot(capsys)
     assert (code, out, err) == (0, (GOLDEN / "kind.yaml").read_text(), "")
-    words = ["--profile", "gke-spot", "--run", "mine", "--storage", "s3://b/p", "--set", "EPOCHS=3", "--image", "i:1"]
+    words = ["--profile", "gke-spot", "--run", "mine", "--storage", "s3://b/p", "--set", "EPOCHS=3", "--image", IMAGE]
     words += ["--set", "SUNSPOT_TASK_ARGS={}", "--namespace", "other", "--queue", "q", "--generation", "2", "--json"]
     code, out, err = sunspot(capsys, *words)
     expected = render(
         "gke-spot",
         {"RUN_NAME": "mine", "STORAGE_PATH": "s3://b/p", "EPOCHS": "3", "TASK_ARGS": "{}"},
-        image="i:1",
+        image=IMAGE,
         namespace="other",
         queue="q",
         generation=2,
@@ -977,12 +998,13 @@ def test_render_prints_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = sunspot(capsys, "--explain", "--profile", "gke-spot", "--run", "mine")
+    code, out, _ = sunspot(capsys, "--explain", "--profile", "gke-spot", "--run", "mine", *ON_A_CLOUD)
     assert code == 0
     rows = [re.split(r"  +", line) for line in out.splitlines()]
     assert rows[0] == ["value", "is", "from"]
     assert ["SUNSPOT_RUN_NAME", "mine", "given"] in rows
-    assert ["SUNSPOT_STORAGE_PATH", "s3://sunspot/runs", "k8s/rayjob.yaml"] in rows
+    assert ["SUNSPOT_STORAGE_PATH", STORAGE_PATH, "given"] in rows
+    assert ["SUNSPOT_DATA_ROOT", "/tmp/data", "k8s/rayjob.yaml"] in rows
     assert ["terminationGracePeriodSeconds", "15", "the notice, profile gke-spot"] in rows
     assert ["SUNSPOT_NOTICE_S", "13", "the time that RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S leaves"] in rows
     assert len({row[0] for row in rows}) == len(rows), "a value is explained once"

@@ -15,9 +15,10 @@ from app.settings import NodeGroup
 from submitter.cluster.state import count_workers
 from submitter.cluster.views import job_view, pod_view
 from submitter.manifest.profile import load_profile
-from submitter.manifest.render import Rendered, render
+from submitter.manifest.render import Rendered
 from tests.harness import REPOSITORY
 from tests.harness.kubernetes import pod
+from tests.harness.manifests import render
 
 SPOT_FIRST = """
 extends: gke-spot

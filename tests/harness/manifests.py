@@ -1,0 +1,21 @@
+"""Manifests of the shipped profiles; those for clouds want a bucket and an image of the user's own."""
+
+from typing import Any
+
+from submitter.manifest.profile import load_profile
+from submitter.manifest.render import Rendered
+from submitter.manifest.render import render as render_as_given
+
+STORAGE_PATH, IMAGE = "s3://bucket/runs", "registry.example/sunspot:1"
+
+ON_A_CLOUD = ("--storage", STORAGE_PATH, "--image", IMAGE)
+
+
+def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
+    """As `sunspot` renders, with bucket and image where they have to be named and are not."""
+    chosen = load_profile(profile, {})
+    if chosen.cloud and "STORAGE_PATH" not in (chosen.settings or {}):
+        overrides = {"STORAGE_PATH": STORAGE_PATH, **overrides}
+    if chosen.cloud and not chosen.image:
+        options = {"image": IMAGE, **options}
+    return render_as_given(profile, overrides, **options)
