@@ -8,6 +8,7 @@ What only fsdp needs is imported where it is used, as it takes seconds at the st
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -350,6 +351,39 @@ class StepConsensus:
         by_pace = int(ASK_EVERY_S / step_s)
         self._every, self._asked = max(1, min(by_pace, 2 * self._every, mine.next_in, MOST_STEPS)), now
         return self._every, step_s > AT_ONCE_S
+
+
+class EndConsensus:
+    """Ends an evaluation on all workers after the same round, while each evaluates its rows at its own pace.
+
+    Who has rows left does not wait for a round, which comes about every ASK_EVERY_S. Who has none waits, but for no
+    longer than the slowest worker's next batch: rounds go on until nobody has any, or somebody is to stop or restart.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, together: bool) -> None:
+        """`together`: all make each forward pass together, and so a round before each."""
+        self._group, self._together = group, together
+        self._flags = torch.zeros(3, dtype=torch.uint8)
+        self._pending: dist.Work | None = None
+        self._began = -math.inf
+        self.stop = self.restart = False
+        "Whether it was cut short, for which of the two, once it has ended."
+
+    def reached(self, stop: bool, restart: bool, more: bool) -> bool:
+        """Whether it ends here, given what this worker was told and whether it has `more` rows.
+
+        To be called before each batch, and again and again without one.
+        """
+        waits = self._together or not more
+        if not self._pending and (waits or time.monotonic() - self._began >= ASK_EVERY_S):
+            self._began, self._flags = time.monotonic(), torch.tensor([stop, restart, more], dtype=torch.uint8)
+            self._pending = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
+        if not self._pending or not (waits or self._pending.is_completed()):
+            return False
+        self._pending.wait()
+        self._pending = None
+        self.stop, self.restart, more = map(bool, self._flags.tolist())
+        return self.stop or self.restart or not more
 
 
 def sync_buffers(model: torch.nn.Module) -> None:

@@ -70,8 +70,8 @@ class SteppedParameters:
             self._versions = [parameter._version for parameter in self._parameters]
 
     def before_step(self) -> None:
-        """To be called before each optimizer step, with its gradients."""
-        if self.ids is None and self._versions:
+        """To be called before each optimizer step, with its gradients; without any, it tells nothing."""
+        if self.ids is None and self._versions and any(p.grad is not None for p in self._parameters):
             pairs = zip(self._parameters, self._versions, strict=True)
             self.ids = {id(p) for p, version in pairs if p.grad is not None and p._version == version}
 

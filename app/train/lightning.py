@@ -17,7 +17,7 @@ from app.data.order import micro_batches
 from app.data.source import Batch
 from app.parallel import StepConsensus
 from app.tasks.lightning_adapter import LightningTask, defines, make_trainer
-from app.train.step import after_step, evaluate, seed_generators, timed
+from app.train.step import after_step, make_up_evaluation, seed_generators, timed
 from app.train.worker import Worker
 
 BETWEEN_STEPS = (
@@ -31,8 +31,8 @@ def train(worker: Worker) -> None:
     """Do what `app.train.loop.train` does, by Lightning's Trainer."""
     task, model, step = cast(LightningTask, worker.task), cast(LightningModule, worker.model), worker.start
     task.begin_schedule(model, worker.optimizer, step)
-    if not worker.evaluated:  # the group before ended with the epoch's last step
-        worker.add_evaluation(evaluate(worker))
+    if make_up_evaluation(worker):
+        return
 
     shares = Shares(worker)
     trainer = make_trainer(

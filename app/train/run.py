@@ -13,7 +13,7 @@ from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
 from app.tasks.optimizers import optimizers_in
 from app.train.augment import augment
 from app.train.forward import in_precision, row_losses
-from app.train.step import after_step, evaluate, seed_generators, seed_of, timed
+from app.train.step import after_step, make_up_evaluation, seed_generators, seed_of, timed
 from app.train.worker import Worker
 
 OF_DRAWS = 2
@@ -50,9 +50,8 @@ class TrainingRun:
 
     def batches(self) -> Iterator[Batch]:
         worker, steps = self._worker, self._worker.plan.steps
-        if not worker.evaluated:  # the group before ended with the epoch's last step
-            worker.add_evaluation(evaluate(worker))
-        while self.position < self.total_steps:
+        self._stopped = make_up_evaluation(worker)
+        while self.position < self.total_steps and not self._stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
             self.model.train()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -56,6 +57,9 @@ FAILURE_S, FATAL_S = 5.0, 60.0
 
 OF_TODAY = ("lr", "weight_decay", "fused")
 """Of an optimizer's groups: what settings or the device decide anew at each start of a run."""
+
+EVALUATION_TRIES = 3
+"""Worker groups that begin an evaluation before it is left out: it may take longer than there is between notices."""
 
 Warn = Callable[[str], None]
 
@@ -201,6 +205,9 @@ def make_worker(
     with watchdog.paused():  # while parts are read
         optimizer, average = build_optimizer(settings, task, model, state)
     journals = open_journals(run, start, warn) if rank == 0 else {}
+    left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
+    if left_out and rank == 0:
+        record_left_out(start.attempt.step, journals["events"], warn)
     checkpoints = CheckpointManager(
         run,
         attempt,
@@ -227,7 +234,7 @@ def make_worker(
         plan=plan,
         task=task,
         start=attempt.step,
-        evaluated=state.evaluated,
+        evaluated=state.evaluated or left_out,
         metrics=state.metrics,
         rank=rank,
         world_size=world_size,
@@ -346,6 +353,25 @@ def open_journals(run: Run, start: Start, warn: Warn) -> dict[str, Journal]:
         record("versions changed", ", ".join(changed))
         warn(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
     return journals
+
+
+def leaves_out_evaluation(start: Start, total_steps: int) -> bool:
+    """Whether to train on without the evaluation of the epoch that ends here: EVALUATION_TRIES groups did not end it.
+
+    The one at the end of the run is made up however often: no step waits for it.
+    """
+    here = takewhile(lambda attempt: attempt.step == start.attempt.step, reversed(start.before))
+    return start.attempt.step < total_steps and 1 + len(list(here)) >= EVALUATION_TRIES
+
+
+def record_left_out(step: int, events: Journal, warn: Warn) -> None:
+    """Say that the epoch that ends at `step` has no evaluation."""
+    detail = (
+        f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
+        "before its evaluation did, and training goes on"
+    )
+    events.append({"step": step, "time": time.time(), "event": "evaluation left out", "detail": detail})
+    warn(detail)
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:

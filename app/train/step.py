@@ -3,6 +3,8 @@
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ import torch
 from app.data.order import largest_pass
 from app.data.source import Batch
 from app.observe.metrics import MetricWindow, Sums, mean_over_workers
-from app.parallel import StepConsensus, any_rank, sync_buffers
+from app.parallel import EndConsensus, StepConsensus, sync_buffers
 from app.train.forward import row_losses
 from app.train.worker import Worker
 
@@ -63,13 +65,16 @@ def after_step(
     worker.average.update(step)
     worker.took_step(step, rows, window, epoch_ends)
     agreed = consensus.agree(lambda: worker.due(step, window.last_step_s))
-    restart, evaluated = agreed.restart and has_more, not (epoch_ends and plan.test)
+    stop, restart = agreed.stop, agreed.restart and has_more
+    evaluated = not (epoch_ends and plan.test)
     by_interval = agreed.save or (every > 0 and step % every == 0)
-    save = agreed.stop or restart or epoch_ends or (by_interval and not agreed.busy)
+    save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
     record = window.close(step, (step - 1) // per_epoch + 1, learning_rate) if save or agreed.report else {}
-    if not evaluated and not agreed.stop and not restart:
-        results = evaluate(worker)
-        restart, evaluated = results is None, results is not None
+    if not (evaluated or stop or restart):
+        # A loss meanwhile costs the evaluation, and no step.
+        worker.checkpoints.save(step, {**record, **window.recent.newest}, evaluated=False, to_storage=False)
+        results, stop, restart = evaluate(worker)
+        evaluated = results is not None
         record |= results or {}
     if record:
         worker.report(record, window)
@@ -78,47 +83,80 @@ def after_step(
         worker.checkpoints.save(step, metrics, evaluated=evaluated, to_storage=save)
     if restart:
         worker.restart_group()
-    return agreed.stop
+    return stop
 
 
-def evaluate(worker: Worker) -> dict[str, float] | None:
-    """Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows.
+def make_up_evaluation(worker: Worker) -> bool:
+    """Evaluate the end of the epoch that this group starts from, if the one before did not. Returns whether it stops.
 
-    None when a restart was requested meanwhile: a notice may be shorter than an evaluation.
+    Raises to end the group when it restarts.
     """
+    if worker.evaluated:
+        return False
+    results, stop, restart = evaluate(worker)
+    if results is None:
+        worker.checkpoints.save(worker.start, worker.metrics, evaluated=False)  # it may be in memory only
+    else:
+        worker.add_evaluation(results)
+    if restart:
+        worker.restart_group()
+    return stop
+
+
+class Evaluation(NamedTuple):
+    """How an evaluation ended: with results, or cut short for one of the others, as a notice may be shorter."""
+
+    results: dict[str, float] | None = None
+    "Mean loss and metrics over the held-out rows, as `test_loss`, `test_accuracy`, ...; empty without such rows."
+    stop: bool = False
+    restart: bool = False
+
+
+def evaluate(worker: Worker) -> Evaluation:
+    """Evaluate the held-out rows; all workers call this together."""
     if not worker.plan.test:
-        return {}
-    model, settings = worker.model, worker.plan.settings
+        return Evaluation({})
+    model, settings, sums = worker.model, worker.plan.settings, Sums()
+    end = EndConsensus(worker.control_group, together=settings.parallel == "fsdp")
     sync_buffers(model)  # a checkpoint has rank 0's
-    model.eval()
-    sums = Sums()
-    # FSDP keeps the buffers that it gathers parameters into: training could not use those of inference mode.
-    without_graph = torch.no_grad() if settings.parallel == "fsdp" else torch.inference_mode()
-    with worker.average.in_place(model), without_graph:
-        for batch in _batches(worker):
+    if settings.ema:
+        worker.checkpoints.wait_for_copy()  # the average takes the weights' place
+    # Not inference_mode: training cannot use what a model keeps of it, such as a table that it made there.
+    with worker.average.in_place(model), evaluation_mode(model), torch.no_grad():
+        for batch in _batches(worker, end):
             losses, metrics = row_losses(worker, model, batch or worker.padding_batch)
             if batch:
                 sums.add({"loss": losses, **metrics})
             worker.heartbeat()
-    model.train()
-    [interrupted] = any_rank(worker.control_group, worker.commands.poll().restart)
-    if interrupted:
-        return None
-    return {f"test_{name}": value for name, value in mean_over_workers(sums, worker.control_group).items()}
+    if end.stop or end.restart:
+        return Evaluation(None, end.stop, end.restart)
+    return Evaluation({f"test_{name}": mean for name, mean in mean_over_workers(sums, worker.control_group).items()})
 
 
-def _batches(worker: Worker) -> Iterator[Batch]:
-    """This worker's held-out rows, until a restart is requested; never more at once than it trains on.
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then each of its modules in the mode that it had before."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _batches(worker: Worker, end: EndConsensus) -> Iterator[Batch]:
+    """This worker's held-out rows, until all have had theirs or are to leave; never more at once than it trains on.
 
     Under FSDP workers make each forward pass together: all get the same number of batches, {} when they have no rows.
     """
     settings = worker.plan.settings
     batches = worker.loader.test(largest_pass(settings.global_batch_size, worker.world_size, settings.micro_batch_size))
     while True:
-        batch = next(batches, None)
-        restart, more = worker.commands.poll().restart, batch is not None
-        if settings.parallel == "fsdp":
-            restart, more = any_rank(worker.control_group, restart, more)
-        if restart or not more:
+        batch, command = next(batches, {}), worker.commands.poll()
+        if end.reached(command.stop, command.restart, bool(batch)):
             return
-        yield batch or {}
+        if batch or settings.parallel == "fsdp":
+            yield batch
+        else:
+            worker.waits()

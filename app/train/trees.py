@@ -6,7 +6,7 @@ from typing import Any, cast
 from app.errors import SettingsError
 from app.parallel import StepConsensus
 from app.tasks.trees_adapter import Trees, rate
-from app.train.step import after_step, evaluate
+from app.train.step import after_step, make_up_evaluation
 from app.train.worker import Worker
 
 
@@ -24,8 +24,8 @@ def train(worker: Worker) -> None:
             f"{worker.world_size} workers, and each needs one"
         )
     trees.begin(batch, network_of(trees) if worker.world_size > 1 else {})
-    if not worker.evaluated:  # the group before ended with the epoch's last step
-        worker.add_evaluation(evaluate(worker))
+    if make_up_evaluation(worker):
+        return
 
     for step in range(worker.start + 1, total_steps + 1):
         began = time.perf_counter()

@@ -49,7 +49,7 @@ class Worker:
     start: int
     "Optimizer steps taken where this group starts."
     evaluated: bool
-    "False: an epoch ends at `start` and was not evaluated."
+    "False: an epoch ends at `start`, and its evaluation is to be made up."
     metrics: dict[str, Any]
     "Of the state that this group starts from."
     rank: int
@@ -100,8 +100,12 @@ class Worker:
 
     def heartbeat(self) -> None:
         """Record that some rows were evaluated."""
-        self.watchdog.heartbeat()
         self.telemetry.evaluated()
+        self.waits()
+
+    def waits(self) -> None:
+        """Record that this worker is alive, and others evaluate."""
+        self.watchdog.heartbeat()
         if self.reporter:
             self.reporter.heartbeat()
 
@@ -114,10 +118,8 @@ class Worker:
             self._reported = record["time"]
             ray.train.report(record)
 
-    def add_evaluation(self, results: dict[str, float] | None) -> None:
-        """Record the evaluation that the group before did not make; restart when this one did not either (None)."""
-        if results is None:
-            self.restart_group()
+    def add_evaluation(self, results: dict[str, float]) -> None:
+        """Record the evaluation that the group before did not make."""
         metrics = {**self.metrics, **results, "time": time.time()}
         if self.reporter:
             self.reporter.add_evaluation(metrics)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,50 +15,55 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import app.parallel
 from app.checkpoint.average import WeightAverage
 from app.data.order import Steps
 from app.data.source import Batch, EmptySource
 from app.elastic.control import Command
 from app.elastic.restore import State
+from app.observe.metrics import MetricWindow, RecentMeans
+from app.parallel import StepActions, StepConsensus
 from app.plan import Plan
 from app.settings import Settings
 from app.train.loop import take_step
 from app.train.run import TrainingRun
 from app.train.setup import build_optimizer
-from app.train.step import evaluate, seed_generators
+from app.train.step import after_step, evaluate, make_up_evaluation, seed_generators
 from tests.harness.loop import make_worker, plan_without_evaluation
+from tests.harness.process_group import in_processes
 
 HELD_OUT = 50
 
 
-def evaluated(group: dist.ProcessGroup, world_size: int, **settings: Any) -> tuple[list[int], dict[str, float]]:
-    """The rows of each forward pass of an evaluation by one of `world_size` workers, and its result."""
+def evaluating(
+    group: dist.ProcessGroup, world_size: int, batches: Iterator[Batch] | None = None, **settings: Any
+) -> Any:
+    """A worker of `world_size` with what an evaluation needs, and its `passes`: the rows of each."""
     passes: list[int] = []
 
     def test(batch_size: int) -> Iterator[Batch]:
-        return ({"row": rows} for rows in torch.arange(HELD_OUT).split(batch_size))
+        return batches or ({"row": rows} for rows in torch.arange(HELD_OUT).split(batch_size))
 
     def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        assert torch.is_inference_mode_enabled() == (settings.get("parallel") != "fsdp")
         assert not torch.is_grad_enabled()
         passes.append(len(batch["row"]))
         return batch["row"].float(), {}
 
-    worker: Any = SimpleNamespace(
+    return SimpleNamespace(
         plan=Plan(Settings(**settings), EmptySource((1,), 1), EmptySource((1,), 1), Steps(1000, 40), 25),
         world_size=world_size,
         device=torch.device("cpu"),
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),
+        padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
         task=SimpleNamespace(loss=loss),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
         commands=SimpleNamespace(poll=Command),
         control_group=group,
+        passes=passes,
         heartbeat=lambda: None,
+        waits=lambda: None,
     )
-    results = evaluate(worker)
-    assert results is not None
-    return passes, results
 
 
 @pytest.mark.parametrize(
@@ -65,15 +72,124 @@ def evaluated(group: dist.ProcessGroup, world_size: int, **settings: Any) -> tup
 def test_an_evaluation_takes_no_more_rows_at_once_than_training(
     group: dist.ProcessGroup, world_size: int, batch: int, micro: int, largest: int
 ) -> None:
-    passes, results = evaluated(group, world_size, global_batch_size=batch, micro_batch_size=micro)
-    assert max(passes) == largest
-    assert sum(passes) == HELD_OUT
-    assert results == {"test_loss": pytest.approx((HELD_OUT - 1) / 2)}
+    worker = evaluating(group, world_size, global_batch_size=batch, micro_batch_size=micro)
+    assert evaluate(worker).results == {"test_loss": pytest.approx((HELD_OUT - 1) / 2)}
+    assert max(worker.passes) == largest
+    assert sum(worker.passes) == HELD_OUT
 
 
-def test_an_evaluation_leaves_nothing_of_inference_mode_to_fsdp(group: dist.ProcessGroup) -> None:
-    passes, _ = evaluated(group, 1, parallel="fsdp")
-    assert sum(passes) == HELD_OUT
+class Cached(torch.nn.Module):
+    """Makes a table in the first pass, as those of rotary angles are; one part stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = torch.nn.Linear(1, 1), torch.nn.Dropout().eval()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(1, 1)
+        return self.layer(rows.float()[:, None]) * self.table
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_training_goes_on_with_what_an_evaluation_left(parallel: str, group: dist.ProcessGroup) -> None:
+    worker = evaluating(group, 1, parallel=parallel)
+    model = worker.model = Cached()
+    worker.task.loss = lambda model, batch: (model(batch["row"])[:, 0], {})
+    assert evaluate(worker).results
+    model(torch.arange(4)).sum().backward()
+    assert (model.training, model.layer.training, model.frozen.training) == (True, True, False)
+
+
+@pytest.mark.parametrize("command", [Command(restart=True), Command(stop=True)])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
+    parallel: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though only rank 0 hears of it, and the other one has more rows than it will ever see."""
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.0)
+
+    def act(group: dist.ProcessGroup) -> tuple[bool, bool, bool]:
+        slowly = ({"row": torch.full((4,), time.sleep(0.001) or number)} for number in range(20_000))
+        worker = evaluating(group, 2, slowly, parallel=parallel)
+        if dist.get_rank() == 0:
+            worker.commands.poll = lambda: command if len(worker.passes) >= 3 else Command()
+        results, stop, restart = evaluate(worker)
+        return results is None and len(worker.passes) < 20_000, stop, restart
+
+    assert in_processes(tmp_path, 2, act) == [(True, command.stop, command.restart)] * 2
+
+
+def test_who_has_no_rows_left_is_alive_while_others_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As held-out rows may be uneven, and an evaluation may take longer than HANG_TIMEOUT_S."""
+    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.0)
+
+    def act(group: dist.ProcessGroup) -> tuple[int, dict[str, float] | None]:
+        rows = range(20) if dist.get_rank() == 0 else range(1)
+        worker = evaluating(group, 2, ({"row": torch.tensor([time.sleep(0.005) or row])} for row in rows))
+        beats = itertools.count()
+        worker.waits = worker.heartbeat = lambda: next(beats)
+        return evaluate(worker).results, next(beats)
+
+    (results, _), (same, beats) = in_processes(tmp_path, 2, act)
+    assert results == same == {"test_loss": pytest.approx(sum(range(20)) / 21)}
+    assert beats > 5, "one for each round, and of those many while the other evaluates"
+
+
+def kept_of(calls: list[Any], worker: Any) -> Any:
+    """The worker, with what it does about an evaluation recorded in `calls`."""
+    worker.checkpoints = SimpleNamespace(
+        save=lambda step, metrics, evaluated=True, to_storage=True: calls.append(("save", step, evaluated, to_storage)),
+        due=lambda *_: StepActions(),
+    )
+    worker.average.update = worker.took_step = worker.report = lambda *_: None
+    worker.due = lambda *_: StepActions()
+    worker.add_evaluation = lambda results: calls.append(("made up", *results))
+    worker.restart_group = lambda: calls.append("restart")
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        (Command(), [("save", 25, True, True)]),
+        (Command(restart=True), [("save", 25, False, True), "restart"]),
+        (Command(stop=True), [("save", 25, False, True)]),
+    ],
+)
+def test_an_epochs_end_is_kept_before_its_evaluation(
+    command: Command, left: list[Any], group: dist.ProcessGroup
+) -> None:
+    """What is lost, or cut short, from there on costs no step, and is not told to be evaluated."""
+    calls: list[Any] = []
+    worker = kept_of(calls, evaluating(group, 1))
+    worker.commands.poll = lambda: calls.append("evaluates") or command
+    window = MetricWindow(group, worker.device, RecentMeans(1000, {}))
+    window.add_step([{"loss": torch.ones(2)}], 0.1, 0.1)
+    stopped = after_step(worker, StepConsensus(group), window, 25, None, 0.1)
+    assert stopped == command.stop
+    assert [*dict.fromkeys(calls)] == [("save", 25, False, False), "evaluates", *left]
+
+
+@pytest.mark.parametrize(
+    ("command", "done"),
+    [
+        (Command(), [("made up", "test_loss")]),
+        (Command(restart=True), [("save", 25, False, True), "restart"]),
+        (Command(stop=True), [("save", 25, False, True)]),
+    ],
+)
+def test_an_evaluation_is_made_up(command: Command, done: list[Any], group: dist.ProcessGroup) -> None:
+    calls: list[Any] = []
+    worker = kept_of(calls, evaluating(group, 1))
+    worker.start, worker.metrics, worker.commands.poll = 25, {}, lambda: command
+    worker.evaluated = True
+    assert not make_up_evaluation(worker)
+    assert not calls
+    worker.evaluated = False
+    assert make_up_evaluation(worker) == command.stop
+    assert calls == done
 
 
 def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:

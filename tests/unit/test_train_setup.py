@@ -17,10 +17,10 @@ from app.elastic.control import Command
 from app.errors import SettingsError
 from app.run import open_run
 from app.run.attempts import Attempt
-from app.run.history import read_journal
+from app.run.history import Journal, read_journal
 from app.settings import Settings
 from app.train.probe import probe_here
-from app.train.setup import open_journals, refuse_small_micro_batches
+from app.train.setup import leaves_out_evaluation, open_journals, record_left_out, refuse_small_micro_batches
 from app.train.worker import DRAIN_S, Worker
 
 
@@ -49,6 +49,34 @@ def test_other_versions_than_before_are_an_event(tmp_path: Path) -> None:
     other = {**same, "numpy": "2.3.0", "ray": "2.50.0"}
     assert events(same, other) == [("versions changed", "numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0")]
     assert warned == ["other versions than attempt 2 had: numpy: 2.3.0 -> 2.4.6, ray: 2.50.0 -> 2.60.0"]
+
+
+@pytest.mark.parametrize(
+    ("before", "total", "left_out"),
+    [
+        ([0], 100, False),
+        ([0, 20], 100, False),
+        ([0, 20, 20], 100, True),
+        ([20, 20, 10], 100, False),
+        ([20] * 9, 20, False),
+    ],
+)
+def test_an_evaluation_that_is_always_cut_short_does_not_keep_the_run_from_training(
+    before: list[int], total: int, left_out: bool, tmp_path: Path
+) -> None:
+    """But for the last one: nothing comes after it."""
+    attempts = [Attempt(number, "me", None, step) for number, step in enumerate(before, start=1)]
+    start = Start(Attempt(9, "me", None, 20), attempts, None, None, 0, {}, [], [], None)
+    assert leaves_out_evaluation(start, total) == left_out
+
+
+def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path) -> None:
+    run, warned = open_run(str(tmp_path), "run"), list[str]()
+    record_left_out(20, events := Journal(run, "events", 1), warned.append)
+    events.flush()
+    [event] = read_journal(run, "events")
+    assert (event["event"], event["step"], [event["detail"]]) == ("evaluation left out", 20, warned)
+    assert "step 20 is not evaluated" in warned[0]
 
 
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
