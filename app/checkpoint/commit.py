@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from app.checkpoint.files import Files
+from app.checkpoint.files import Files, refuse_unloadable
 from app.checkpoint.snapshot import Snapshot
 from app.errors import DamageError, NotFoundError, StorageError
 from app.run import Run
@@ -159,6 +159,7 @@ class CheckpointCommitter:
         ensure_owner(self._run, self._attempt)
         committed = read_manifest(self._run, snapshot.manifest.name) if self._outage.tries else None
         if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
+            refuse_unloadable({**snapshot.state, "extra_state": snapshot.extra_state}, self._settings.task)
             self._before_commit()
             files = self._write(self._run, snapshot)
             if files is None:

@@ -1,13 +1,14 @@
 """A checkpoint's files: uploaded and verified, and loaded only with the bytes that the manifest lists."""
 
 import io
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
 
-from app.checkpoint.snapshot import Snapshot
-from app.errors import ConflictError, DamageError, shorten
+from app.checkpoint.snapshot import Snapshot, map_tensors
+from app.errors import ConflictError, DamageError, SettingsError, shorten
 from app.run import Run
 from app.run.checkpoints import Checkpoint
 from app.storage.base import Writer, map_parallel
@@ -74,11 +75,19 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
 
     The bytes that were checked are the bytes that are loaded.
     """
-    content = read_file(run, checkpoint, file)
+    return load_checked(run, checkpoint, file, io.BytesIO(read_file(run, checkpoint, file)))
+
+
+def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO | str) -> Any:
+    """`unpack` a file whose bytes in `source` are those of the manifest; raises `ConflictError`: it is not damaged."""
     try:
-        return unpack(io.BytesIO(content))
+        return unpack(source)
     except ValueError as error:
-        raise DamageError(f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))}: {error}") from error
+        raise ConflictError(
+            f"{run.storage.locate(run.key('checkpoints', checkpoint.name, file))}: not loaded: as it was saved, it "
+            "holds more than tensors and plain values; begin a run of another name, with the weights of this one by "
+            f"SUNSPOT_INIT_FROM=run:{run.name}"
+        ) from error
 
 
 def unpack(source: BinaryIO | str) -> Any:
@@ -90,6 +99,42 @@ def unpack(source: BinaryIO | str) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, str))
     except Exception as error:  # of a damaged file, all kinds; torch's own text advises loading it without the check
         raise ValueError("not loaded: it is damaged, or holds more than tensors and plain values") from error
+
+
+def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
+    """Raise `SettingsError` for states of which `unpack` would refuse what is no tensor; it names the first such value.
+
+    They could be saved and verified, and no restart could go on from them.
+    """
+    plain = map_tensors(states, lambda _: None)  # type: ignore[arg-type, return-value]
+    if _comes_back(plain):
+        return
+    path, value = next((entry for entry in _values_in(plain) if not _comes_back(entry[1])), ("its state", plain))
+    raise SettingsError(
+        f"SUNSPOT_TASK={task}: {path} is a {type(value).__module__}.{type(value).__qualname__}, "
+        f"{reprlib.repr(value)}, which no restart could load from a checkpoint; make it a tensor, a number of Python's "
+        "own such as float(...), a string, or a dict, list or tuple of these"
+    )
+
+
+def _comes_back(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        unpack(file)
+    except Exception:  # what cannot be pickled raises of all kinds, too
+        return False
+    return True
+
+
+def _values_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What dicts, lists and tuples hold, however deep, each with the keys that lead to it."""
+    if type(value) in (dict, list, tuple):
+        for key, item in value.items() if type(value) is dict else enumerate(value):
+            yield from _values_in(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 def load_weights(model: torch.nn.Module, state: Any, origin: str) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from app.background import Timer
 from app.checkpoint.average import WeightAverage
 from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import Files, write_whole
+from app.checkpoint.files import Files, refuse_unloadable, write_whole
 from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.names import parameter_names
@@ -96,6 +96,8 @@ class CheckpointManager:
             self._beside = {"names": parameter_names(model, optimizer)}
         self._snapshots = Snapshots(self._memory, self._exchange, self._all_copy if self._exchange else bool)
         self._stepped = SteppedParameters(optimizer)
+        self._loadable = False
+        "Whether the state has been found to be what a restart can load."
         self._ledger = Ledger(group, attempt.label, attempt.step, windows, self._settings.audit)
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
@@ -121,7 +123,14 @@ class CheckpointManager:
             self._committer = CheckpointCommitter(run, attempt, self._settings, write, before_commit, events, warn)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
-        """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it."""
+        """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.
+
+        Raises `SettingsError`, after the first step, for a state that could not be loaded again.
+        """
+        if not self._loadable:  # the optimizer's state is there from the first step on
+            states = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            refuse_unloadable(states, self._settings.task)
+            self._loadable = True
         self._stepped.after_step()
         self._ledger.add_step(step, rows)
         self._memory.heartbeat(self._attempt.number, step)

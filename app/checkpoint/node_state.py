@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from app.checkpoint.files import unpack
+from app.checkpoint.files import load_checked
 from app.checkpoint.sharded import is_sharded
 from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot, as_bytes
-from app.errors import DamageError
 from app.parallel import finish_together, gather_objects
 from app.run import Run
 from app.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
@@ -64,16 +63,12 @@ class NodeState:
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The `model` and `optimizer` that were read, on the CPU; their tensors are pages that the node's ranks share.
 
-        All workers call this together. Raises `DamageError` for a file that cannot be loaded, whole as it is.
+        All workers call this together. Raises `ConflictError` for a file that cannot be loaded, whole as it is.
         """
         paths = gather_objects({file: pages.path for file, pages in self._files.items()}, self._group)[self._reader]
 
         def load(file: str) -> Any:
-            try:
-                return unpack(paths[file])
-            except ValueError as error:
-                where = self._run.storage.locate(self._run.key("checkpoints", checkpoint.name, file))
-                raise DamageError(f"{where}: {error}") from error
+            return load_checked(self._run, checkpoint, file, paths[file])
 
         states = finish_together(self._group, lambda: {file.removesuffix(".pt"): load(file) for file in STATES})
         self.close()

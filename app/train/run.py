@@ -154,6 +154,9 @@ def passes(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale each group's peak rate. It is a function of the step, so nothing has to be stored."""
+    """Scale each group's peak rate. It is a function of the step, so nothing has to be stored.
+
+    A task's schedule may compute `factor` with NumPy, whose numbers no checkpoint could bring back.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+        group["lr"] = group["initial_lr"] * float(factor)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -25,10 +26,11 @@ import app.storage.local
 import app.storage.retry
 from app.checkpoint import CheckpointManager
 from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import load_state
+from app.checkpoint.files import load_state, upload_state
+from app.checkpoint.node_state import NodeState
 from app.data.order import Steps
 from app.data.source import EmptySource
-from app.errors import DamageError, StorageError, SupersededError
+from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, claim, lineage, read_attempts
@@ -37,6 +39,7 @@ from app.run.history import Journal, read_journal
 from app.settings import Settings
 from app.storage.deadline import CURRENT
 from app.storage.local import LocalStorage
+from app.train.run import set_learning_rate
 from tests.harness import REPOSITORY, s3
 from tests.harness.s3 import FaultProxy
 
@@ -129,6 +132,81 @@ def test_a_checkpoint_is_the_state_at_its_step(run: Run) -> None:
     assert extra_state["settings"] == Settings().environment()
     assert extra_state["data"] == {"shape": [1, 40], "classes": 10}
     assert sorted(extra_state["versions"]) == ["numpy", "python", "ray", "torch"]
+
+
+def test_a_rate_computed_with_numpy_comes_back(run: Run) -> None:
+    trainee = Trainee(run)
+    for group in trainee.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    set_learning_rate(trainee.optimizer, 0.5 * (1 + np.cos(np.pi * 1 / 3)))
+    trainee.train()
+    trainee.save()
+    trainee.checkpoints.close(finished=True)
+    assert load_state(run, newest(run), "optimizer.pt")["param_groups"][0]["lr"] == pytest.approx(0.75e-3)
+
+
+class Counting(torch.nn.Linear):
+    """Puts a value of its own beside its weights."""
+
+    seen: Any = 3
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def put_in_group(trainee: Trainee, value: Any) -> None:
+    trainee.optimizer.param_groups[0]["lr"] = value
+
+
+def put_in_state(trainee: Trainee, value: Any) -> None:
+    trainee.optimizer.state[next(trainee.model.parameters())]["memory"] = [{"seen": value}]
+
+
+def put_in_model(trainee: Trainee, value: Any) -> None:
+    trainee.model.seen = value
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), Path("of"), lambda: 0], ids=["number", "object", "function"])
+@pytest.mark.parametrize(
+    ("put", "key"),
+    [
+        (put_in_group, r"optimizer\.param_groups\.0\.lr"),
+        (put_in_state, r"optimizer\.state\.0\.memory\.0\.seen"),
+        (put_in_model, r"model\._extra_state\.seen"),
+    ],
+)
+def test_a_state_that_no_restart_could_load_is_refused(
+    put: Callable[[Trainee, Any], None], key: str, value: Any, run: Run
+) -> None:
+    """In the first step, and where the value comes later, before anything of it is committed."""
+    trainee = Trainee(run, model=Counting(40, 40))
+    trainee.model(torch.randn(8, 40)).sum().backward()
+    put(trainee, value)
+    refusal = rf"SUNSPOT_TASK=\S+: {key} is a {type(value).__module__}\..*make it a tensor, a number"
+    with pytest.raises(SettingsError, match=refusal):
+        trainee.checkpoints.took_step(1, None)
+    put(trainee, 0.1)
+    trainee.checkpoints.took_step(1, None)
+    put(trainee, value)
+    trainee.save()
+    with pytest.raises(SettingsError, match=refusal):
+        trainee.checkpoints.drain()
+    assert list_checkpoints(run) == []
+
+
+def test_a_whole_file_that_is_not_loaded_is_not_called_damaged(run: Run) -> None:
+    """As earlier versions wrote it."""
+    state = {"lr": np.float64(0.1)}
+    files = {f"{kind}.pt": upload_state(run, "first", f"{kind}.pt", state) for kind in ("model", "optimizer")}
+    checkpoint = Checkpoint("first", 1, 1, 10, 10, 1, files=files)
+    node = NodeState(run, None, ["node"])
+    assert node.read(checkpoint) == []
+    for load in (lambda: load_state(run, checkpoint, "optimizer.pt"), lambda: node.load(checkpoint)):
+        with pytest.raises(ConflictError, match=r"\.pt: not loaded: .* SUNSPOT_INIT_FROM=run:run$"):
+            load()
 
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
