@@ -14,9 +14,9 @@ another's.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,7 +34,7 @@ PART_BYTES = 1 << 20
 same, however small. A round is at least one window."""
 
 MAX_BLOCKS = 1000
-"""Blocks of the index of held-out rows: more only cost scheduling, as a task yields its groups one by one."""
+"""Blocks of the index of held-out rows: more only cost scheduling, as a task yields its pieces one by one."""
 
 PREFETCH_PARTS, PREFETCH_BATCHES = 2, 4
 """Prepared in advance by each worker: parts of rounds, and batches of held-out rows."""
@@ -97,13 +97,17 @@ class RoundReader:
     "Workers that get a part: those that get rows in any step."
 
     def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
-        """For each of the planner's rounds, each worker's part: its `_rank` [1], and its rows' columns [1, n, ...]."""
+        """For each of the planner's rounds, each worker's part: its rows' columns [1, n, ...], its `_rank` [1], and
+        where the round begins, `_epoch` and `_first` [1].
+        """
         for given in rounds.to_pylist():
             ranks = self.steps.ranks(self.world_size, given["first"], given["last"])
             columns = self._read(given, places=np.argsort(np.argsort(ranks, kind="stable")))
             ends = np.cumsum(np.bincount(ranks, minlength=self.streams))
+            where = {"_epoch": np.array([given["epoch"]]), "_first": np.array([given["first"]])}
             for rank, (begin, end) in enumerate(pairwise([0, *ends])):
-                yield {"_rank": np.array([rank]), **{name: column[None, begin:end] for name, column in columns.items()}}
+                part = {name: column[None, begin:end] for name, column in columns.items()}
+                yield {"_rank": np.array([rank]), **where, **part}
 
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
         """The rows of a round, each in its place."""
@@ -126,16 +130,29 @@ class RoundReader:
 
 
 @dataclass(frozen=True)
-class GroupReader:
-    """Reads whole row groups of held-out rows, each group on one worker."""
+class PieceReader:
+    """Reads pieces of row groups of held-out rows, in Ray Data's tasks."""
 
     source: Source
 
-    def __call__(self, index: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        for group in index["group"]:
-            columns = self.source.read(int(group))
-            first = sum(self.source.row_groups[:group])
-            yield {"row": np.arange(first, first + self.source.row_groups[group]), **columns}
+    def __call__(self, pieces: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        for group, first, last in zip(*(pieces[name].tolist() for name in ("group", "first", "last")), strict=True):
+            rows = np.arange(first, last)
+            yield {"row": sum(self.source.row_groups[:group]) + rows, **self.source.read(group, rows)}
+
+
+def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
+    """The pieces of row groups, rows `first` .. `last` - 1 of a `group`, that `rank` evaluates: as many rows as others.
+
+    One worker takes neighbouring rows, so that most groups are read once, and a group of a million rows is shared.
+    """
+    begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
+    bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))
+    return [
+        {"group": group, "first": max(begin, start) - start, "last": min(end, stop) - start}
+        for group, (start, stop) in bounds
+        if max(begin, start) < min(end, stop)
+    ]
 
 
 class StepStreams(ray.train.DataConfig):
@@ -180,13 +197,13 @@ class StepStreams(ray.train.DataConfig):
 
     def _test_streams(self, world_size: int) -> list[ray.data.DataIterator]:
         assert self._test
-        groups = [{"group": group} for group in range(len(self._test.row_groups))]
-        return [self._read_groups(groups[rank::world_size], GroupReader(self._test)) for rank in range(world_size)]
+        return [self._read_pieces(cut_evenly(self._test.row_groups, world_size, rank)) for rank in range(world_size)]
 
-    def _read_groups(self, groups: list[dict[str, int]], reader: GroupReader) -> ray.data.DataIterator:
-        blocks = max(1, min(len(groups), MAX_BLOCKS))
-        stream = ray.data.from_items(groups, override_num_blocks=blocks)
-        stream = stream.map_batches(reader, batch_size=None, num_cpus=self._reading_cpus)
+    def _read_pieces(self, pieces: list[dict[str, int]]) -> ray.data.DataIterator:
+        assert self._test
+        blocks = max(1, min(len(pieces), MAX_BLOCKS))
+        stream = ray.data.from_items(pieces, override_num_blocks=blocks)
+        stream = stream.map_batches(PieceReader(self._test), batch_size=None, num_cpus=self._reading_cpus)
         stream.context.execution_options.preserve_order = True
         return stream.iterator()
 
@@ -208,7 +225,8 @@ class RayLoader:
             # In main memory: a part may have more rows than fit on a GPU beside the model.
             options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
             self._parts = iter(self._stream.iter_torch_batches(device="cpu", **options))
-            self._left = self._next_part()  # also before a step without rows: the stream begins when all have asked
+            # Also before a step without rows: the stream begins when all have asked.
+            self._left = self._next_part(begins_at=(epoch, self._steps.bounds(first)[0]))
         for step in range(first, last):
             begin, end = self._steps.share(step, self._world_size, self._rank)
             yield self._take(end - begin)
@@ -230,11 +248,17 @@ class RayLoader:
         self._left = {name: column[rows:] for name, column in self._left.items()}
         return taken
 
-    def _next_part(self) -> Batch:
+    def _next_part(self, begins_at: tuple[int, int] | None = None) -> Batch:
         assert self._parts
         part = next(self._parts, None)
         if part is None:
             raise DataError(f"rank {self._rank}: its stream of rows ended early; has the dataset been changed?")
         if int(part.pop("_rank")) != self._rank:
             raise SunspotError(f"rank {self._rank}: Ray {ray.__version__} gave it another worker's rows")
+        begins = int(part.pop("_epoch")), int(part.pop("_first"))
+        if begins_at and begins != begins_at:  # storage may have shown an older attempt to whoever made the stream
+            raise RuntimeError(
+                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, and the step "
+                f"at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group asks for another stream"
+            )
         return {name: column[0] for name, column in part.items()}

@@ -51,7 +51,9 @@ NEVER_S = 1e9
 
 def first_step(storage_path: str, run_name: str) -> int:
     """The step that the newest worker group starts from; called by Ray when it makes the group's streams."""
-    return read_attempts(open_run(storage_path, run_name))[-1].step
+    run = open_run(storage_path, run_name)
+    run.storage.refresh(run.key("attempts"))  # this node may have looked there for the group before
+    return read_attempts(run)[-1].step
 
 
 def fit(

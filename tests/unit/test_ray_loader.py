@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.data.order import Order, Steps, locate_rows
-from app.data.ray_loader import RoundPlanner, RoundReader
+from app.data.ray_loader import PieceReader, RayLoader, RoundPlanner, RoundReader, cut_evenly
 
 row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda groups: sum(groups) >= 2)
 
@@ -59,6 +64,44 @@ def test_workers_get_their_rows_and_each_group_is_read_once(
             expected[rank] += ids[epoch][slice(*steps.share(in_epoch, world_size, rank))]
     assert streams == expected
     assert max(source.reads.values()) <= 3 - start // steps.per_epoch
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9))
+def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int], world_size: int) -> None:
+    """Each on one worker; most of Parquet's writers put up to a million rows into one group."""
+    source = CountingSource(tuple(groups))
+    evaluated, counts = list[int](), list[int]()
+    for rank in range(world_size):
+        pieces = cut_evenly(groups, world_size, rank)
+        index = {name: np.array([piece[name] for piece in pieces], int) for name in ("group", "first", "last")}
+        read = list(PieceReader(source)(index))  # type: ignore[arg-type]
+        assert all((part["value"][:, 0] == 2 * part["row"]).all() for part in read)
+        rows = [row for part in read for row in part["row"].tolist()]
+        evaluated += rows
+        counts.append(len(rows))
+    assert evaluated == list(range(sum(groups)))
+    assert max(counts) - min(counts) <= 1
+    assert sum(source.reads.values()) < len(groups) + world_size, "a group is read again only where it is cut"
+
+
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_a_stream_from_another_step_is_refused(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As storage may show an older attempt to whoever makes the stream."""
+    steps = Steps(40, 10)
+    order = Order((20, 20), 7, 20)
+    reader = RoundReader(CountingSource((20, 20)), order, steps, 1, 1)  # type: ignore[arg-type]
+
+    def stream(**_: Any) -> Iterator[dict[str, torch.Tensor]]:
+        for planned in RoundPlanner(order, steps, 8, 20)(pa.table({"step": [start]})):
+            for part in reader(planned):
+                yield {name: torch.from_numpy(column) for name, column in part.items()}
+
+    monkeypatch.setattr("ray.train.get_dataset_shard", lambda _: SimpleNamespace(iter_torch_batches=stream))
+    epoch, first = start // steps.per_epoch + 1, start % steps.per_epoch
+    loader, stale = (RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False) for _ in range(2))
+    assert len(next(loader.train(epoch, first, 4))["row"]) == 10
+    with pytest.raises(RuntimeError, match=f"begins at row {10 * first} of epoch {epoch}, and the step at row 30 of"):
+        next(stale.train(1, 3, 4))
 
 
 def visited(order: Order, epoch: int) -> list[int]:
