@@ -198,10 +198,10 @@ class MetricWindow:
         return self._step_times[-1]
 
     @property
-    def mean_loss(self) -> float:
-        """Mean loss of this worker's rows so far; waits for the device."""
-        total, rows = self._sums.totals().get("loss", (float("nan"), 1))
-        return total / rows
+    def mean_loss(self) -> float | None:
+        """Mean loss of this worker's rows so far, if there is one; waits for the device."""
+        total, rows = self._sums.totals().get("loss", (0.0, 0))
+        return total / rows if rows else None
 
     def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
         """Add one optimizer step: its per-row `values`, its seconds, and those spent waiting for data."""

@@ -73,7 +73,8 @@ class _Lines:
 
     def describe(self, state: dict[str, Any]) -> str:
         """One line: step, loss, steps per second, time left, last checkpoint."""
-        text = f"step {state['step']}/{self._total}  loss {state['loss']:.4f}"
+        loss = "" if state["loss"] is None else f"  loss {state['loss']:.4f}"
+        text = f"step {state['step']}/{self._total}{loss}"
         if self._rate and state["step"] > self._rate[0]:
             per_step = (state["time"] - self._rate[1]) / (state["step"] - self._rate[0])
             left = per_step * (self._total - state["step"])

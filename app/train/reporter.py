@@ -103,7 +103,7 @@ class Reporter:
             self._status,
             step=record["step"],
             epoch=record["epoch"],
-            loss=record["loss"],
+            loss=record.get("loss"),  # a loop of its own may log none
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
             save_s=self._checkpoints.commit_s,

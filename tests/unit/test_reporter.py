@@ -17,6 +17,7 @@ from app.data.order import Steps
 from app.data.source import EmptySource
 from app.elastic.claim import Start
 from app.elastic.restore import State
+from app.observe.progress import _Lines
 from app.parallel import StepActions, StepConsensus
 from app.plan import Plan
 from app.run import open_run
@@ -32,10 +33,11 @@ from app.train.worker import Worker
 from tests.harness.runs import begin, consumed, record_audit, start
 
 
+@pytest.mark.parametrize("name", ["loss", "generator_loss"])
 def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
-    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve steps of an epoch of four, reported at its ends."""
+    """Twelve steps of an epoch of four, reported at its ends; a loop of its own may name its losses as it likes."""
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(app.train.worker.ray.train, "report", reported.append)
     incident = {"cause": Cause.BEGIN, "detail": "", "noticed": None, "save_began": None, "committed": None}
@@ -49,7 +51,8 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     checkpoints.due.return_value = StepActions()
     journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    reporter = Reporter(run, plan, begun, State(), MagicMock(), journals, checkpoints)
+    control = MagicMock()
+    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
     telemetry = MagicMock()
     fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
     commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False, save=False))
@@ -61,12 +64,12 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     consensus, window = StepConsensus(group), worker.open_window()
     with reporter.publisher:
         for step in range(1, 13):
-            window.add_step([{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125)
+            window.add_step([{name: torch.tensor([step, step + 1.0])}], 0.25, 0.125)
             after_step(worker, consensus, window, step, None, 0.1)
         reporter.end()
     spans = lineage([attempt])
     records = read_journal(run, "metrics", spans)
-    assert [(record["step"], record["steps"], record["loss"]) for record in records] == [
+    assert [(record["step"], record["steps"], record[name]) for record in records] == [
         (4, 4, 3),
         (8, 4, 7),
         (12, 4, 11),
@@ -83,5 +86,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert receipt.attempt == 1
     status = read_status(run)
     assert status is not None
-    assert (status.step, status.loss) == (12, 11.0)
+    assert (status.step, status.loss) == (12, 11.0 if name == "loss" else None)
+    line = _Lines(12, 4).describe(control.show.remote.call_args_list[-1].args[0])
+    assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1
