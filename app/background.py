@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import logging
 import math
 import threading
 import time
@@ -43,7 +43,8 @@ def start_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 class Background:
     """Runs tasks every `every_s` seconds while the context lasts, and once more at its end.
 
-    A task that raises a `SunspotError` (most often, storage is away) is tried again the next time.
+    A task that raises is tried again the next time. What is no `SunspotError` (most often, storage is away) is a
+    defect, and logged, once for each kind of error in a row.
     """
 
     def __init__(self, every_s: float, *tasks: Callable[[], None]) -> None:
@@ -52,6 +53,8 @@ class Background:
         self._began = math.inf
         "When the task began that runs now."
         self._due = threading.Event()
+        self._defects: dict[Callable[[], None], type[Exception]] = {}
+        "The kind of the newest one of each task, until it succeeds again."
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
     def __enter__(self) -> Self:
@@ -78,9 +81,21 @@ class Background:
             last_time = self._closing
             for task in self._tasks:
                 self._began = time.monotonic()
-                with contextlib.suppress(SunspotError):
-                    task()
+                self._try(task)
             self._began = math.inf
+
+    def _try(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except SunspotError:
+            return
+        except Exception as error:
+            if self._defects.get(task) is not type(error):
+                self._defects[task] = type(error)
+                name = getattr(task, "__qualname__", repr(task))
+                logging.getLogger(__name__).exception("%s failed, and is tried again every %g s", name, self._every_s)
+        else:
+            self._defects.pop(task, None)
 
 
 class Timer:

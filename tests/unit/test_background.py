@@ -30,3 +30,23 @@ def test_a_task_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
     assert 0.4 < time.monotonic() - ends < 5, "the last round, which begins now, has it all"
     let_go.set()
     assert time.monotonic() - began < 20
+
+
+def test_a_task_with_a_defect_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """One error that nobody has thought of may silence neither the status nor a notice for good."""
+    calls: list[int] = []
+    enough = threading.Event()
+
+    def task() -> None:
+        calls.append(len(calls))
+        if len(calls) >= 20:
+            enough.set()
+        if 3 <= len(calls) < 15:
+            raise OSError(24, "Too many open files")
+
+    with Background(0.001, task):
+        assert enough.wait(10)
+    [logged] = caplog.records
+    assert "task failed, and is tried again" in logged.message
+    assert logged.exc_info
+    assert "Too many open files" in str(logged.exc_info[1])
