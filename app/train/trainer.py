@@ -3,15 +3,17 @@
 import functools
 import tempfile
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
 import ray.data
+from ray.exceptions import RayError
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 
 from app.data.ray_loader import StepStreams
 from app.data.source import rows_in
-from app.elastic.control import StopRequest, open_control, watch_stop
+from app.elastic.control import CONTROL_TIMEOUT_S, StopRequest, open_control, watch_stop
 from app.elastic.groups import GroupChoice
 from app.elastic.nodes import wait_for_nodes, watch_nodes
 from app.elastic.receipts import FailureRecorder, first_incident
@@ -155,8 +157,16 @@ def fit_once(
         try:
             trainer.fit()
         finally:  # a worker knows more of its end than Ray does
-            if fatal := ray.get(control.fatal_error.remote()):
+            if fatal := ask_fatal_error(control):
                 raise fatal
+
+
+def ask_fatal_error(control: Any) -> Exception | None:
+    """The workers' own error that ended the training, if one did, and the control channel can still tell."""
+    with suppress(RayError):  # it is gone, or hangs: then what Ray has raised stands
+        error: Exception | None = ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S)
+        return error
+    return None
 
 
 def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> Any:

@@ -1,0 +1,41 @@
+"""How one of Ray's trainers ends, as the driver hears of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.train import TrainingFailedError
+
+from app.elastic.control import StopRequest
+from app.errors import SettingsError
+from app.plan import make_plan
+from app.run import open_run
+from app.settings import Settings
+from app.tasks import load_task
+from app.train import trainer
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_lost_control_channel_does_not_hide_how_training_ended(
+    gone: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
+
+    def make_trainer(plan: Any, owner: str, driver: str, resources: Any, control: Any, scratch: str) -> Any:
+        def fit() -> None:
+            if gone:
+                ray.kill(control)
+            else:
+                ray.get(control.fail.remote(SettingsError("what a worker found")))
+            raise TrainingFailedError("what Ray knows")
+
+        return SimpleNamespace(fit=fit)
+
+    monkeypatch.setattr(trainer, "make_trainer", make_trainer)
+    plan = make_plan(settings, load_task(settings))
+    with pytest.raises(TrainingFailedError if gone else SettingsError):
+        trainer.fit_once(plan, open_run(str(tmp_path), "run"), "me", "driver", StopRequest(), {})
