@@ -117,7 +117,9 @@ def begin_server(key: str, node: str, raylet: int, modules: list[str], linger_s:
             os.close(stdin)
             pipe.write(json.dumps(order).encode() + b"\n")
             pipe.flush()
-            if select.select([server.stdout], [], [], IMPORTS_S)[0] and (line := server.stdout.readline()):
+            answers = select.poll()  # `select` knows no descriptor above 1,023, and a rank of hundreds has more open
+            answers.register(server.stdout, select.POLLIN)
+            if answers.poll(IMPORTS_S * 1000) and (line := server.stdout.readline()):
                 return str(json.loads(line)["obstacle"])
     except (OSError, ValueError) as error:
         print(f"no server of warm restarts: {error}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.warm import client, keeper
+from app.warm import client, keeper, server
 from tests.harness import REPOSITORY
 
 WAIT_S = 20.0
@@ -34,6 +36,8 @@ told = {
     "main": __name__,
     "folder": os.getcwd(),
     "X": os.environ.get("X"),
+    "SERVER": os.environ.get("SERVER"),
+    "numpy": sys.modules["numpy"].random.random() if "numpy" in sys.modules else None,
     "path": sys.path,
     "ignored": signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN,
     "score": open("/proc/self/oom_score_adj").read(),
@@ -91,22 +95,41 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_forked_worker_is_what_a_new_one_would_be(node: Node, tmp_path: Path) -> None:
+def test_a_forked_worker_is_what_a_new_one_would_be(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But for what the server has imported, and the session that keeps signals of the terminal from it."""
     environment = {**os.environ, "X": "ä" * 60_000}
     options = {"env": environment, "cwd": tmp_path, "preexec_fn": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)}
     cold, code = node.run("raise SystemExit(3)", **options)
     assert (cold["forked"], cold["imported"], code) == (False, False, 3), "there is no server yet"
-    assert node.serve("app.warm", "colorsys", "no_such_module") == ""
+    monkeypatch.setenv("SERVER", "has more than the worker is given")
+    assert node.serve("app.warm", "colorsys", "numpy.random", "no_such_module") == ""
     warm, code = node.run("raise SystemExit(3)", **options)
     assert (warm["forked"], warm["imported"], code) == (True, True, 3)
     assert warm["arguments"] == [str(node.script), f"--node-id={node.node}", "raise SystemExit(3)"]
-    own = {"process", "parent", "forked", "imported", "random", "session", "files"}
+    own = {"process", "parent", "forked", "imported", "random", "numpy", "session", "files"}
     assert {name: warm[name] for name in warm.keys() - own} == {name: cold[name] for name in cold.keys() - own}
     assert set(warm["files"]) <= {"0", "1", "2", "3", "4"}, "its connection, and the listing itself"
     again, _ = node.run(**options)
     assert again["parent"] == warm["parent"], "one server forks all"
     assert again["random"] != warm["random"]
+    assert again["numpy"] != warm["numpy"]
+
+
+def test_another_users_client_gets_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "peer_of", lambda connection: (1, os.getuid() + 1, 0))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("it would run their code as this user"))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        listener.bind("")  # any free abstract address
+        listener.listen()
+        stranger.connect(listener.getsockname())
+        client.send(stranger, {"command": ["theirs.py"]})
+        assert server.Server(listener, listener.fileno(), 1.0)._accept() == ""
+        stranger.settimeout(WAIT_S)
+        with pytest.raises(ConnectionError):
+            client.receive(stranger)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +155,12 @@ def test_signals_reach_the_worker(node: Node) -> None:
 
 def test_a_worker_ends_with_its_client_and_others_stay(node: Node) -> None:
     assert node.serve("app.warm") == ""
-    with node.start("time.sleep(1000)") as first, node.start("time.sleep(1000)") as second:
+    deaf = "for n in signal.valid_signals() - {9, 19}: signal.signal(n, signal.SIG_IGN)"
+    with node.start(f"{deaf}\nprint(flush=True)\ntime.sleep(60)") as first, node.start("time.sleep(60)") as second:
         assert first.stdout
         assert second.stdout
         workers = [psutil.Process(json.loads(each.stdout.readline())["process"]) for each in (first, second)]
+        first.stdout.readline()
         first.kill()
         workers[0].wait(WAIT_S)
         time.sleep(0.1)
@@ -225,6 +250,20 @@ def test_a_server_ends_when_nobody_is_left(modules: list[str], node: Node, tmp_p
             assert keeper.serves(node.key, node.node), "the process that began it lives"
         starter.kill()
     wait_for(lambda: not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)])
+
+
+def test_a_process_with_a_thousand_open_files_begins_a_server(node: Node) -> None:
+    """A rank is connected to each of the others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert node.serve("app.warm") == ""
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert node.run()[0]["forked"]
 
 
 def test_what_is_not_fit_to_be_forked_does_not_serve(
