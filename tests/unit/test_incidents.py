@@ -102,10 +102,15 @@ def test_what_is_not_known_yet() -> None:
     assert goodput(attempts, begun, 200) == pytest.approx(0.4), "since the claim of 2, nobody has taken a step"
 
 
-def test_a_loss_within_a_loss_is_none() -> None:
-    attempts = [attempt(number, 0) for number in (1, 2, 3)]
-    receipts = [receipt(1, 10, 20), receipt(2, 30, 40), receipt(3, 0, 50)]
-    assert goodput(attempts, receipts, 100) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("losses", "goes_on"),
+    [([(10, 20), (30, 40), (0, 50)], 0.5), ([(0, 30), (20, 50), (50, 60)], 0.4), ([(20, 50), (0, 30)], 0.5)],
+    ids=["within another", "in part", "in part, the later one first"],
+)
+def test_time_that_two_losses_share_is_lost_once(losses: list[tuple[int, int]], goes_on: float) -> None:
+    receipts = [receipt(number, *loss) for number, loss in enumerate(losses, 1)]
+    attempts = [attempt(one.attempt, 0) for one in receipts]
+    assert goodput(attempts, receipts, 100) == pytest.approx(goes_on)
 
 
 def test_time_in_which_a_run_had_ended_counts_nowhere() -> None:
