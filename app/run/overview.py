@@ -14,11 +14,11 @@ from app.errors import NotFoundError, StorageError
 from app.formatting import as_time, in_words
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
-from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, retention
+from app.run.checkpoints import MANIFEST, Checkpoint, by_step, find_newest_good, retention
 from app.run.history import newest_record, read_journal
 from app.run.identity import Identity, read_identity
 from app.run.incidents import Cause, Receipt, goodput, read_receipts
-from app.run.objects import CHECKPOINT, RUN
+from app.run.objects import CHECKPOINT, RUN, warn_once
 from app.run.status import (
     DELETION,
     FOLDER,
@@ -82,13 +82,21 @@ def is_there(run: Run) -> bool:
     )
 
 
-def list_runs(storage: Storage) -> list[RunSummary]:
-    """Every run, the last modified first: the pages of one listing, and no reads."""
+def list_runs(storage: Storage, warn: Callable[[str], Any] = warn_once) -> list[RunSummary]:
+    """Every run, the last modified first: the pages of one listing, and no reads.
+
+    A run of which this user may not read a part is left out, as its state would be a guess; `warn` hears of it.
+    """
+    unreadable: dict[str, StorageError] = {}
     folders: dict[str, list[Entry]] = {}
-    for entry in storage.list(""):
+    for entry in storage.list_readable("", lambda key, error: unreadable.setdefault(key.partition("/")[0], error)):
         name, slash, _ = entry.key.partition("/")
         if slash and RUN.fullmatch(name):
             folders.setdefault(name, []).append(entry)
+    for name, error in unreadable.items():
+        folders.pop(name, None)
+        if RUN.fullmatch(name):  # the folder lost+found of a disk is no run
+            warn(f"{name}: {error}")
     found = [summary for name, entries in folders.items() if (summary := summarize(name, entries))]
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
 
@@ -238,7 +246,7 @@ class RunView:
     checkpoint: Checkpoint | None
     "The newest verified one."
     passed_over: tuple[str, ...] = ()
-    "Newer checkpoints that are not whole, each with the reason."
+    "Newer checkpoints that are not whole, or gone, each with the reason."
     last: dict[str, Any] = field(default_factory=dict)
     "The newest record of the metric history; empty before there is one."
     last_active: float = 0.0
@@ -348,6 +356,10 @@ def read_view(run: Run) -> RunView:
     )
     if not summary:
         raise NotFoundError(f"{run.location}: no run is there")
+    left = [text.partition(": ")[0] for text in passed_over if ": damaged, " in text]
+    if gone := find_gone(status, [*left, *([checkpoint.name] if checkpoint else [])]):
+        others = [text for text in passed_over if not text.startswith(f"{gone}: ")]
+        passed_over = (f"{gone}: gone, though the run ended with it", *others)
     now = time.time()
     state, reason = state_from_storage(status, summary, now)
     return RunView(
@@ -365,6 +377,15 @@ def read_view(run: Run) -> RunView:
         last=last or {},
         last_active=summary.last_active,
     )
+
+
+def find_gone(status: Status | None, committed: Collection[str]) -> str:
+    """The checkpoint that an ended run committed last, if it is newer than all `committed` that are left; or empty.
+
+    A run keeps its newest whatever its metric: somebody else, a lifecycle rule say, has deleted it.
+    """
+    name = status.checkpoint if status and status.state.terminal else None
+    return name if name and name not in committed and by_step([name, *committed])[-1] == name else ""
 
 
 def read_parts(*parts: Callable[[], Any]) -> list[Any]:

@@ -158,6 +158,10 @@ class Storage(ABC):
     def list(self, prefix: str) -> list[Entry]:
         """Every object below `prefix`, sorted by key."""
 
+    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> list[Entry]:
+        """Like `list`, without the folders below `prefix` that this user may not read: `leave_out` hears of each."""
+        return self.list(prefix)
+
     @abstractmethod
     def delete(self, key: str) -> None:
         """Delete one object; no error when it is not there."""

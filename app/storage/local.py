@@ -1,5 +1,7 @@
 """A directory as storage, local or NFS."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import functools
@@ -7,10 +9,10 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from app.errors import NotFoundError, SettingsError, StorageError, shorten
 from app.storage.base import (
@@ -71,11 +73,15 @@ class LocalStorage(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
+        return self._entries(prefix)
+
+    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> list[Entry]:
+        return self._entries(prefix, leave_out)
+
+    def _entries(self, prefix: str, leave_out: Callable[[str, StorageError], Any] | None = None) -> list[Entry]:
         return sorted(
-            Entry(
-                path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}"
-            )
-            for path, stat in self._files(prefix)
+            Entry(self._key(path), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}")
+            for path, stat in self._files(prefix, leave_out)
             if not TEMPORARY.fullmatch(path.name)
         )
 
@@ -83,7 +89,7 @@ class LocalStorage(Storage):
         found = []
         for path, stat in self._files(prefix):
             if match := TEMPORARY.fullmatch(path.name):
-                key = path.with_name(match[1]).relative_to(self.root).as_posix()
+                key = self._key(path.with_name(match[1]))
                 found.append(Unfinished(key, stat.st_size, stat.st_mtime, str(path)))
         return sorted(found)
 
@@ -91,12 +97,31 @@ class LocalStorage(Storage):
         with _os_errors(unfinished.token):
             Path(unfinished.token).unlink(missing_ok=True)
 
-    def _files(self, prefix: str) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(
+        self, prefix: str, leave_out: Callable[[str, StorageError], Any] | None = None
+    ) -> Iterator[tuple[Path, os.stat_result]]:
+        """Every file below a prefix. A folder that cannot be read is an error, or its files would seem not to exist."""
         top = self.root / prefix
+
+        def refuse(error: OSError) -> None:
+            if isinstance(error, FileNotFoundError):  # nothing written there yet, or deleted since the walk saw it
+                return
+            refusal = _as_storage_error(error, error.filename)
+            if leave_out is None or Path(error.filename) == top:
+                raise refusal from error
+            leave_out(self._key(Path(error.filename)), refusal)
+
         with _os_errors(self.locate(prefix)):
-            for path in [top] if top.is_file() else _walk(top):
-                with contextlib.suppress(FileNotFoundError):  # deleted since the walk saw it
-                    yield path, path.stat()
+            for path in [top] if top.is_file() else _walk(top, refuse):
+                try:
+                    stat = path.stat()
+                except OSError as error:
+                    refuse(error)
+                else:
+                    yield path, stat
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
 
     def delete(self, key: str) -> None:
         path = self.root / key
@@ -209,13 +234,8 @@ def _open_new(path: Path) -> BinaryIO:
     return open(path, "wb")
 
 
-def _walk(top: Path) -> Iterator[Path]:
-    """Every file below `top`. An unreadable directory is an error, or its files would seem not to exist."""
-
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # nothing written there yet, or deleted meanwhile
-            raise error
-
+def _walk(top: Path, refuse: Callable[[OSError], None]) -> Iterator[Path]:
+    """Every file below `top`; `refuse` hears of folders that cannot be read."""
     for folder, _, names in os.walk(top, onerror=refuse):
         yield from (Path(folder, name) for name in names)
 
@@ -238,6 +258,11 @@ def _os_errors(location: str, reading: bool = False, gives_s: float = OPERATION_
     except OSError as error:
         if reading and isinstance(error, FileNotFoundError):
             raise NotFoundError(f"{location}: not found") from error
-        raise StorageError(
-            f"{location}: {error.strerror or shorten(error)}; check that STORAGE_PATH can be read and written"
-        ) from error
+        raise _as_storage_error(error, location) from error
+
+
+def _as_storage_error(error: OSError, location: str) -> StorageError:
+    fix = "check that STORAGE_PATH can be read and written"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "free space: `sunspot checkpoints gc RUN` shows what of a run is of no use"
+    return StorageError(f"{location}: {error.strerror or shorten(error)}; {fix}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -279,6 +280,18 @@ def test_runs_are_listed_newest_first(run: Run, sunspot: StorageCommand) -> None
     assert limited.err == "left out: 1 older; --all lists them\n"
     assert len(sunspot("list", "--all", "--json").json) == 2
     assert sunspot("list", "--limit", "0").code == 2
+
+
+def test_a_run_that_may_not_be_read_is_named_and_the_others_are_listed(run: Run, sunspot: StorageCommand) -> None:
+    begin(run)
+    begin(open_run(sunspot.storage, "closed"))
+    for name in ("closed/checkpoints", "lost+found"):
+        folder = Path(sunspot.storage, name)
+        folder.symlink_to(folder)  # a fault that a superuser meets, too: a loop
+    listed = sunspot("list", "--json")
+    assert (listed.code, [row["run"] for row in listed.json]) == (0, ["run"])
+    assert f"closed: {Path(sunspot.storage, 'closed/checkpoints')}: {os.strerror(errno.ELOOP)}" in listed.err
+    assert "lost+found" not in listed.err, "it is the disk's"
 
 
 def test_a_storage_without_runs_lists_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
