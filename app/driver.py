@@ -12,7 +12,7 @@ from app.observe.output import shipped_driver_output
 from app.report import FILE, gather, render
 from app.report.summary import describe
 from app.run import Run, open_run
-from app.run.attempts import fatal_error, new_owner, read_attempts, refuse_if_superseded
+from app.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.run.identity import Rows, keep_identity
 from app.run.outcome import RECORD_S, recorded_outcome
@@ -50,6 +50,7 @@ def train_run(
     limit_s = settings.storage_timeout_s
     within(limit_s, "proving the storage", lambda: run.storage.prove(run.name))
     within(limit_s, "reading the run", lambda: refuse_if_deleted(run))
+    within(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
     driver = new_driver()
 
     def find_start() -> tuple[str, Checkpoint | None, tuple[str, ...]]:

@@ -305,7 +305,7 @@ class Settings(BaseModel):
     "Record the id of every row that each optimizer step consumed."
 
     accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
-    "What refusals named to go on all the same: another order of the rows, or the loss of a run's checkpoints."
+    "What refusals named to go on all the same: another order of the rows, or the loss of checkpoints or of a start."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
     "Set by the manifest: seconds from the notice of a preemption until Ray ends what runs on the node; 0: unknown."

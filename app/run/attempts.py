@@ -16,7 +16,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -122,16 +122,51 @@ class Span(NamedTuple):
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """All attempts, oldest first. Raises `DamageError` for one that cannot be used."""
+    """All attempts, oldest first. Raises `DamageError` for one that cannot be used, with what gives it up."""
     files = _list_files(run)
 
-    def read_chosen(file: str) -> Attempt:
-        claimed = _read_version(run, file, files[file])
-        chosen = _start_file(claimed)
-        return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
+    def read_one(file: str) -> Attempt:
+        try:
+            return _read_chosen(run, file, files)
+        except DamageError as error:
+            number = _number_of(file)
+            raise DamageError(
+                f"{error}. It records start {number} of the run: put it back as it was; or, to give up what that start "
+                f"trained, start the run once with SUNSPOT_ACCEPT={_loss_of(number)}"
+            ) from error
 
-    found = map_parallel(read_chosen, filter(CLAIM.fullmatch, files))
+    found = map_parallel(read_one, filter(CLAIM.fullmatch, files))
     return sorted(found, key=lambda attempt: attempt.number)
+
+
+def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
+    """Make attempts whose records cannot be read, and whose loss ACCEPT names, claims that lead nowhere.
+
+    Their numbers stay taken: what they wrote is not taken for a later attempt's. `environment` has the settings.
+    """
+    from app.settings import accepts  # pydantic: slow to import, and most verbs do without
+
+    files = _list_files(run)
+    for file in filter(CLAIM.fullmatch, files):
+        if accepts(environment, _loss_of(number := _number_of(file))):
+            try:
+                _read_chosen(run, file, files)
+            except DamageError as error:
+                print(f"warning: start {number} of the run is given up: {error}", flush=True)
+                nowhere = Attempt(number, "nobody", None, 0, nonce=new_nonce(), chosen=False)
+                run.storage.write(run.key("attempts", file), _to_json(nowhere))
+
+
+def _loss_of(number: int) -> str:
+    """What ACCEPT names to give up an attempt."""
+    return f"loss-of-{attempt_label(number)}"
+
+
+def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
+    """The attempt that a file claims, as it chose to start if it did; `files` has the version of each."""
+    claimed = _read_version(run, file, files[file])
+    chosen = _start_file(claimed)
+    return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
 
 
 @functools.lru_cache(MOST_KNOWN)
@@ -315,7 +350,12 @@ def _list_files(run: Run) -> dict[str, str]:
 
 def newest_number(run: Run) -> int:
     """The number of the newest attempt; 0 before the first."""
-    return max((int(file.removesuffix(".json")) for file in filter(CLAIM.fullmatch, _list_files(run))), default=0)
+    return max(map(_number_of, filter(CLAIM.fullmatch, _list_files(run))), default=0)
+
+
+def _number_of(file: str) -> int:
+    """The attempt that claimed its number with this file."""
+    return int(file.removesuffix(".json"))
 
 
 def new_owner(run: Run, job_id: str) -> str:
