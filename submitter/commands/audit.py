@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 5
 """Faults of one kind that are named; the others are counted."""
+
+COLUMNS = ("epoch", "rows", "missing", "repeated")
 
 MOST_DIGITS = 16
 """Of a number of rows."""
@@ -67,6 +69,11 @@ class Epoch:
     "Rows of the data it did not consume; 0 while it is unfinished."
     repeated: int
     "Rows it consumed again."
+    finished: bool
+
+    def record(self) -> dict[str, int]:
+        """As one of the JSON document."""
+        return {name: getattr(self, name) for name in COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     run = find_run(args.run, args.storage)
     proof = prove(run)
     if proof.epochs and args.json:
-        print_json([asdict(epoch) for epoch in proof.epochs])
+        print_json([epoch.record() for epoch in proof.epochs])
     elif proof.epochs:
         print_epochs(proof)
     conclude(run, proof)
@@ -160,8 +167,8 @@ def prove(run: Run) -> Proof:
 
 def print_epochs(proof: Proof) -> None:
     """Print what each epoch consumed, for people."""
-    columns = ["epoch", "rows", "missing", "repeated"]
-    print_table(columns, [[e.epoch, e.rows, e.missing, e.repeated] for e in proof.epochs])
+    rows = [[e.epoch, e.rows, e.missing if e.finished else "unfinished", e.repeated] for e in proof.epochs]
+    print_table(COLUMNS, rows)
 
 
 def conclude(run: Run, proof: Proof) -> None:
@@ -225,7 +232,7 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
         known = rows.filter(_in_data(rows, data))
         distinct = pc.count_distinct(known).as_py()
         finished = epoch * data.steps_per_epoch <= end
-        yield Epoch(epoch, len(rows), data.rows - distinct if finished else 0, len(known) - distinct)
+        yield Epoch(epoch, len(rows), data.rows - distinct if finished else 0, len(known) - distinct, finished)
 
 
 def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:

@@ -5,7 +5,7 @@ import enum
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
 
     proof = prove(run)
     if args.json:
-        epochs = [asdict(epoch) for epoch in proof.epochs]
+        epochs = [epoch.record() for epoch in proof.epochs]
         print_json_line({"time": time.time(), "event": "audit", "epochs": epochs, "faults": proof.faults})
     elif proof.epochs:
         print_epochs(proof)

@@ -199,7 +199,7 @@ def test_the_lines_for_people(cluster: FakeCluster, sunspot: Command, training: 
     assert fault.endswith(f"  fault 1: kill, {name} on node-of-{name}, at step 1")
     assert "  recovered from fault 1: node lost: first step 9.1 s after the loss, 0 steps replayed, " in recovered
     assert heads.split() == ["epoch", "rows", "missing", "repeated"]
-    assert row.split() == ["1", "10", "0", "0"]
+    assert row.split() == ["1", "10", "unfinished", "0"]
 
 
 def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
