@@ -61,8 +61,12 @@ class Diagnosis(enum.StrEnum):
     MEMORY = "memory climbing"
     STORAGE = "storage trouble"
     OLD_CHECKPOINT = "checkpoint too old"
+    GONE = "checkpoint gone"
+    "The run ended with one that somebody else has deleted."
     DAMAGED = "checkpoint damaged"
     LONG_SAVE = "save exceeds notice"
+    LEFTOVERS = "leftovers"
+    "Commits that were killed take space."
 
     HEALTHY = "healthy"
 

@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> None:
     if snapshot.cluster_trouble:
         warn(f"from storage alone, without the cluster: {snapshot.cluster_trouble}")
     if snapshot.storage_trouble:
-        warn(f"from the cluster alone, without storage: {snapshot.storage_trouble}")
+        seen = "of storage, its status alone" if snapshot.status else "from the cluster alone, without storage"
+        warn(f"{seen}: {snapshot.storage_trouble}")
     others = [job.name for job in snapshot.jobs[1:] if job.live]
     if others:
         warn(f"also live, and superseded by {snapshot.jobs[0].name} once that trains: {', '.join(others)}")
@@ -113,7 +114,8 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
     if record["attempt"]:
         workers = record["workers_running"]
-        line("attempt", f"{record['attempt']}" + (f", {workers} workers train" if workers is not None else ""))
+        train = f", {plural(workers, 'worker')} train{'s' * (workers == 1)}" if workers else ""
+        line("attempt", f"{record['attempt']}{train}")
     if record["total_steps"]:
         line("step", f"{record['step']} of {record['total_steps']}, epoch {record['epoch']}")
     if record["loss"] is not None:
@@ -126,7 +128,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
         age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
         line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
         for text in view.passed_over:
-            line("", f"passed over {text}")
+            line("skipped", text)
         line("saves", _describe_saves(record))
         line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
         line("incidents", _describe_incidents(record))

@@ -51,6 +51,10 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
             evidence, details = figures(case)
             if state in (RunState.RUNNING, RunState.SUCCEEDED):
                 findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+    elif snapshot.storage_trouble:
+        advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"
+        trouble = snapshot.storage_trouble
+        findings.append(Finding(Diagnosis.STORAGE, Severity.ERROR, trouble, advice, cost=1.0))
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
     return Report(state, reason, in_order(findings), unseen)

@@ -5,17 +5,20 @@ Ailments of the training itself are caused in test_ailments.py.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import app.run
-from app.errors import StorageError
+from app.errors import DamageError, StorageError
 from app.run import Run
-from app.run.attempts import Attempt
+from app.run.attempts import Attempt, give_up_damaged, read_attempts
+from app.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
 from app.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
@@ -530,6 +533,83 @@ def test_a_checkpoint_that_is_damaged(run: Run, sunspot: Command) -> None:
     run.storage.write(run.key("checkpoints", "step-00000005-attempt-0001", "model.pt"), b"?")
     damaged = findings(sunspot)["checkpoint damaged"]
     assert "step-00000005-attempt-0001" in damaged["evidence"]
+    assert damaged["advice"].startswith("the run goes on from the one before")
+
+
+def ended(run: Run, *steps: int) -> list[Checkpoint]:
+    """A finished run of two attempts, the second after an expensive loss, with its checkpoints of these steps."""
+    first = trains(run)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    second = start(run, "job", commit(run, first, 5).name, world_size=2, tier="storage")
+    write_receipt(run, second, 1, Cause.NODE_LOST, worker_seconds_lost=20.0, last_step=7)
+    made = [commit(run, second, step) for step in steps]
+    last = {"step": steps[-1], "total_steps": steps[-1], "checkpoint": made[-1].name}
+    restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=second.number, driver="0123abcd", **last))
+    return made
+
+
+def test_a_finished_model_that_is_damaged(run: Run, sunspot: Command) -> None:
+    _, newest = ended(run, 8, 10)
+    run.storage.write(run.key("checkpoints", newest.name, "model.pt"), b"?")
+    found = findings(sunspot)
+    assert list(found) == ["checkpoint damaged", "low goodput"]
+    assert found["checkpoint damaged"]["severity"] == "error"
+    assert "starts from step 8, and takes the steps 9 to 10 again" in found["checkpoint damaged"]["advice"]
+    assert "goes on from the one before" not in found["checkpoint damaged"]["advice"], "it has ended"
+
+
+def test_a_finished_model_that_is_gone(run: Run, sunspot: Command) -> None:
+    """A lifecycle rule of the bucket, say, removes what the run would have kept."""
+    made = ended(run, 8, 10)
+    delete_checkpoint(run, made[1].name)
+    found = findings(sunspot)
+    assert list(found) == ["checkpoint gone", "low goodput"]
+    assert found["checkpoint gone"]["checkpoints"] == [made[1].name]
+    assert "starts from step 8, and takes the steps 9 to 10 again" in found["checkpoint gone"]["advice"]
+    assert sunspot("status", "run") == 0
+    assert f"  skipped:    {made[1].name}: gone" in sunspot.out
+    assert sunspot("checkpoints", "verify", "run") == 7
+    assert f"{made[1].name}  gone" in sunspot.out
+
+    for name in ("step-00000005-attempt-0001", made[0].name):
+        delete_checkpoint(run, name)
+    found = findings(sunspot)
+    assert list(found) == ["checkpoint gone", "low goodput"]
+    assert "SUNSPOT_ACCEPT" in found["checkpoint gone"]["advice"]
+    assert sunspot("checkpoints", "verify", "run") == 7
+    assert "`sunspot doctor run` says what helps" in sunspot.err
+
+
+def test_what_killed_commits_left_is_no_damage(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    commit(run, attempt, 3)
+    left = commit(run, attempt, 5)
+    run.storage.delete(run.key("checkpoints", left.name, MANIFEST))
+    assert list(findings(sunspot)) == ["healthy"], "it is being committed"
+    failed(run)
+    found = findings(sunspot)
+    assert list(found) == ["failed", "leftovers"]
+    assert left.name in found["leftovers"]["evidence"]
+    assert "sunspot checkpoints gc run" in found["leftovers"]["advice"]
+
+
+def test_a_full_disk(run: Run, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes says how to free space, and so does whoever looks at the run."""
+    trains(run)
+
+    def fill(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fill)
+        with pytest.raises(StorageError) as full:
+            run.storage.write("x", b"x")
+    failed(run, str(full.value))
+    found = findings(sunspot)["failed"]
+    assert "STORAGE_PATH can be read and written" not in found["evidence"]
+    assert found["advice"].startswith("free space: `sunspot checkpoints gc run`")
+    record_failure(run, describe_failure(full.value, 1, 0, 7))
+    assert findings(sunspot)["failed"]["advice"] == found["advice"]
 
 
 def test_checkpoints_that_cannot_be_committed(run: Run, sunspot: Command) -> None:
@@ -598,6 +678,40 @@ def test_storage_that_is_away_leaves_the_cluster(
     cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
     assert "insufficient resources" in findings(sunspot)
     assert any("the bucket is gone" in text for text in sunspot.json["unseen"])
+
+
+def test_a_run_of_which_a_part_cannot_be_read(run: Run, sunspot: Command) -> None:
+    ended(run, 10)
+    folder = Path(run.storage.locate(run.key("checkpoints")))
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder)  # a fault that a superuser meets, too: a loop
+    found = findings(sunspot)
+    assert list(found) == ["storage trouble"]
+    assert found["storage trouble"]["severity"] == "error"
+    assert f"{folder}: {os.strerror(errno.ELOOP)}" in found["storage trouble"]["evidence"]
+    assert sunspot("status", "run") == 0
+    assert str(folder) in sunspot.err
+    assert "from the cluster alone" not in sunspot.err, "no cluster was asked"
+
+
+def test_an_attempt_that_is_damaged(run: Run, sunspot: Command) -> None:
+    first = trains(run)
+    whole = commit(run, first, 5)
+    commit(run, start(run, "job", whole.name), 9)
+    run.storage.write(run.key("attempts", "0002.json"), b"{")
+    for verb in ("status", "doctor", "audit"):
+        assert sunspot(verb, "run") == 7
+        assert "start 2 of the run" in sunspot.err
+        assert "SUNSPOT_ACCEPT=loss-of-attempt-0002" in sunspot.err
+
+    give_up_damaged(run, {"SUNSPOT_ACCEPT": "loss-of-attempt-0001"})
+    with pytest.raises(DamageError):
+        read_attempts(run)
+    give_up_damaged(run, {"SUNSPOT_ACCEPT": "loss-of-attempt-0001,loss-of-attempt-0002"})
+    attempts = read_attempts(run)
+    assert attempts[0] == first, "what can be read is not given up"
+    assert find_newest_good(run, attempts)[0] == whole
+    assert start(run, "another job", whole.name).number == 3, "its number is not used again"
 
 
 def test_neither_answers(cluster: FakeCluster, sunspot: Command) -> None:

@@ -5,6 +5,8 @@ import argparse
 from app.errors import DamageError
 from app.run.attempts import lineage, read_attempts
 from app.run.checkpoints import classify, list_directories, refuse_if_absent, verify
+from app.run.overview import find_gone
+from app.run.status import read_status
 from submitter.commands.arguments import add_run
 from submitter.output import doing, print_json, print_table
 from submitter.runs import find_run
@@ -16,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print for each checkpoint, or the one named, whether it is whole; raises `DamageError` if not."""
+    """Print for each checkpoint, or the one named, whether it is whole; raises `DamageError` if not.
+
+    Without a name, the one that an ended run committed last has to be there.
+    """
     run, name = find_run(args.run, args.storage), args.name
     directories = list_directories(run)
     counted, _, _ = classify(directories, lineage(read_attempts(run)))
@@ -24,11 +29,16 @@ def run(args: argparse.Namespace) -> None:
     if name is not None:
         refuse_if_absent(run, name, directories)
     with doing("reading every byte"):
-        verified = verify(run, chosen)
+        verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, chosen)]
+    if name is None and (gone := find_gone(read_status(run), counted)):
+        verified.append((gone, ["gone, though the run ended with it"]))
     if args.json:
-        print_json([{"name": c.name, "verified": not faults, "faults": faults} for c, faults in verified])
+        print_json([{"name": name, "verified": not faults, "faults": faults} for name, faults in verified])
     else:
-        print_table(["name", "verified"], [[c.name, "; ".join(faults) or "ok"] for c, faults in verified])
+        print_table(["name", "verified"], [[name, "; ".join(faults) or "ok"] for name, faults in verified])
     damaged = sum(bool(faults) for _, faults in verified)
     if damaged:
-        raise DamageError(f"{damaged} of {len(verified)} checkpoints in {run.location} damaged")
+        raise DamageError(
+            f"{damaged} of {len(verified)} checkpoints in {run.location} damaged or gone; `sunspot doctor {run.name}` "
+            "says what helps"
+        )

@@ -1,5 +1,7 @@
 """A run that has begun, as the checks of its training see it."""
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +60,13 @@ class Case:
 
     def _node(self, host: str) -> str | None:
         return next((pod.node for pod in self.pods if pod.name == host), None)
+
+
+def advise_full(case: Case, text: str) -> str:
+    """What to do about a full disk, if that is what an error tells of; else empty."""
+    if not any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
+        return ""
+    return f"free space: `sunspot checkpoints gc {case.view.run.name}` shows what of the run is of no use"
 
 
 def cut(text: str) -> str:

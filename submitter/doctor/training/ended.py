@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from app.formatting import plural
 from app.run.failures import Failure
 from app.run.status import RunState
-from submitter.doctor.training.case import Case, cut
+from submitter.doctor.training.case import Case, advise_full, cut
 from submitter.findings import Diagnosis, Finding, Severity
 
 
@@ -19,6 +19,8 @@ def find_end(case: Case) -> Iterator[Finding]:
         yield _first_failure(case, recent, Severity.ERROR if ended else Severity.WARNING)
     elif case.state is RunState.FAILED:
         advice = f"`sunspot logs {case.view.run.name}` and, of a worker, `--rank 0` have all that they printed"
+        if full := advise_full(case, case.reason):
+            advice = f"{full}; then start the run again: it goes on from the last checkpoint"
         yield Finding(Diagnosis.FAILED, Severity.ERROR, cut(case.reason), advice, cost=1.0)
     if case.state is RunState.LOST:
         advice = "submit it again, or repeat the same command: it goes on from the last checkpoint"
@@ -49,11 +51,12 @@ def _first_failure(case: Case, failures: list[Failure], severity: Severity) -> F
     again = f", in {plural(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
     more = f"; then {', '.join(f'{times} {kind}' for kind, times in others.items())}" if others else ""
     evidence = f"{first.type}: {_first_line(first.message)}{place}; {who}{again}, after step {first.step}{more}"
-    advice = "mend what it names, and start the run again: it goes on from the last checkpoint"
+    mend = advise_full(case, first.message) or "mend what it names"
+    advice = f"{mend}; then start the run again: it goes on from the last checkpoint"
     if "OutOfMemory" in first.type or "out of memory" in first.message:
         advice = "lower MICRO_BATCH_SIZE, which leaves the result as it is, or give the workers more memory"
     elif severity is not Severity.ERROR:
-        advice = "its workers were started again; mend what it names, as MAX_FAILURES is counted down"
+        advice = f"its workers were started again; {mend}, as MAX_FAILURES is counted down"
     details = {
         "type": first.type,
         "message": first.message,

@@ -1,10 +1,10 @@
-"""Checkpoints that fail, come late, are damaged, or take longer than a notice."""
+"""Checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
 
 from collections.abc import Iterator
 
 from app.formatting import in_words, plural
 from app.run.status import RunState
-from submitter.doctor.training.case import Case, cut
+from submitter.doctor.training.case import Case, advise_full, cut
 from submitter.findings import Diagnosis, Finding, Severity
 
 OLD_CHECKPOINTS = 3
@@ -15,14 +15,9 @@ OLD_CHECKPOINT_S = 60.0
 
 
 def find_storage(case: Case) -> Iterator[Finding]:
-    """Checkpoints that fail, come late, are damaged, or take longer than a notice."""
+    """Checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
     view, status, newest = case.view, case.view.status, case.newest
-    if view.passed_over:
-        evidence = "passed over " + "; ".join(view.passed_over)
-        advice = (
-            "the run goes on from the one before; look after the storage, and `sunspot checkpoints verify` finds more"
-        )
-        yield Finding(Diagnosis.DAMAGED, Severity.WARNING, evidence, advice, {"checkpoints": list(view.passed_over)})
+    yield from _find_unusable(case)
     if not newest or not status or case.state is not RunState.RUNNING:
         return
     committed = view.checkpoint.time if view.checkpoint else 0.0
@@ -36,7 +31,8 @@ def find_storage(case: Case) -> Iterator[Finding]:
         evidence = f"no checkpoint could be committed for {in_words(since_s)}, {plural(len(failed), 'failure')}: "
         evidence += str(failed[-1].get("detail", ""))
         patience_s = case.number("storage_timeout_s")
-        advice = f"mend the storage within {patience_s:.0f} s (STORAGE_TIMEOUT_S), or the run ends"
+        advice = advise_full(case, evidence) or "mend the storage"
+        advice += f", within {patience_s:.0f} s (STORAGE_TIMEOUT_S), or the run ends"
         yield Finding(Diagnosis.STORAGE, Severity.WARNING, cut(evidence), advice, {"tries": len(failed)}, cost=0.5)
     every_s = case.number("checkpoint_every_s")
     age_s = case.now - max(committed, newest.time)
@@ -50,3 +46,37 @@ def find_storage(case: Case) -> Iterator[Finding]:
         details = {"save_s": status.save_s, "notice_s": status.notice_s}
         advice = "faster storage, a smaller model or optimizer, or a longer notice (notice_s in the profile)"
         yield Finding(Diagnosis.LONG_SAVE, Severity.WARNING, status.warning, advice, details)
+
+
+def _find_unusable(case: Case) -> Iterator[Finding]:
+    """Checkpoints newer than the one in use: what was lost with them explains more than what anything else cost."""
+    texts, ended = case.view.passed_over, case.state.terminal
+    severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
+    advice = _advise_ended(case) if ended else "the run goes on from the one before"
+    gone = [text.partition(": ")[0] for text in texts if ": gone, " in text]
+    if gone:
+        evidence = f"{gone[0]}, with which the run ended, is gone: the run itself keeps its newest"
+        after = "; see what deletes below the storage path: a lifecycle rule, or somebody"
+        yield Finding(Diagnosis.GONE, severity, evidence, advice + after, {"checkpoints": gone}, cost=1.0)
+    damaged = [text for text in texts if ": damaged, " in text]
+    if damaged:
+        evidence = "passed over " + "; ".join(damaged)
+        after = f"; look after the storage, and `sunspot checkpoints verify {case.view.run.name}` finds more"
+        yield Finding(Diagnosis.DAMAGED, severity, evidence, advice + after, {"checkpoints": damaged}, cost=1.0)
+    left = [text.partition(": ")[0] for text in texts if ": incomplete, " in text]
+    if left and ended:  # of a live run, one is being committed
+        evidence = f"{plural(len(left), 'checkpoint')} without a manifest, left by killed commits: {', '.join(left)}"
+        advice = (
+            f"`sunspot checkpoints gc {case.view.run.name}` shows what is of no use, and with --yes frees its space"
+        )
+        yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": left})
+
+
+def _advise_ended(case: Case) -> str:
+    """What to do about a run that has ended, and whose newest checkpoint is of no use."""
+    view = case.view
+    again = "start it again" + (" (a RayJob with another --generation)" if case.state is RunState.SUCCEEDED else "")
+    if not view.checkpoint:
+        return f"put back the files of one; or {again}: it begins anew, or names the SUNSPOT_ACCEPT with which it does"
+    lost = f", and takes the steps {view.checkpoint.step + 1} to {view.step} again" * (view.step > view.checkpoint.step)
+    return f"{again}: it starts from step {view.checkpoint.step}{lost}"
