@@ -12,6 +12,8 @@ ray._raylet.GcsClient.drain_node              to give back nodes of a group that
 ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes worker groups and asks for nodes; ours
                                               counts neither preempted nor unreachable nodes, and asks for
                                               those of each group
+ray.train.v2._internal.execution              the states of Ray Train's controller, and its worker group: to end a group
+                                              that restarts while there are too few nodes for the next
 """
 
 import functools
@@ -133,6 +135,39 @@ def _is_reachable(node: dict[str, Any]) -> bool:
     except OSError:
         return False
     return True
+
+
+def end_groups_at_once() -> list[Any]:
+    """Callbacks for Ray Train's controller: a group that restarts ends at once, waiting for nodes or not.
+
+    Ray would keep an elastic group's processes and places until there are enough nodes for the next group. A node that
+    was told to go then stays to the end of its notice, and Kubernetes makes the pod that replaces it only after that.
+    """
+    try:
+        from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+        from ray.train.v2._internal.execution.controller.state import RestartingState
+    except ImportError as error:
+        _warn_once(f"with too few nodes left, those told to go may be replaced only when their notice is over: {error}")
+        return []
+
+    class EndAtOnce(ControllerCallback, WorkerGroupCallback):
+        def __init__(self) -> None:
+            self._group: Any = None
+
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            self._group = worker_group.get_worker_group_state()
+
+        def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+            # The same state again: no new group was decided. Otherwise Ray ends the old one by itself, as it does later
+            # with what is left of this one.
+            if self._group and current_state is previous_state and isinstance(current_state, RestartingState):
+                group, self._group = self._group, None
+                try:
+                    group.shutdown()
+                except Exception as error:  # another Ray may raise anything, and an error here would end the run
+                    _warn_once(f"a worker group that restarts keeps its nodes until the next begins: {shorten(error)}")
+
+    return [EndAtOnce()]
 
 
 def install_coordinator() -> float:

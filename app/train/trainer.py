@@ -21,7 +21,7 @@ from app.errors import SunspotError
 from app.observe.progress import shown_progress
 from app.observe.prometheus import exported_run
 from app.plan import Plan, Resources, choose_resources
-from app.ray_internals import give_back, install_coordinator, reachable_nodes, reserved_groups
+from app.ray_internals import end_groups_at_once, give_back, install_coordinator, reachable_nodes, reserved_groups
 from app.ray_session import ray_session
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts
@@ -202,7 +202,7 @@ def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, cont
             storage_path=scratch,
             failure_config=FailureConfig(max_failures=settings.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[FailureRecorder(control)],
+            callbacks=[FailureRecorder(control), *end_groups_at_once()],
             worker_runtime_env={"py_executable": keeper.executable(warm_key)} if warm_key else None,
         ),
         # Row ids stand for the rows; the streams put them in order and read them.

@@ -6,6 +6,8 @@ import gc
 import json
 import signal
 import time
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,13 @@ import ray
 from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as rays
 from ray.experimental.internal_kv import _internal_kv_get
+from ray.train import TrainingFailedError
+from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState, SchedulingState
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from app import ray_internals
+from app.background import start_thread
 from app.elastic import nodes as elastic_nodes
 from app.elastic.control import COMMAND_EVERY_S, Command, CommandPoller, open_control
 from app.elastic.groups import GroupChoice
@@ -25,6 +32,7 @@ from app.ray_internals import (
     ask_of_groups,
     drain_nodes,
     draining_nodes,
+    end_groups_at_once,
     give_back,
     install_coordinator,
     reserved_groups,
@@ -32,6 +40,7 @@ from app.ray_internals import (
 from app.run.incidents import Cause
 from app.settings import NodeGroup, Workers
 from tests.harness.nodes import start_node
+from tests.harness.training import wait_until
 
 PER_WORKER = {"CPU": 1.0, "spot": 1.0}
 
@@ -334,6 +343,69 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
         a.lose()
         assert next(one for one in ray.nodes() if one["NodeID"] == a.node_id)["Alive"], "then this shows nothing"
         assert reserved("train-test", PER_WORKER) == {}, "Ray Train would wait for a node that does not answer"
+
+
+def test_a_group_ends_early_only_where_its_restart_has_to_wait() -> None:
+    """With nodes enough for the next group Ray ends the old one itself, at once and in its own order."""
+    ended: list[str] = []
+    [callback] = end_groups_at_once()
+    running, next_one = RunningState(), SchedulingState(ResizeDecision(2, PER_WORKER))
+
+    def restart(name: str, waits: int, trouble: Exception | None = None) -> None:
+        def shutdown() -> None:
+            ended.append(name)
+            if trouble:
+                raise trouble
+
+        state = SimpleNamespace(shutdown=shutdown)
+        callback.after_worker_group_start(SimpleNamespace(get_worker_group_state=lambda: state))
+        restarting = RestartingState(training_failed_error=TrainingFailedError("the nodes go"))
+        for before, after in pairwise([running, running, restarting, *[restarting] * waits, next_one, running]):
+            callback.after_controller_state_update(before, after)
+
+    restart("does not wait", 0)
+    assert ended == []
+    restart("waits", 5)
+    assert ended == ["waits"], "once"
+    restart("cannot be ended", 2, OSError("no answer"))  # an error of a callback would end the training
+    restart("does not wait either", 0)
+    assert ended == ["waits", "cannot be ended"]
+
+
+@pytest.mark.slow
+def test_a_group_that_waits_for_nodes_gives_back_those_that_were_told_to_go(
+    no_coordinator: None, ray_address: str, tmp_path: Path
+) -> None:
+    """An elastic run whose minimum does not fit on the nodes that stay."""
+
+    told = tmp_path / "told"
+
+    def train() -> None:
+        here = ray.get_runtime_context().get_node_id()
+        (tmp_path / f"rank {ray.train.get_context().get_world_rank()}").touch()
+        while not told.exists():
+            if here in draining_nodes():
+                told.touch()
+                raise RuntimeError("the group ends, for a restart")
+            time.sleep(0.1)
+
+    install_coordinator()
+    trainer: Any = DataParallelTrainer(
+        train,
+        scaling_config=ray.train.ScalingConfig(num_workers=(2, 3), resources_per_worker=PER_WORKER),
+        run_config=ray.train.RunConfig(
+            storage_path=str(tmp_path),
+            failure_config=ray.train.FailureConfig(max_failures=1),
+            callbacks=end_groups_at_once(),
+        ),
+    )
+    with start_node(ray_address, CPU=1, spot=1), start_node(ray_address, notice_s=60, CPU=2, spot=2) as going:
+        training = start_thread(trainer.fit, "fit")
+        wait_until((tmp_path / "rank 2").exists, seconds=60)
+        going.reclaim()
+        going.wait(timeout=20)
+        with start_node(ray_address, CPU=1, spot=1):
+            assert training.result(60).error is None
 
 
 def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -> None:
