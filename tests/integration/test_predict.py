@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from app.predict import batch as predict_batch
 from app.predict.__main__ import main
 from app.predict.actor import get_result
 from app.predict.classifier import Classifier
+from app.run.checkpoints import Checkpoint
+from app.storage.local import LocalStorage
 from tests.harness import REPOSITORY
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 from tests.harness.training import wait_until
@@ -224,6 +227,44 @@ def test_rows_without_labels_are_predicted_too(predict: Predict, finished_run: F
     written = read_all(tmp_path / "out")
     assert written.column_names == ["row", "prediction", "probabilities"]
     assert written["prediction"].to_pylist() == predictions.tolist()
+
+
+def table_of(*rows: int) -> pa.Table:
+    return pa.table({"row": pa.array(rows, pa.int64()), "label": [0] * len(rows), "prediction": [0] * len(rows)})
+
+
+def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was deleted and begun again has a checkpoint of the same name."""
+    monkeypatch.setattr(predict_batch, "rows_in", lambda source: 2)
+    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.Part(0, 2)]
+    source: Any = SimpleNamespace(fingerprint="layout-content")
+
+    def open_for(sha256: str) -> set[Any]:
+        files = {"model.pt": {"size": 1, "sha256": sha256}}
+        model: Any = SimpleNamespace(checkpoint=Checkpoint("step-00000001-attempt-0001", 1, 1, 1, 1, 1, files=files))
+        return predict_batch.open_output(storage, model, source, parts)
+
+    assert open_for("a" * 64) == open_for("a" * 64) == set()
+    with pytest.raises(ConflictError, match="holds other predictions"):
+        open_for("b" * 64)
+
+
+@pytest.mark.parametrize("rows", [(4, 5), (0, 1, 3), (0, 1, 2, 3, 4)])
+def test_rows_that_were_not_asked_for_are_not_written(tmp_path: Path, rows: tuple[int, ...]) -> None:
+    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.Part(0, 4)]
+    returned: Any = SimpleNamespace(iter_batches=lambda **_: [table_of(*rows)])
+    with pytest.raises(SunspotError, match="rows that were not asked for"):
+        predict_batch.write_parts(storage, returned, parts, 4)
+    assert storage.list("") == []
+
+
+def test_a_file_with_other_rows_than_its_name_says_is_damage(tmp_path: Path) -> None:
+    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.Part(0, 2)]
+    pq.write_table(table_of(0, 1), tmp_path / parts[0].key)
+    assert predict_batch.count_correct(storage, parts) == (True, 2)
+    pq.write_table(table_of(1, 2), tmp_path / parts[0].key)
+    with pytest.raises(DamageError, match="its rows are not those of its name"):
+        predict_batch.count_correct(storage, parts)
 
 
 def test_what_cannot_be_predicted_is_refused_before_anything_is_written(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from app.errors import NotFoundError, StorageError
 from app.storage import bucket, open_storage, parts
 from app.storage.base import Storage
+from app.storage.google_upload import ComposedUpload, put
+from app.storage.parts import Part
 from tests.harness import clouds, s3
 from tests.harness.s3 import FaultProxy, Request
 
@@ -172,6 +176,28 @@ def test_a_missing_account_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense")
     with pytest.raises(StorageError, match=r"AZURE_STORAGE_\* environment cannot be used"):
         open_storage("az://container/runs")
+
+
+def test_google_is_asked_for_the_parts_as_they_were_written() -> None:
+    """By generation: the emulator knows no such condition, and a part might have been replaced since."""
+    asked: dict[str, Any] = {}
+    joined = SimpleNamespace(size=7, generation=30, compose=lambda blobs, **more: asked.update(more, blobs=blobs))
+
+    def blob(name: str, generation: int | None = None) -> Any:
+        return SimpleNamespace(name=name, generation=generation) if generation else joined
+
+    bucket: Any = SimpleNamespace(blob=blob, name="bucket", list_blobs=lambda **_: [])
+    upload = ComposedUpload(bucket, "model.pt", contextlib.nullcontext, {})
+    assert upload.complete([Part(1, "20", 0), Part(0, "10", 0)], 7)
+    assert [source.generation for source in asked["blobs"]] == [10, 20]
+    assert asked["if_source_generation_match"] == [10, 20]
+
+
+def test_other_bytes_than_were_sent_are_an_error_whatever_google_says() -> None:
+    """The service checks them, too; its answer is the second witness."""
+    blob: Any = SimpleNamespace(upload_from_file=lambda *_, **__: None, crc32c="AAAAAA==", generation=1)
+    with pytest.raises(ValueError, match="the service has got bytes of CRC-32C AAAAAA=="):
+        put(blob, b"content", {})
 
 
 def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from app.errors import ConflictError
 from app.plan import make_plan
 from app.run import Run, open_run, to_json
 from app.run.identity import Rows, keep_identity
-from app.settings import load_settings
+from app.settings import IDENTITY, load_settings
 from app.tasks import load_task
 from app.train.setup import make_loader
 
@@ -37,6 +37,11 @@ def test_the_same_settings_and_rows_are_accepted(run: Run) -> None:
         start(run)
     with pytest.raises(ConflictError, match="SUNSPOT_SEED: 0 -> 1"):
         start(run, SEED="1")
+
+
+@pytest.mark.parametrize("name", ["task", "task_args", "dataset", "seed", "global_batch_size", "loader"])
+def test_what_the_contract_calls_a_runs_own_never_changes(name: str) -> None:
+    assert name in IDENTITY
 
 
 def test_other_content_of_equal_layout_is_refused(run: Run) -> None:

@@ -30,6 +30,7 @@ from app.storage.base import Storage, map_parallel
 from app.storage.bucket import Bucket
 from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
 from app.storage.local import LocalStorage
+from app.storage.retry import Outage
 from app.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
 from tests.harness.clouds import BUCKETS, CLOUDS, VERSITYGW
@@ -231,6 +232,79 @@ def test_work_on_storage_that_hangs_is_given_up_and_publishes_nothing(tmp_path: 
     let_go.set()
     left[0].join()
     assert storage.list("") == []
+
+
+@pytest.mark.parametrize("how", ["write", "create", "writer"])
+def test_a_write_that_is_given_up_while_it_hangs_is_not_published_later(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, let_go, left = LocalStorage(str(tmp_path)), threading.Event(), []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (let_go.wait(60), fsync(descriptor)))
+
+    def work() -> None:
+        left.append(threading.current_thread())
+        if how == "writer":
+            with storage.writer("run/late") as writer:
+                writer.write(b"late")
+        else:
+            getattr(storage, how)("run/late", b"late")
+
+    with pytest.raises(StorageError, match="no answer from storage"):
+        ProgressDeadline(0.1, "a commit", str).run(work)
+    let_go.set()
+    left[0].join()
+    assert storage.list("") == []
+
+
+@pytest.mark.parametrize("how", ["write", "create", "writer"])
+def test_what_is_published_is_on_the_disk_first(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, synced, fsync = LocalStorage(str(tmp_path)), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (fsync(descriptor), synced.append(os.fstat(descriptor).st_ino)))
+    if how == "writer":
+        with storage.writer("run/a") as writer:
+            writer.write(b"content")
+    else:
+        getattr(storage, how)("run/a", b"content")
+    assert synced == [(tmp_path / "run" / "a").stat().st_ino, (tmp_path / "run").stat().st_ino], "and then its name"
+
+
+def test_progress_gives_back_no_more_than_the_limit() -> None:
+    hangs = threading.Event()
+
+    def moves_much_and_hangs() -> None:
+        moved(1000 * LEAST_RATE)
+        hangs.wait(5)
+
+    with pytest.raises(StorageError, match="no answer from storage"):
+        ProgressDeadline(0.1, "reading", str).run(moves_much_and_hangs)
+    hangs.set()
+
+
+def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    outage, limits = Outage(), []
+
+    class Recorded(ProgressDeadline):
+        def __init__(self, limit_s: float, *more: Any) -> None:
+            limits.append(limit_s)
+            super().__init__(limit_s, *more)
+
+    def refuse() -> None:
+        raise StorageError("refused")
+
+    monkeypatch.setattr("app.storage.retry.ProgressDeadline", Recorded)
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            outage.attempt(refuse, 60, "reading", str)
+        time.sleep(0.05)
+    assert limits[0] == 60
+    assert limits[1] <= 59.95
+
+    hangs, outage = threading.Event(), Outage()
+    with pytest.raises(StorageError):
+        outage.attempt(lambda: hangs.wait(60), 0.1, "reading", str)
+    assert outage.seconds >= 0.1
+    hangs.set()
 
 
 def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,6 +827,23 @@ def test_a_short_body_is_never_a_short_object(
     act: Callable[[str], Any] = {"read": storage.read, "digest": storage.digest, "exactly": read_exactly}[ask]
     with pytest.raises(StorageError, match=rf"^s3://{s3_bucket}/a: cannot read: "):
         act("a")
+
+
+def test_a_body_that_the_client_library_lets_end_early_is_an_error(
+    s3_storage: S3Storage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever a later one checks: bytes that did not come would be zeros."""
+    s3_storage.write("a", pattern(100))
+    get = s3_storage._client.get_object
+
+    def cut(**asked: Any) -> Any:
+        answer = get(**asked)
+        return {**answer, "Body": io.BytesIO(answer["Body"].read()[:-1])}
+
+    monkeypatch.setattr(s3_storage._client, "get_object", cut)
+    with pytest.raises(StorageError, match="cut off after 99 of 100 bytes"):
+        s3_storage.digest("a")
 
 
 def test_create_whose_answer_was_lost_is_ours(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
