@@ -452,6 +452,31 @@ def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: R
     assert "attempts 1 to 2 is not proved" in proved.err
 
 
+def test_rows_after_the_newest_whole_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
+    """Attempt 2 goes on from a checkpoint that has been damaged since; what led to it is not proved, either."""
+    first = start(run, "job")
+    record_audit(run, first, consumed(1, 3))
+    record_audit(run, first, {4: [0, 0]})
+    commit(run, first, 3)
+    damaged = commit(run, first, 4)
+    start(run, "job", damaged.name)
+    damage(run, damaged)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.json) == (7, [epoch(1, rows=3 * BATCH)])
+    assert "step 4: 2 rows" not in proved.err
+
+
+def test_an_evaluation_at_the_start_is_no_step(run: Run, sunspot: StorageCommand) -> None:
+    """Attempt 2 makes up the evaluation that attempt 1 did not, commits it, and is lost before its first step."""
+    first = start(run, "job", tier="beginning", world_size=2)
+    record_audit(run, first, consumed(1, 5))
+    second = start(run, "job", commit(run, first, 5).name, tier="storage", world_size=2)
+    start(run, "job", commit(run, second, 5).name, tier="storage", world_size=2)
+    write_receipt(run, first, 0, Cause.BEGIN)
+    proved = sunspot("audit", "run", "--json")
+    assert (proved.code, proved.json, proved.err) == (0, [epoch(1)], "")
+
+
 FIRST, SECOND, LAST = consumed(1, 1)[1], consumed(2, 2)[2], consumed(5, 5)[5]
 
 

@@ -311,6 +311,7 @@ def test_history_of_an_older_version_is_no_trouble(run: Run, sunspot: Command) -
         ({"data_wait_s": [4.0, 4.2]}, ["data-bound"]),
         ({"data_wait_s": [1.0, 4.2]}, ["straggler"]),
         ({"forward_s": [2.0, 3.5]}, ["straggler"]),
+        ({"forward_s": [8.0, 9.2]}, ["healthy"]),
         ({"forward_s": [2.0, 2.3]}, ["healthy"]),
         ({"forward_s": [0.004, 0.015], "steps_s": [0.1, 0.1], "data_wait_s": [0.0, 0.0]}, ["healthy"]),
         ({"throttled_share": [0.1, 0.9], "forward_s": [2.0, 4.0]}, ["throttled", "straggler"]),
@@ -633,6 +634,12 @@ def test_a_checkpoint_that_is_too_old(run: Run, sunspot: Command, monkeypatch: p
     restore_status(run, Status(RunState.RUNNING, "job", attempt=1, heartbeat=time.time(), time=time.time(), save_s=2.0))
     age(run, -300, "status.json")
     assert "due every 60 s and took 2.0 s" in findings(sunspot)["checkpoint too old"]["evidence"]
+    journal = Journal(run, "events", attempt.number)
+    journal.append({"step": 7, "time": time.time() - 60, "event": "commit failed", "detail": "503 SlowDown"})
+    journal.flush()
+    found = findings(sunspot)
+    assert "storage trouble" in found
+    assert "checkpoint too old" not in found, "that is why"
 
 
 def test_a_save_that_exceeds_the_notice(run: Run, sunspot: Command) -> None:

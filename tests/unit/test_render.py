@@ -855,6 +855,10 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
         ),
         ("data_workers: {max: 2, cpu: 1, memory: 1Gi}", "data_workers: the profile has no GPU"),
         ("extends: gke-spot\nworker: {gpus: 4}", "SUNSPOT_NUM_WORKERS=2: .*set it to multiples of 4"),
+        (
+            "extends: gke-spot\nworker: {gpus: 2}\nsettings: {NUM_WORKERS: 3..4}",
+            r"SUNSPOT_NUM_WORKERS=3\.\.4: .*set it to multiples of 2",
+        ),
         ("extends: gke-spt", "no profile 'gke-spt'; did you mean gke-spot"),
         ("extends: ./mine.yaml", "extends mine.yaml, which extends it"),
         ("- a", "no profile: it must be a mapping"),

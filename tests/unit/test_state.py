@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.run.status import RunState, Status
-from submitter.cluster.state import judge
+from submitter.cluster.state import CLOCK_SKEW_S, judge
 from submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, timestamp
 
@@ -317,3 +317,10 @@ def test_trouble_is_told_of_a_run_that_trains_too() -> None:
     state, reason = judge(job(), pods, status=status(RunState.RUNNING, world_size=1), owner="run-1#1", now=NOW)
     assert state is RunState.RUNNING
     assert "2 worker pods wanted, 1 running: no node takes it" in reason
+
+
+def test_a_status_from_before_the_job_is_not_its_own() -> None:
+    """It is of a deleted RayJob of the same name."""
+    old = status(RunState.SUCCEEDED, owner="run-1", age=NOW - CREATED + 2 * CLOCK_SKEW_S)
+    assert judge(job(), status=old, now=NOW)[0] is RunState.STARTING
+    assert judge(job(), status=status(RunState.SUCCEEDED, owner="run-1"), now=NOW)[0] is RunState.SUCCEEDED

@@ -13,6 +13,7 @@ from app.run import Run, open_run
 from app.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
 from app.run.submissions import newest_submission, owner_of
 from submitter.cli import main
+from submitter.cluster.api import Cluster
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, answer, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
@@ -224,6 +225,31 @@ def test_a_pod_on_a_frozen_node_is_not_waited_for(
     cluster.pods.append(frozen)
     assert sunspot.submit() == 0, sunspot.err
     assert "replaced" in sunspot.out
+
+
+def test_a_job_that_is_being_deleted_is_no_conflict(cluster: FakeCluster, sunspot: Command) -> None:
+    old = rayjob("run-old")
+    old["metadata"]["deletionTimestamp"] = timestamp(time.time())
+    cluster.put_job(old)
+    cluster.set_status("run-old", "Running", "RUNNING")
+    assert sunspot.submit() == 0, sunspot.err
+    assert "created" in sunspot.out
+
+
+def test_a_submission_is_on_record_before_its_job_can_begin(
+    cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a driver that begins at once is of an owner whom nobody knows."""
+    recorded, apply = [], Cluster.apply
+
+    def spy(self: Cluster, manifest: Any, dry_run: bool = False) -> Any:
+        if not dry_run:
+            recorded.append(newest_submission(sunspot.run) is not None)
+        return apply(self, manifest, dry_run)
+
+    monkeypatch.setattr(Cluster, "apply", spy)
+    assert sunspot.submit() == 0, sunspot.err
+    assert recorded == [True]
 
 
 def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import app.run.overview
 from app.run import Run, open_run
 from app.run.attempts import checkpoint_name
 from app.run.incidents import Cause
-from app.run.status import RunState, request_stop
+from app.run.status import RunState, Status, request_stop
 from app.run.submissions import owner_of, record_submission
 from submitter.cli import main
-from submitter.cluster.watch import RunSnapshot
+from submitter.cluster.api import UnreachableError
+from submitter.cluster.views import job_view
+from submitter.cluster.watch import LONGEST_OUTAGE_S, Follower, RunSnapshot
 from submitter.commands.wait import Lines
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
@@ -144,6 +148,41 @@ def test_the_last_word_of_the_driver_is_read_after_the_end(
     assert "succeeded" not in sunspot.out
 
 
+def test_an_end_is_believed_only_when_storage_has_been_read_after_it(
+    cluster: FakeCluster,
+    run: Run,
+    sunspot: Command,
+    job: str,
+    when: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above, with storage so slow that the change in the cluster is shown first."""
+    cluster.set_status(job, "Running", "RUNNING")
+    set_status(run, RunState.RUNNING)
+    monkeypatch.setattr("submitter.cluster.watch.STORAGE_WAIT_S", 0.0)
+    read = app.run.overview.read_fresh_status
+    monkeypatch.setattr("submitter.cluster.watch.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1])
+    when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
+    assert sunspot("wait", "run", "--json") == 0
+    assert sunspot.lines[-1]["state"] == "stopped"
+
+
+def test_a_failure_is_not_believed_without_the_cluster(
+    cluster: FakeCluster, run: Run, sunspot: Command, job: str
+) -> None:
+    """The operator may start another try, which only the API server can tell."""
+    set_status(run, RunState.FAILED, reason="a lost disk")
+    cluster.down()
+
+    def finish() -> None:
+        set_status(run, RunState.SUCCEEDED)
+        cluster.set_status(job, "Complete", "SUCCEEDED")
+        cluster.up()
+
+    later(finish, pause=1.0)
+    assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
+
+
 def test_an_outage_of_the_api_server_is_waited_out(
     cluster: FakeCluster,
     run: Run,
@@ -175,6 +214,45 @@ def test_an_outage_without_end_is_given_up(
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
+
+
+class Breaking:
+    """An API server whose watches break, each after two thirds of the longest outage."""
+
+    def __init__(self, times: int) -> None:
+        self.left, self.now = times, 0.0
+
+    def list_jobs(self, run: str) -> tuple[list[Any], str]:
+        return [], "1"
+
+    def list_pods(self, jobs: Any) -> list[Any]:
+        return []
+
+    list_warnings = list_pods
+
+    def watch_jobs(self, *words: Any) -> Any:
+        self.left -= 1
+        self.now += LONGEST_OUTAGE_S * 2 / 3
+        raise UnreachableError("cut off")
+
+
+def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    server: Any = Breaking(5)
+    follower = Follower(server, run)
+    monkeypatch.setattr("submitter.cluster.watch.OUTAGE_PAUSE_S", 0)
+    monkeypatch.setattr("submitter.cluster.watch.time", SimpleNamespace(monotonic=lambda: server.now))
+    monkeypatch.setattr(follower, "_ended", SimpleNamespace(is_set=lambda: server.left <= 0, wait=lambda seconds: None))
+    follower._follow_cluster()
+    assert server.left == 0
+
+
+def test_what_the_job_before_has_left_is_not_shown_for_the_next_of_its_name(run: Run) -> None:
+    before, after = rayjob(JOB), rayjob(JOB)
+    after["metadata"]["uid"] = "another"
+    follower = Follower(None, run)
+    follower._take({"jobs": (job_view(before),), "status": Status(RunState.FAILED, JOB), "owner": JOB})
+    follower._take({"jobs": (job_view(after),)})
+    assert (follower._snapshot.status, follower._snapshot.owner) == (None, "")
 
 
 def test_an_end_in_storage_is_seen_though_the_api_server_is_gone(
