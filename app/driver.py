@@ -15,11 +15,10 @@ from app.run import Run, open_run
 from app.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.run.identity import Rows, keep_identity
-from app.run.outcome import RECORD_S, recorded_outcome
+from app.run.outcome import RECORD_S, Outcome, recorded_outcome
 from app.run.overview import read_state
 from app.run.status import (
     RunState,
-    Status,
     new_driver,
     own_status,
     read_status,
@@ -68,8 +67,8 @@ def train_run(
         for text in skipped:
             print(f"warning: skipped {visible(text)}")
         with recorded_outcome(run, owner, driver, checkpoint, settings.max_driver_starts) as outcome:
-            before, origin = outcome.before, describe_origin(settings, checkpoint, skipped)
-            outcome.state = train(settings, run, owner, driver, checkpoint, origin, before, stop_request, identity)
+            origin = describe_origin(settings, checkpoint, skipped)
+            outcome.state = train(settings, run, owner, driver, checkpoint, origin, outcome, stop_request, identity)
     return outcome.state
 
 
@@ -80,13 +79,13 @@ def train(
     driver: str,
     checkpoint: Checkpoint | None,
     origin: str,
-    before: Status | None,
+    outcome: Outcome,
     stop_request: StopRequest | None,
     identity: Iterable[str],
 ) -> RunState:
     """Plan, and train from the newest `checkpoint` (`origin`: for people).
 
-    `driver` identifies this start, and `before` is the status that it found.
+    `driver` identifies this start, and `outcome` has the status that it found.
     """
     # Here, as torch and Ray take seconds to import.
     from app.plan import make_plan
@@ -106,22 +105,24 @@ def train(
     plan = make_plan(settings, load_task(settings))
     rows = identify_rows(plan)
     within(limit_s, "writing its identity", lambda: keep_identity(run, settings.environment(), identity, rows))
-    if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
-        print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+
+    def finish(checkpoint: Checkpoint) -> RunState:
+        if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
+            print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
+            return RunState.STOPPED
+        outcome.finishing()
         keep_predictions(plan, run, checkpoint, driver)
         keep_shown(plan, run, checkpoint, driver)
-    else:
-        for reason in plan.reasons:
-            print(f"  {reason}")
-        print(f"  from: {origin}", flush=True)
-        with ray_session():  # one for both
-            checkpoint = fit(plan, run, owner, driver, before, stop_request)
-            keep_predictions(plan, run, checkpoint, driver)
-            keep_shown(plan, run, checkpoint, driver)
-    if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
-        print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
-        return RunState.STOPPED
-    return RunState.SUCCEEDED
+        return RunState.SUCCEEDED
+
+    if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
+        print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+        return finish(checkpoint)
+    for reason in plan.reasons:
+        print(f"  {reason}")
+    print(f"  from: {origin}", flush=True)
+    with ray_session():  # one for both
+        return finish(fit(plan, run, owner, driver, outcome.before, stop_request))
 
 
 def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from app.background import Background
 from app.errors import ConflictError, DamageError, NotFoundError, StorageError, SunspotError, SupersededError, shorten
@@ -46,11 +47,18 @@ DRIVER_CHECK_EVERY_S = 5.0
 class Outcome:
     """How one start of a driver goes."""
 
-    def __init__(self, before: Status | None) -> None:
+    def __init__(self, before: Status | None, status: DriverStatus) -> None:
+        self._status = status
         self.before = before
         "The status that it found."
         self.state = RunState.SUCCEEDED
         "How it ended, unless with an error; set by the caller."
+
+    def finishing(self) -> None:
+        """Show that no worker is needed any more."""
+        self._status.replace(
+            state=RunState.FINISHING, reason="all steps are taken; the driver predicts and reports", world_size=0
+        )
 
 
 @contextmanager
@@ -64,7 +72,7 @@ def recorded_outcome(
     """
     known, before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
     begun = status.begun
-    outcome = Outcome(before)
+    outcome = Outcome(before, status)
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
         with suppress(StorageError):
@@ -180,9 +188,7 @@ class DriverStatus:
             if unchanged_s < WORKERS_SILENT_S:
                 return
             since = as_time(self._last.time)
-            reason = (
-                f"no sign of life from its workers since {since}: the driver waits for them, or sums up what they did"
-            )
+            reason = f"no sign of life from its workers since {since}: the driver waits for them"
             self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
         write_status(self._run, self._last)
 
@@ -207,17 +213,22 @@ class DriverStatus:
     def end(self, state: RunState, reason: str) -> bool:
         """Write how the driver ended, unless another process owns the run; returns whether it was written."""
         self._ended = True
+        return self.replace(state=state, reason=reason)
+
+    def replace(self, **fields: Any) -> bool:
+        """Write these fields of the newest status, unless another process owns the run; returns whether they were."""
 
         def write() -> bool:
             with self._writing:
                 entry = own_status(self._run, self._last.driver)
                 if entry:
                     self._load(entry)
-                    write_status(self._run, replace(self._last, state=state, reason=reason))
+                    self._last = replace(self._last, **fields)
+                    write_status(self._run, self._last)
             return entry is not None
 
         with suppress(StorageError):
-            return within(RECORD_S, "writing how the run ended", write)
+            return within(RECORD_S, "writing the status", write)
         return False
 
     def _load(self, entry: Entry) -> None:

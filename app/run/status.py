@@ -60,6 +60,8 @@ class RunState(enum.StrEnum):
     STARTING = "starting"
     "The driver has begun; no worker trains yet, or any more."
     RUNNING = "running"
+    FINISHING = "finishing"
+    "All steps are taken: it evaluates, commits the last checkpoint, predicts or writes its report."
     SILENT = "silent"
     "It should train, and gives no sign of life: its processes are frozen, cut off, or gone without a word."
     RETRYING = "retrying"

@@ -65,6 +65,8 @@ class Reporter:
         self._status = replace(
             first_status(start, plan), state=RunState.RUNNING, reason="", world_size=len(start.nodes)
         )
+        if start.attempt.step >= plan.total_steps:  # of its last epoch, the evaluation is missing
+            self._finishing(start.attempt.step)
         self._receipts = read_receipts(start.events)
         self._interval_s: float | None = None
         self._goodput: float | None = None
@@ -85,6 +87,8 @@ class Reporter:
         """Close the incident after the first step, and show the newest step about once a second."""
         self.heartbeat()
         self._warn_of_notice()
+        if step >= self._status.total_steps:
+            self._finishing(step)
         if not self._recovered:
             self._close_incident()
         if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
@@ -120,6 +124,12 @@ class Reporter:
         self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
         self._control.record.remote(record)
         self._close_incident()
+
+    def _finishing(self, step: int) -> None:
+        """Show that no step is left: an evaluation and the last checkpoint may take long."""
+        reason = "all steps are taken; the last evaluation and checkpoint follow"
+        self._status = replace(self._status, state=RunState.FINISHING, reason=reason, step=step)
+        self.publisher.run_now()
 
     def drain(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""

@@ -120,7 +120,7 @@ def _judge_job(job: JobView, pods: Pods, warnings: Warnings, last: Status | None
     if ray == "STOPPED":
         return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
     if ray == "SUCCEEDED":
-        return RunState.RUNNING, "its Ray job has ended well; the operator has not concluded yet"
+        return RunState.FINISHING, "its Ray job has ended well; the operator has not concluded yet"
     return _running(job, pods, warnings, own, now)
 
 
@@ -183,7 +183,7 @@ def _took_over(status: Status, job: JobView) -> bool:
     return (
         status.owner.partition("#")[0] != job.name
         and status.began > job.created
-        and (not job.live or status.state in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING))
+        and not (job.live and status.state.terminal)
     )
 
 

@@ -49,7 +49,7 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
         findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
             evidence, details = figures(case)
-            if state in (RunState.RUNNING, RunState.SUCCEEDED):
+            if state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
                 findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
     elif snapshot.storage_trouble:
         advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"

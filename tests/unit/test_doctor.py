@@ -271,8 +271,9 @@ def trains(run: Run, owner: str = "job", age: float = 0.0, **more: Any) -> Attem
     metadata = {"world_size": 2, "nodes": {"0": "a", "1": "b"}, "settings": SETTINGS, "tier": "beginning"}
     attempt = start(run, owner, **metadata, driver=more.get("driver", ""))
     now = time.time()
-    usual = {"step": 7, "total_steps": 100, "began": now - 500, "attempt": attempt.number, "world_size": 2}
-    restore_status(run, Status(RunState.RUNNING, owner, **{**usual, "heartbeat": now - 1, "time": now - age, **more}))
+    usual = {"state": RunState.RUNNING, "step": 7, "total_steps": 100, "began": now - 500}
+    usual |= {"attempt": attempt.number, "world_size": 2}
+    restore_status(run, Status(owner=owner, **{**usual, "heartbeat": now - 1, "time": now - age, **more}))
     return attempt
 
 
@@ -297,6 +298,16 @@ def test_a_healthy_run_says_what_was_looked_at(run: Run, sunspot: Command) -> No
     assert sunspot.json["state"] == "running"
     [text] = sunspot.json["unseen"]
     assert text.startswith("the cluster: no cluster"), "it was not asked, and that is not said"
+
+
+def test_a_run_that_has_taken_all_steps_is_finishing(run: Run, sunspot: Command) -> None:
+    report(
+        run, trains(run, step=100, state=RunState.FINISHING, reason="all steps are taken", world_size=0), *windows(10)
+    )
+    assert list(findings(sunspot)) == ["healthy"]
+    assert sunspot.json["state"] == "finishing"
+    assert sunspot("status", run.name) == 0
+    assert "workers train" not in sunspot.out
 
 
 def test_history_of_an_older_version_is_no_trouble(run: Run, sunspot: Command) -> None:

@@ -25,7 +25,7 @@ from app.run.attempts import Attempt, lineage
 from app.run.history import Journal, newest_record, read_journal
 from app.run.incidents import Cause, read_receipts
 from app.run.ranks import each_rank_record
-from app.run.status import read_status
+from app.run.status import RunState, read_status
 from app.settings import Settings
 from app.train.reporter import Reporter
 from app.train.step import after_step
@@ -86,7 +86,8 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert receipt.attempt == 1
     status = read_status(run)
     assert status is not None
-    assert (status.step, status.loss) == (12, 11.0 if name == "loss" else None)
+    assert (status.state, status.step) == (RunState.FINISHING, 12)
+    assert status.loss == (11.0 if name == "loss" else None)
     line = _Lines(12, 4).describe(control.show.remote.call_args_list[-1].args[0])
     assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1

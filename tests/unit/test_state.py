@@ -21,6 +21,7 @@ LETTERS = {
     "P": RunState.PENDING,
     "S": RunState.STARTING,
     "R": RunState.RUNNING,
+    "I": RunState.FINISHING,
     "T": RunState.RETRYING,
     "G": RunState.STOPPING,
     "D": RunState.STOPPED,
@@ -42,17 +43,17 @@ ALIKE = {
 """By jobDeploymentStatus: the run's state for each jobStatus in the order of JOB_STATUSES."""
 
 EXPECTED = {
-    "nothing": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
-    "starting": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
-    "running": {**ALIKE, "Running": "RRRGRF", "Complete": "LLLDYF"},
-    "running, a while ago": {**ALIKE, "Running": "TTNGRF", "Complete": "LLLDYF"},
-    "failed, in the try before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
+    "nothing": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
+    "starting": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
+    "running": {**ALIKE, "Running": "RRRGIF", "Complete": "LLLDYF"},
+    "running, a while ago": {**ALIKE, "Running": "TTNGIF", "Complete": "LLLDYF"},
+    "failed, in the try before": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
     "failed": {**ALIKE, "Running": "FFFFFF", "Complete": "FFFFFF"},
-    "lost": {**ALIKE, "Running": "TTSGRF", "Complete": "LLLDYF"},
+    "lost": {**ALIKE, "Running": "TTSGIF", "Complete": "LLLDYF"},
     "stopped": {**ALIKE, "Running": "TTGGGF", "Complete": "DDDDDD"},
     "stopped, as was asked": dict.fromkeys(DEPLOYMENT_STATUSES, "DDDDDD"),
     "succeeded": dict.fromkeys(DEPLOYMENT_STATUSES, "YYYYYY"),
-    "another's, from before": {**ALIKE, "Running": "SSSGRF", "Complete": "LLLDYF"},
+    "another's, from before": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
     "another's, that trains now": dict.fromkeys(DEPLOYMENT_STATUSES, "RRRRRR"),
 }
 """By what lies in storage."""
@@ -179,6 +180,13 @@ def test_silence_of_a_run_that_should_train_is_said() -> None:
     assert state is RunState.SILENT
     assert reason.startswith("run-2#1 has taken the run over from run-1: no sign of life since")
     assert judge(job(), status=status(RunState.RUNNING), owner="run-1#1", now=NOW)[1] == "2 workers train"
+
+
+def test_a_run_that_has_taken_all_steps_is_finishing() -> None:
+    for owner in ("run-1#1", "run-2#1"):
+        finishing = status(RunState.FINISHING, owner, reason="all steps are taken", began=CREATED + 1)
+        state, reason = judge(job(), status=finishing, owner="run-1#1", now=NOW)
+        assert (state, reason.endswith("all steps are taken")) == (RunState.FINISHING, True)
 
 
 def test_no_operator_looks_at_it() -> None:

@@ -295,6 +295,10 @@ def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Cloc
     later = look(1), look(STATUS_EVERY_S + 1)
     assert later[1].time > later[0].time
     assert later[1].reason == silent.reason, "the time is still that of the last word"
+    write_status(run, replace(OLD, state=RunState.FINISHING, attempt=8, step=7, reason="all steps are taken"))
+    finishing = look(1), look(WORKERS_SILENT_S + 1)
+    assert [(status.state, status.reason) for status in finishing] == 2 * [(RunState.FINISHING, "all steps are taken")]
+    assert finishing[1].time > finishing[0].time
     driver.end(RunState.FAILED, "no good")
     assert look(0).state is RunState.FAILED
 
