@@ -34,6 +34,8 @@ PROFILES = sorted(path.stem for path in (MANIFESTS / "profiles").glob("*.yaml"))
 GPU_PROFILES = [name for name in PROFILES if name != "kind"]
 SPOT_PROFILES = [name for name in PROFILES if name.endswith("-spot")]
 
+VIEWER = "sunspot-viewer"
+
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/profiles.md").read_text(), re.DOTALL)
 """The profiles in docs/profiles.md."""
 
@@ -167,7 +169,7 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
     bindings = [item for item in base_objects() if item["kind"].endswith("Binding")]
     assert [subject["name"] for item in bindings for subject in item["subjects"]] == ["sunspot-submitter"]
     roles = {item["metadata"]["name"]: item["rules"] for item in base_objects() if item["kind"].endswith("Role")}
-    assert set(roles) == {ROLE, *ROLES.values()}
+    assert set(roles) == {ROLE, VIEWER, *ROLES.values()}
     assert [item["roleRef"]["name"] for item in bindings] == [ROLE]
     assert POD_ROLE != ROLE, "who may submit a run may not kill the pods of others"
     assert roles[POD_ROLE] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["delete"]}]
