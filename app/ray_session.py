@@ -20,6 +20,8 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would report to its makers what the cluster has and does.
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 

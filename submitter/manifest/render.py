@@ -111,6 +111,7 @@ def render(
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
     problems += _find_problems(settings, chosen, shape, cluster, generation)
+    problems += _find_long_drain(job, chosen)
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
     if image and chosen.head and chosen.head.image:
@@ -248,6 +249,18 @@ def _node_groups(profile: Profile, shape: Shape) -> str:
         for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
     ]
     return json.dumps(groups)
+
+
+def _find_long_drain(job: dict[str, Any], profile: Profile) -> list[str]:
+    """A drain of the profile's own that a pod would not live to see the end of."""
+    drain = (profile.env or {}).get(DRAIN)
+    grace_s = profile.notice_s or worker_group(job)["template"]["spec"]["terminationGracePeriodSeconds"]
+    if drain is None or (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
+        return []
+    return [
+        f"env.{DRAIN}={drain}: it has to be fewer seconds than a pod has, which ends after {grace_s} s; leave it out, "
+        "or set notice_s to what the nodes really give"
+    ]
 
 
 def _refuse(problems: list[str], profile: str) -> None:

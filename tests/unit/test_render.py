@@ -72,7 +72,7 @@ backoff_limit: 5
 """
 """A user's own profile with every key that a shipped one does not have."""
 
-WITH_IDENTITY = {"aks-spot", "eks-spot", "gke-spot"}
+WITH_IDENTITY = {"aks-spot", "eks-spot", "gke-spot", "karpenter-spot"}
 """Profiles whose pods reach storage by the cloud's identity, without a Secret."""
 
 OF_LOST_NODES = [
@@ -187,6 +187,8 @@ def test_nobody_but_the_submitter_gets_rights() -> None:
         {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
     ]
+    assert {verb for rule in roles[VIEWER] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    assert not any("secrets" in rule["resources"] for rule in roles[VIEWER])
     accounts = [item for item in base_objects() if item["kind"] == "ServiceAccount"]
     assert not any(item["automountServiceAccountToken"] for item in accounts)
     assert {"sunspot-train", "sunspot-autoscaler"} <= {item["metadata"]["name"] for item in accounts}
@@ -468,6 +470,7 @@ def test_what_every_job_has(profile: str) -> None:
         check_volumes(pod)
         variables = variables_of(pod)
         assert variables["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
+        assert variables["RAY_USAGE_STATS_ENABLED"] == "0", "nobody was asked"
         assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
         assert pod["serviceAccountName"] == "sunspot-train"
         secrets = [] if profile in WITH_IDENTITY else [{"secretRef": {"name": "sunspot-storage"}}]
@@ -532,9 +535,17 @@ def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
     assert {variables_of(pod)["SUNSPOT_NOTICE_S"] for pod in pods_of(rendered)} == {"20"}
 
 
+@pytest.mark.parametrize("drain", ["9999", "30", "28s", ""])
+def test_a_drain_that_outlasts_the_pod_is_refused(drain: str, tmp_path: Path) -> None:
+    """The workers would be told of time that they do not have."""
+    for notice in ("notice_s: 30", "namespace: sunspot"):  # or that of k8s/rayjob.yaml
+        profile = own_profile(tmp_path, f"{notice}\nenv: {{RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '{drain}'}}")
+        assert re.search(f"DRAIN_TIMEOUT_S={drain}: .*ends after 30 s.*set notice_s", refusal(profile, {}))
+
+
 def test_the_notice_of_each_cloud() -> None:
     notices = {name: load_profile(name, {}).notice_s for name in SPOT_PROFILES}
-    assert notices == {"aks-spot": 10, "eks-spot": 120, "gke-spot": 15, "karpenter-spot": 120}
+    assert notices == {"aks-spot": 10, "eks-spot": 100, "gke-spot": 15, "karpenter-spot": 100}
 
 
 @pytest.mark.parametrize("profile", SPOT_PROFILES)
