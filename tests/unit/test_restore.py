@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.elastic.claim
 import app.elastic.restore
-from app.checkpoint.node_parts import PartCopy
+from app.checkpoint.node_parts import NodeParts, PartCopy
 from app.checkpoint.slots import MemorySnapshot
-from app.elastic.claim import Start, begin_attempt
+from app.elastic.claim import Found, Start, begin_attempt
 from app.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
 from app.elastic.receipts import first_incident, make_receipt
-from app.elastic.restore import State, choose_init, load_init, read_init
+from app.elastic.restore import State, choose_init, load_init, load_start, read_init
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
@@ -290,6 +292,36 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Run) -> None:
     assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
     with pytest.raises(DamageError, match="no whole checkpoint any more"):
         begin_attempt(run, "you", Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
+
+
+def test_what_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion removes files while they are looked at, and the claim with them."""
+    damaged_run(run)
+    find = app.elastic.claim.find_newest_good
+
+    def find_while_deleted(*words: Any, **more: Any) -> Any:
+        run.storage.delete(run.key("attempts", "0002.json"))
+        return find(*words, **more)
+
+    monkeypatch.setattr("app.elastic.claim.find_newest_good", find_while_deleted)
+    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    assert read_error(run, 2) is None
+
+
+def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
+    """An evaluation that was not made, and rows that storage has not heard of."""
+    checkpoint = replace(commit(run, start(run, "me"), 5), evaluated=False)
+    write_manifest(run, checkpoint)
+    node: Any = SimpleNamespace(load=lambda checkpoint: {}, close=lambda: None)
+    group: Any = None
+    restored = load_start(run, Settings(), begun(run), Found(None, node, NodeParts(None, ["me"])), group, print)
+    assert not restored.evaluated
+
+    rest = {"about": {"metrics": {}}, "ledger": [(6, 7, "rows")]}
+    held: Any = SimpleNamespace(describe=lambda: rest, load=None)
+    in_memory = replace(a_start(at(2, 0.0)), snapshot=copy(1, 7), parts=[PartCopy(0, copy(1, 7))])
+    restored = load_start(run, Settings(), in_memory, Found(None, node, held), group, print)
+    assert restored.ledger == ((6, 7, "rows"),)
 
 
 def test_a_run_whose_checkpoints_are_damaged_goes_on_from_memory(run: Run) -> None:
