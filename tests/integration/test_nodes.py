@@ -399,13 +399,13 @@ def test_a_group_that_waits_for_nodes_gives_back_those_that_were_told_to_go(
             callbacks=end_groups_at_once(),
         ),
     )
-    with start_node(ray_address, CPU=1, spot=1), start_node(ray_address, notice_s=60, CPU=2, spot=2) as going:
+    with start_node(ray_address, CPU=1, spot=1), start_node(ray_address, notice_s=120, CPU=2, spot=2) as going:
         training = start_thread(trainer.fit, "fit")
         wait_until((tmp_path / "rank 2").exists, seconds=60)
         going.reclaim()
-        going.wait(timeout=20)
+        going.wait(timeout=60)
         with start_node(ray_address, CPU=1, spot=1):
-            assert training.result(60).error is None
+            assert training.result(120).error is None
 
 
 def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -> None:
