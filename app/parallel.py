@@ -290,7 +290,7 @@ class StepActions(NamedTuple):
     restart: bool = False
     "Save and end, for Ray to start a new worker group."
     busy: bool = False
-    "Begin no checkpoint that can wait: one is being committed, and under FSDP none may replace it."
+    "Under FSDP, while a checkpoint is being committed: begin no other that can wait."
     next_in: int = MOST_STEPS
     "Steps after which there may be something to do again."
 

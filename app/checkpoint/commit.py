@@ -5,15 +5,20 @@ is committed at a time; when storage is slower than the interval, a newer copy r
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (sharded.py).
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+
+import torch.distributed as dist
 
 from app.checkpoint.files import Files, refuse_unloadable
 from app.checkpoint.snapshot import Snapshot
 from app.errors import DamageError, NotFoundError, StorageError
+from app.parallel import any_rank
 from app.run import Run
 from app.run.attempts import Attempt, ensure_owner, lineage, read_attempts
 from app.run.checkpoints import (
@@ -29,6 +34,44 @@ from app.run.history import Journal
 from app.settings import Settings
 from app.storage.retry import Outage
 
+POLL_S = 0.1
+"""Between two looks at what rank 0 has begun, while there is a snapshot to begin."""
+
+BEGUN = "sunspot-commit"
+
+
+class CommitOrder:
+    """Has all ranks commit the same snapshots, of which each has a part: those that rank 0 begins.
+
+    Rank 0 tells the others by the store in which the group has met: no thread waits in a collective call for a rank
+    that may have died.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group` None: a rank alone, or one that has the whole state."""
+        self._group, self.leads = group, group is None or dist.get_rank(group) == 0
+
+    def replaces(self, waiting: bool) -> bool:
+        """Whether a new snapshot takes the place of the newest before it; all ranks call this together.
+
+        It does where that one is `waiting` on rank 0.
+        """
+        return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
+
+    def begin(self, step: int) -> None:
+        """Note that the snapshot at `step` is begun, and on rank 0 let the others begin theirs."""
+        if self._group and self.leads:
+            self._group.get_group_store().set(BEGUN, str(step))
+
+    def limit(self) -> float:
+        """The last step whose snapshot may be begun: on rank 0 any, on others the newest that rank 0 has begun."""
+        if self._group is None or self.leads:
+            return math.inf
+        store = self._group.get_group_store()
+        with suppress(dist.DistError):  # rank 0 is gone, and the group with it
+            return int(store.get(BEGUN)) if store.check([BEGUN]) else -math.inf
+        return -math.inf
+
 
 class CheckpointCommitter:
     """Commits one rank's snapshots."""
@@ -42,14 +85,17 @@ class CheckpointCommitter:
         before_commit: Callable[[], None],
         events: Journal | None,
         warn: Callable[[str], Any],
+        order: CommitOrder | None = None,
     ) -> None:
         """`write` uploads a snapshot's files; it returns None where another rank commits them with its own.
 
-        `before_commit` makes durable what has to be there before the checkpoint.
+        `before_commit` makes durable what has to be there before the checkpoint; `order` is that of a state in parts.
         """
         self._run, self._attempt, self._settings = run, attempt, settings
         self._write, self._before_commit, self._events, self._warn = write, before_commit, events, warn
-        self._pending: Snapshot | None = None
+        self._order = order or CommitOrder()
+        self._waiting: list[Snapshot] = []
+        "Those not begun, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
         self._committing = False
         self._closing = False
         self._error: Exception | None = None
@@ -68,14 +114,14 @@ class CheckpointCommitter:
     @property
     def busy(self) -> bool:
         """Whether a snapshot is not committed yet."""
-        return self._committing or self._pending is not None
+        return self._committing or bool(self._waiting)
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Hand over a snapshot to commit; returns at once."""
+        """Hand over a snapshot to commit; returns at once. Of a state in parts, all ranks call this together."""
         with self._changed:
-            if self._pending:
-                self._pending.release()  # never begun: the newest wins
-            self._pending = snapshot
+            if self._order.replaces(bool(self._waiting)):
+                self._waiting.pop().release()  # never begun: the newest wins
+            self._waiting.append(snapshot)
             self._changed.notify_all()
 
     def raise_if_failed(self) -> None:
@@ -107,12 +153,7 @@ class CheckpointCommitter:
     # ------------------------------------------------------------------------------------------ in the commit thread
 
     def _commit_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closing)
-                if not self._pending:
-                    return
-                snapshot, self._pending, self._committing = self._pending, None, True
+        while snapshot := self._begin_next():
             try:
                 self._commit_with_retries(snapshot)
             except Exception as error:
@@ -125,8 +166,29 @@ class CheckpointCommitter:
             if self._error:
                 return
 
+    def _begin_next(self) -> Snapshot | None:
+        """Wait for the next snapshot whose turn it is, and begin it; None: there are no more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return None
+            limit = self._order.limit()
+            with self._changed:
+                if begun := self._waiting_up_to(limit):
+                    del self._waiting[: len(begun)]
+                    self._committing = True
+                    self._order.begin(begun[-1].manifest.step)
+                    for passed in begun[:-1]:
+                        passed.release()
+                    return begun[-1]
+                self._changed.wait(POLL_S)
+
+    def _waiting_up_to(self, limit: float) -> list[Snapshot]:
+        return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= limit]
+
     def _commit_with_retries(self, snapshot: Snapshot) -> None:
-        """Try until it is committed, a newer snapshot waits, or storage has failed for `storage_timeout_s`."""
+        """Try until it is committed, a newer snapshot may be begun, or storage has failed for `storage_timeout_s`."""
         outage, limit_s, step = self._outage, self._settings.storage_timeout_s, snapshot.manifest.step
         while True:
             try:
@@ -149,8 +211,8 @@ class CheckpointCommitter:
             with self._changed:
                 self._flush_requested = False
                 self._changed.wait_for(lambda: self._flush_requested, outage.pause_s)
-                if self._pending:
-                    return
+            if self._waiting_up_to(self._order.limit()):
+                return
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Write one checkpoint. Killed anywhere in here, it exists or not, and the one before stands."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from app.background import Timer
 from app.checkpoint.average import WeightAverage
-from app.checkpoint.commit import CheckpointCommitter
+from app.checkpoint.commit import CheckpointCommitter, CommitOrder
 from app.checkpoint.files import Files, refuse_unloadable, write_whole
 from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
@@ -119,8 +119,10 @@ class CheckpointManager:
             write = PartWriter(rank, world_size, parameter_names(model, optimizer), self._settings, warn, more_files)
         if rank == 0 or self._sharded:
             before_commit = self._write_history if rank == 0 else lambda: None
-            events = self._journals.get("events")
-            self._committer = CheckpointCommitter(run, attempt, self._settings, write, before_commit, events, warn)
+            events, order = self._journals.get("events"), CommitOrder(group if self._sharded else None)
+            self._committer = CheckpointCommitter(
+                run, attempt, self._settings, write, before_commit, events, warn, order
+            )
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.
@@ -161,10 +163,6 @@ class CheckpointManager:
         committer = self._committer if to_storage else None
         if not (self.in_memory or self._exchange or committer):
             return
-        if self._sharded and to_storage:
-            # No worker may drop its part for a newer one. Only a checkpoint that cannot wait comes so early.
-            with self._paused():
-                finish_together(self._group, self.drain)
         manifest = self._describe(step, metrics, evaluated)
         snapshot = self._snapshots.take(
             manifest,

@@ -13,8 +13,8 @@ The files are those of torch.distributed.checkpoint, so any PyTorch program can 
 Rank 0 writes the tensors that are not cut (buffers, the optimizer's step counts).
 
 Ranks learn only from storage what the others have written: a rank that dies leaves a directory without a manifest, and
-no other rank waiting in a collective call. All ranks commit the same snapshots since they agree on them
-(app/train/step.py).
+no other rank waiting in a collective call. All ranks commit the same snapshots: those that rank 0 begins
+(`CommitOrder` in commit.py).
 
 What only they need of torch is imported where it is used, as it takes seconds at the start of every process.
 """

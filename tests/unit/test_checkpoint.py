@@ -5,42 +5,58 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.checkpoint.sharded
+import app.checkpoint.snapshot
 import app.storage.local
 import app.storage.retry
-from app.checkpoint import CheckpointManager
+from app.checkpoint import CheckpointManager, versions
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import load_state, upload_state
 from app.checkpoint.node_state import NodeState
+from app.checkpoint.sharded import PartWriter, load_model
 from app.data.order import Steps
 from app.data.source import EmptySource
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
+from app.parallel import Place
 from app.plan import Plan
 from app.run import Run, open_run
 from app.run.attempts import Attempt, claim, lineage, read_attempts
-from app.run.checkpoints import Checkpoint, expired, find_faults, find_newest_good, in_lineage, list_checkpoints
+from app.run.checkpoints import (
+    Checkpoint,
+    expired,
+    find_faults,
+    find_newest_good,
+    in_lineage,
+    list_checkpoints,
+    list_directories,
+)
 from app.run.history import Journal, read_journal
 from app.settings import Settings
+from app.storage.base import Writer
 from app.storage.deadline import CURRENT
 from app.storage.local import LocalStorage
 from app.train.run import set_learning_rate
 from tests.harness import REPOSITORY, s3
+from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
 
 
@@ -405,6 +421,144 @@ def test_the_best_and_the_newest_are_kept(values: list[float | None], keep: int,
     best = [checkpoint for checkpoint in kept if checkpoint is not checkpoints[-1] or len(kept) == keep]
     if known(gone):
         assert max(known(best), default=float("-inf")) <= min(known(gone)) or len(known(best)) < len(best)
+
+
+# --------------------------------------------------------------------------------------------------- a state in parts
+
+
+class SlowStorage(LocalStorage):
+    """Refuses what it is to store at some steps, or holds it up, until it is let go."""
+
+    steps: tuple[int, ...] = ()
+    refuses = False
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.let_go, self.reached, self.waited_in_vain = threading.Event(), threading.Event(), False
+
+    @contextmanager
+    def writer(self, key: str) -> Iterator[Writer]:
+        if any(f"step-{step:08d}" in key for step in self.steps) and not self.let_go.is_set():
+            self.reached.set()
+            if self.refuses:
+                raise StorageError("503 SlowDown")
+            self.waited_in_vain |= not self.let_go.wait(10)
+        with super().writer(key) as writer:
+            yield writer
+
+
+class Ranks(NamedTuple):
+    """What one of two ranks has of a state in parts, and of a storage of its own pace."""
+
+    storage: SlowStorage
+    checkpoints: CheckpointManager
+    weight: torch.nn.Parameter
+
+    def save(self, step: int) -> None:
+        self.checkpoints.wait_for_copy()
+        self.weight.data.fill_(step)
+        self.checkpoints.took_step(step, None)
+        self.checkpoints.save(step, {"loss": 1.0})
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Ranks, int], Any]], list[Any]]:
+    """Lets two ranks act, and returns what both do."""
+    import torch.distributed.checkpoint.default_planner  # it and Ray take seconds: not in each child
+
+    versions()
+    run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
+    assert claim(run, [], attempt)
+    monkeypatch.setattr(app.checkpoint.sharded, "POLL_EVERY_S", 0.05)
+    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.05,))
+
+    def play(act: Callable[[Ranks, int], Any], **settings: Any) -> list[Any]:
+        def work(group: dist.ProcessGroup) -> Any:
+            rank, storage = dist.get_rank(), SlowStorage(str(tmp_path))
+            model = torch.nn.Linear(2, 3, bias=False)
+            app.checkpoint.snapshot.find_places = lambda _: [Place((6, 2), (3 * rank, 0))]
+            plan = Plan(
+                Settings(parallel="fsdp", checkpoints_to_keep=9, **settings),
+                EmptySource((2,), 3),
+                None,
+                Steps(1000, 10),
+                100,
+            )
+            checkpoints = CheckpointManager(
+                Run(storage, "run"),
+                attempt,
+                plan,
+                model,
+                torch.optim.SGD(model.parameters()),
+                group=group,
+                rank=rank,
+                world_size=2,
+            )
+            return act(Ranks(storage, checkpoints, model.weight), rank)
+
+        return in_processes(tmp_path, 2, work)
+
+    return play
+
+
+def assert_whole(run: Run, steps: list[int]) -> None:
+    """These are committed, and of others nothing is left; each has all of its own values."""
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
+    assert len(list_directories(run)) == len(steps)
+    for checkpoint in list_checkpoints(run):
+        assert not find_faults(run, checkpoint)
+        assert set(load_model(run, checkpoint)["weight"].flatten().tolist()) == {float(checkpoint.step)}
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_save_of_parts_does_not_wait_for_the_commit_before(slow: int, run: Run, two_ranks: Any) -> None:
+    """Whichever rank holds that up, the newest wins on all: before a notice ends, the copy has to be there."""
+
+    def act(rank: Ranks, number: int) -> bool:
+        rank.storage.steps = (1,) if number == slow else ()
+        rank.save(1)
+        assert number != slow or rank.storage.reached.wait(10)
+        for step in (2, 3, 4):
+            rank.save(step)
+        rank.storage.let_go.set()
+        rank.checkpoints.close(finished=True)
+        return rank.storage.waited_in_vain
+
+    assert two_ranks(act) == [False, False]
+    assert_whole(run, [1, 4])
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_parts_that_storage_refuses_hold_up_no_step(refused: int, run: Run, two_ranks: Any) -> None:
+    def act(rank: Ranks, number: int) -> None:
+        rank.storage.steps, rank.storage.refuses = ((1, 2) if number == refused else ()), True
+        rank.save(1)
+        assert number != refused or rank.storage.reached.wait(10)
+        for step in (2, 3):
+            rank.save(step)
+        rank.storage.let_go.set()
+        rank.checkpoints.close(finished=True)
+
+    two_ranks(act)
+    assert list_checkpoints(run)[-1].step == 3
+    assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
+
+
+def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> None:
+    def act(rank: Ranks, number: int) -> None:
+        pace = random.Random(number)
+        write = PartWriter.__call__
+        PartWriter.__call__ = lambda *given: time.sleep(pace.random() / 20) or write(*given)  # type: ignore[method-assign]
+        for step in range(1, 16):
+            time.sleep(pace.random() / 40)
+            rank.save(step)
+        rank.checkpoints.close(finished=True)
+
+    two_ranks(act)
+    steps = [checkpoint.step for checkpoint in list_checkpoints(run)]
+    assert len(steps) > 1
+    assert steps[-1] == 15
+    assert_whole(run, steps)
 
 
 # ---------------------------------------------------------------------------------------------------- directory faults
