@@ -22,12 +22,15 @@ from app.parallel import any_rank
 from app.run import Run
 from app.run.attempts import Attempt, ensure_owner, lineage, read_attempts
 from app.run.checkpoints import (
+    MANIFEST,
     Checkpoint,
     delete_checkpoint,
     expired,
     in_lineage,
     list_checkpoints,
+    list_directories,
     read_manifest,
+    why_abandoned,
     write_manifest,
 )
 from app.run.history import Journal
@@ -234,14 +237,22 @@ class CheckpointCommitter:
         self._delete_expired()
 
     def _delete_expired(self) -> None:
-        """Keep the best and the newest. Comes after the new manifest: nothing goes before its replacement is safe."""
+        """Keep the best and the newest, and nothing that killed attempts left incomplete.
+
+        Comes after the new manifest: nothing goes before its replacement is safe.
+        """
         assert self.newest
         try:
-            mine = in_lineage(list_checkpoints(self._run), lineage(read_attempts(self._run)))
+            directories, attempts = list_directories(self._run), read_attempts(self._run)
+            mine = in_lineage(list_checkpoints(self._run, directories), lineage(attempts))
             keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric
-            for checkpoint in expired(mine, keep, metric, self._settings.checkpoint_order):
+            gone = [old.name for old in expired(mine, keep, metric, self._settings.checkpoint_order)]
+            for name, files in directories.items():
+                if MANIFEST not in files and why_abandoned(name, files, attempts, time.time()):
+                    gone.append(name)
+            for name in gone:
                 ensure_owner(self._run, self._attempt)
-                delete_checkpoint(self._run, checkpoint.name)
+                delete_checkpoint(self._run, name)
         except StorageError as error:
             self._record("old checkpoints not deleted", self.newest.step, str(error))
 

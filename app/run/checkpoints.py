@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from app.errors import DamageError, NotFoundError
+from app.formatting import in_words
 from app.run import Run
 from app.run.attempts import (
     Attempt,
@@ -40,6 +41,10 @@ from app.storage.base import READS_IN_FLIGHT, Entry, map_parallel
 from app.storage.local import local_path
 
 MANIFEST = "manifest.json"
+
+ABANDONED_S = 24 * 3600
+"""What a live process may have begun is left alone until it has been untouched for this long. In S3 a file shows only
+when complete: no single one takes a day, nor does a commit that storage keeps refusing."""
 
 FILES_AT_ONCE = 2
 """Files of a checkpoint that are read at once: SHA-256 takes a core for each, and storage memory."""
@@ -99,9 +104,10 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
     return found
 
 
-def list_checkpoints(run: Run) -> list[Checkpoint]:
+def list_checkpoints(run: Run, directories: Directories | None = None) -> list[Checkpoint]:
     """Every committed checkpoint, by step; one with an unusable manifest has `damage`."""
-    names = [name for name, files in list_directories(run).items() if MANIFEST in files]
+    directories = list_directories(run) if directories is None else directories
+    names = [name for name, files in directories.items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
     return [checkpoint for checkpoint in found if checkpoint]
 
@@ -123,6 +129,18 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
     return counted, superseded, by_step(directories.keys() - set(committed))
+
+
+def why_abandoned(name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float) -> str:
+    """Why an incomplete checkpoint of these attempts will not be completed; empty while it may be.
+
+    A superseded process can still write the manifest: where it would count, its files stay for a while. `now` is in
+    seconds since the epoch.
+    """
+    if attempt_of(name) < attempts[-1].number and not leads_to_newest(name, lineage(attempts)):
+        return "its attempt is superseded"
+    age = now - max(entry.modified for entry in files.values())
+    return f"untouched for {in_words(age)}" if age > ABANDONED_S else ""
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
@@ -273,8 +291,7 @@ def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -
 def delete_checkpoint(run: Run, name: str) -> None:
     """Delete a checkpoint, its manifest first: interrupted, it is incomplete and ignored."""
     run.storage.delete(_key(run, name, MANIFEST))
-    for entry in run.storage.list(run.key("checkpoints", name)):
-        run.storage.delete(entry.key)
+    run.storage.delete_many([entry.key for entry in run.storage.list(run.key("checkpoints", name))])
 
 
 def _key(run: Run, name: str, file: str) -> str:

@@ -10,6 +10,7 @@ from app.formatting import as_bytes, in_words
 from app.run import Run
 from app.run.attempts import attempt_of, ensure_owner, lineage, read_attempts, step_of
 from app.run.checkpoints import (
+    ABANDONED_S,
     MANIFEST,
     by_step,
     delete_checkpoint,
@@ -19,16 +20,13 @@ from app.run.checkpoints import (
     list_directories,
     retention,
     verify,
+    why_abandoned,
 )
 from app.run.overview import read_state
 from app.run.status import RunState
 from submitter.commands.arguments import add_run, count
 from submitter.output import doing, print_json, print_table, print_text, warn
 from submitter.runs import find_run, list_unfinished
-
-ABANDONED_S = 24 * 3600
-"""What a live process may have begun is left alone until it has been untouched for this long. In S3 a file shows only
-when complete: no single one takes a day, nor does a commit that storage keeps refusing."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +106,12 @@ def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
     faults = dict(text.split(": ", 1) for text in passed_over)
     counted = []
     for name in by_step(directories):
-        files, number = directories[name], attempt_of(name)
-        if number > attempts[-1].number:
+        files = directories[name]
+        if attempt_of(name) > attempts[-1].number:
             continue
         if MANIFEST not in files:
-            age = now - max(entry.modified for entry in files.values())
-            # A superseded process can still write the manifest: where it would count, its files stay for a while.
-            if number < attempts[-1].number and not leads_to_newest(name, spans):
-                yield removal(name, "incomplete, and its attempt is superseded")
-            elif ended:
-                yield removal(name, "incomplete, and the run has ended")
-            elif age > ABANDONED_S:
-                yield removal(name, f"incomplete, and untouched for {in_words(age)}")
+            if why := why_abandoned(name, files, attempts, now) or (ended and "the run has ended"):
+                yield removal(name, f"incomplete, and {why}")
         elif not leads_to_newest(name, spans):
             yield removal(name, "of a superseded attempt: it does not lead to the newest one")
         elif step_of(name) > newest.step:
