@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.checkpoint.commit
+import app.checkpoint.files
 import app.checkpoint.sharded
 import app.checkpoint.snapshot
 import app.storage.local
@@ -39,8 +42,9 @@ from app.errors import ConflictError, DamageError, SettingsError, StorageError, 
 from app.parallel import Place
 from app.plan import Plan
 from app.run import Run, open_run
-from app.run.attempts import Attempt, claim, lineage, read_attempts
+from app.run.attempts import Attempt, checkpoint_name, claim, lineage, read_attempts
 from app.run.checkpoints import (
+    MANIFEST,
     Checkpoint,
     expired,
     find_faults,
@@ -329,28 +333,26 @@ def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None
 def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the manifest's write is lost, and the disk is full by the second try."""
+    """The answer to the manifest's write is lost."""
 
     class Forgetful(LocalStorage):
+        lost = False
+
         def write(self, key: str, data: bytes) -> None:
             super().write(key, data)
-            if key.endswith("manifest.json"):
-                monkeypatch.setattr("torch.save", full)
+            if key.endswith("manifest.json") and not self.lost:
+                self.lost = True
                 raise StorageError("the answer was lost")
 
-    def full(_: Any, file: Any) -> None:
-        file.write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.01,))
     run = Run(Forgetful(str(tmp_path)), "run")
-    trainee = Trainee(run, storage_timeout_s=5)
+    trainee = Trainee(run)
     trainee.train()
+    monkeypatch.setattr(run.storage, "writer", written := Mock(wraps=run.storage.writer))
     trainee.save()
-    with suppress(StorageError, OSError):
-        trainee.checkpoints.drain()
-    checkpoint = newest(run)
-    assert checkpoint
-    assert checkpoint.step == 1
+    assert trainee.checkpoints.drain(20)
+    assert newest(run).step == 1
+    assert sorted(call.args[0].rpartition("/")[2] for call in written.call_args_list) == sorted(newest(run).files)
 
 
 def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
@@ -369,6 +371,56 @@ def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
     new.save()
     new.checkpoints.close(finished=True)
     assert newest(run).attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "steps"), [("upload_state", [1]), ("expired", [1, 2])], ids=["before its manifest", "before it deletes"]
+)
+def test_what_a_superseded_process_was_about_to_do_is_left_undone(
+    last: str, steps: list[int], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Trainee(run, checkpoints_to_keep=1)
+    old.train()
+    old.save(loss=2)
+    old.checkpoints.drain()
+    start, module = newest(run), app.checkpoint.files if last == "upload_state" else app.checkpoint.commit
+    act, taken, at_once = getattr(module, last), [], threading.Lock()
+
+    def late(*arguments: Any) -> Any:
+        with at_once:  # files are uploaded by several threads
+            taken.append(taken[0] if taken else Trainee(run, 2, "another", start=start))
+        return act(*arguments)
+
+    monkeypatch.setattr(module, last, late)
+    old.train()
+    old.save(loss=1)
+    with pytest.raises(SupersededError):
+        old.checkpoints.close(finished=True)
+    assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
+
+
+def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
+    """Unless it might still be completed, and would count; that has a day."""
+
+    def leave(attempt: Attempt, step: int, age_s: float = 0) -> str:
+        name = checkpoint_name(step, attempt.number, attempt.nonce)
+        run.storage.write(key := run.key("checkpoints", name, "model.pt"), b"all that there is")
+        os.utime(run.storage.locate(key), times=(time.time() - age_s,) * 2)
+        return name
+
+    for number in (1, 2, 3):
+        trainee = Trainee(run, number, f"job-{number}", start=newest(run))
+        trainee.train(2)
+        trainee.save()
+        trainee.checkpoints.close(finished=True)
+        leave(trainee.attempt, 50 + number)
+    may_count, aged = leave(trainee.attempt, 5), leave(trainee.attempt, 4, age_s=25 * 3600)
+    trainee = Trainee(run, 4, "job-4", start=newest(run))
+    trainee.train()
+    trainee.save()
+    trainee.checkpoints.close(finished=True)
+    assert aged not in list_directories(run)
+    assert [name for name, files in list_directories(run).items() if MANIFEST not in files] == [may_count]
 
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,6 +659,8 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
     assert time.monotonic() - began < 10
     with pytest.raises(StorageError):
         trainee.train()
+    held = [slot for slot in trainee.checkpoints._snapshots.memory._slots if slot.uploading]
+    assert len(held) == 1, "an upload that hangs may go on reading it"
     obstacle.let_go.set()
     for thread in threading.enumerate():
         if thread.name == "storage":

@@ -32,12 +32,14 @@ from app.run.audit import read_audit
 from app.run.checkpoints import (
     MANIFEST,
     Checkpoint,
+    best_first,
     delete_checkpoint,
     find_faults,
     find_newest_good,
     in_lineage,
     list_checkpoints,
     list_directories,
+    verify,
 )
 from app.run.objects import seal
 from tests.harness.runs import commit, consumed, record_audit, start
@@ -268,6 +270,8 @@ def broken_manifests() -> dict[str, Any]:
         "files is a list": {**whole, "files": ["model.pt"]},
         "file without hash": {**whole, "files": {"model.pt": {"size": 1}}},
         "file is a number": {**whole, "files": {"model.pt": 1}},
+        "file of another run": {**whole, "files": {"../../../run/model.pt": files["model.pt"]}},
+        "file of the machine": {**whole, "files": {"/etc/hostname": files["model.pt"]}},
         "metrics is a list": {**whole, "metrics": [1]},
     }
     broken = {"empty": b"", "cut": to_json(whole)[:-20], "binary": b"\xff\xfe\x00", "text": b"manifest"}
@@ -330,6 +334,7 @@ def test_skipped_ones_are_told_newest_first_and_only_newer_than_the_found(run: R
 def test_a_deletion_killed_halfway_leaves_it_incomplete(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = start(run, "job")
     good, old = commit(run, attempt, 3), commit(run, attempt, 6)
+    run.storage.write(run.key("checkpoints", old.name, "extra_state.pt"), b"the first by name")
     deleted: list[str] = []
     delete = run.storage.delete
 
@@ -350,6 +355,33 @@ def test_a_deletion_killed_halfway_leaves_it_incomplete(run: Run, monkeypatch: p
     delete_checkpoint(run, old.name)
     assert list_incomplete(run) == []
     assert run.storage.list(run.key("checkpoints", old.name)) == []
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = start(run, "job")
+    expired, damaged = commit(run, attempt, 3), commit(run, attempt, 6)
+    run.storage.delete(run.key("checkpoints", damaged.name, "model.pt"))
+    digest = run.storage.digest
+
+    def late(key: str, *arguments: Any) -> tuple[int, str]:
+        if expired.name in key:
+            delete_checkpoint(run, expired.name)
+        return digest(key, *arguments)
+
+    monkeypatch.setattr(run.storage, "digest", late)
+    assert verify(run, [expired.name, damaged.name]) == [(damaged, ["model.pt is missing"])]
+
+
+@pytest.mark.parametrize(("order", "steps"), [("min", [5, 4, 2, 6, 3, 1]), ("max", [4, 2, 5, 6, 3, 1])])
+def test_the_best_come_first_and_of_equals_the_later(order: str, steps: list[int]) -> None:
+    """Without the metric, or with none that can be compared, a checkpoint is worse than any other."""
+    losses = {1: None, 2: 1.0, 3: float("nan"), 4: 1.0, 5: 0.5, 6: None}
+    checkpoints = [
+        Checkpoint(str(step), step, 1, 9, 9, 1, {} if loss is None else {"loss": loss}) for step, loss in losses.items()
+    ]
+    assert [checkpoint.step for checkpoint in best_first(checkpoints, "loss", order)] == steps
 
 
 # ------------------------------------------------------------------------------------------------------------ audit
