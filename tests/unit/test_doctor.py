@@ -408,6 +408,18 @@ def test_a_first_step_may_take_longer(run: Run, sunspot: Command) -> None:
     assert list(findings(sunspot)) == ["healthy"]
 
 
+def test_workers_that_trained_a_moment_ago_have_room(run: Run, sunspot: Command) -> None:
+    """The driver began long ago, and its workers have just been lost."""
+    begin(run)
+    now, reason = time.time(), "no sign of life from its workers"
+    for heartbeat, severity in ((now - 20, "note"), (None, "warning")):
+        status = Status(
+            RunState.STARTING, "job", reason=reason, began=now - 4000, heartbeat=heartbeat, driver="0123abcd"
+        )
+        restore_status(run, status)
+        assert findings(sunspot)["starting"]["severity"] == severity
+
+
 def test_a_live_run_without_news(cluster: FakeCluster, job: Any, run: Run, sunspot: Command) -> None:
     cluster.set_status(JOB, "Running", "RUNNING", rayClusterName=CLUSTER)
     cluster.pods = [head(), worker(1), worker(2)]

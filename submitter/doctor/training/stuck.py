@@ -60,7 +60,7 @@ def find_stillness(case: Case) -> Iterator[Finding]:
         yield Finding(Diagnosis.SILENT, Severity.ERROR, evidence, advice, {"silent_s": round(silent_s)}, cost=0.8)
         return
     if case.state is RunState.STARTING:
-        waited_s = case.now - (status.began or status.time)
+        waited_s = case.now - max(status.heartbeat or 0.0, status.began or status.time)  # they may have trained before
         advice = "wait: Ray places the workers, and these import and read"
         severity = Severity.NOTE
         if waited_s > FIRST_STEP_S:
