@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from app.errors import ClusterError, GaveUpError, NotFoundError, SettingsError, StorageError
+from app.errors import GaveUpError, NotFoundError, SettingsError, StorageError
 from app.formatting import in_words, plural
 from app.run import Run
 from app.run.attempts import attempt_of, read_attempts
@@ -23,7 +23,7 @@ from submitter.cluster.watch import (
     Outage,
     command_arguments,
     observe_run,
-    reach_run,
+    reach_run_in_cluster,
     require_answers,
     require_known,
 )
@@ -119,14 +119,12 @@ def run(args: argparse.Namespace) -> None:
     when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
     """
     plan = make_plan(args.kinds, args.every, args.count, args.seed)
-    if not args.yes:
-        where = f"of the run {args.run}" + (f" in {args.namespace}" if args.namespace else "")
-        raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
-    cluster, run, cluster_error = reach_run(args)
-    if cluster is None:
-        raise ClusterError(cluster_error)
+    cluster, run = reach_run_in_cluster(args)
     injector = FaultInjector(cluster, run, args.json)
     injector.refuse_unless_live()
+    if not args.yes:
+        where = f"of the run {args.run} in {cluster.namespace}"
+        raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
     kinds = plan.kinds
     injector.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
     random = Random(plan.seed)

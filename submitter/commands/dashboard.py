@@ -12,7 +12,7 @@ from app.run import Run
 from submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from submitter.cluster.forward import LocalPort
 from submitter.cluster.views import pod_view
-from submitter.cluster.watch import command_arguments, observe_run, reach_run, require_known
+from submitter.cluster.watch import command_arguments, observe_run, reach_run_in_cluster, require_known
 from submitter.commands.arguments import add_run, count
 from submitter.output import doing, print_json_line, print_text, warn
 
@@ -34,9 +34,7 @@ def run(args: argparse.Namespace) -> None:
     Raises `NotFoundError` when the run has no head, or loses it, `ClusterError` when the API server refuses, and
     `SettingsError` when the port is taken.
     """
-    cluster, run, cluster_error = reach_run(args)
-    if cluster is None:
-        raise ClusterError(cluster_error)
+    cluster, run = reach_run_in_cluster(args)
     with doing("looking for the head of the run"):
         head = _find_head(cluster, run)
         name = head["metadata"]["name"]

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -454,3 +455,12 @@ def test_a_taken_port(cluster: FakeCluster, run: Run, sunspot: Command, dashboar
     cluster.on("GET", "/portforward", Kubelet(dashboard))
     assert sunspot("dashboard", "run", "--port", str(dashboard)) == 2
     assert f"--port {dashboard}: cannot listen on 127.0.0.1" in sunspot.err
+
+
+def test_without_a_cluster_a_run_that_storage_does_not_know_is_named_as_that(
+    sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert sunspot("dashboard", "run") == 3
+    assert "no run run in" in sunspot.err
+    assert "set KUBECONFIG" in sunspot.err
