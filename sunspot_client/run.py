@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 from app.errors import SettingsError
 from app.run import Run as StoredRun
 from app.run.logs import read_stream
-from submitter.cluster.api import connect
 from submitter.cluster.watch import reach_run
 from submitter.commands import logs, metrics, status, stop, wait
 from submitter.commands import submit as submission
-from submitter.commands.arguments import render_from
 from submitter.output import warn
 from submitter.runs import find_run
 
@@ -48,12 +46,13 @@ def submit(
         storage=storage,
         image=image,
         namespace=namespace,
+        context=context,
         queue=None,
         cluster=None,
         generation=1,
     )
-    rendered = render_from(arguments)
-    submission.submit(connect(context, rendered.namespace), rendered, dry_run=False, as_json=False)
+    rendered, cluster = submission.render_for_cluster(arguments)
+    submission.submit(cluster, rendered, dry_run=False, as_json=False)
     return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
 
 

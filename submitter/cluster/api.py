@@ -9,22 +9,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
+import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import ClusterError, shorten
+from app.errors import ClusterError, SettingsError, shorten
 from submitter.cluster.forward import PROTOCOL, PodConnection
+from submitter.cluster.kubeconfig import make_client
 from submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from submitter.manifest.pods import RUN_LABEL
+from submitter.manifest.profile import NAMESPACE_PATTERN
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
 NAMESPACE = "sunspot"
-"""The namespace of k8s/base, and the default."""
+"""The namespace of k8s/base, and the default where a context has none of its own."""
 
 FIELD_MANAGER = "sunspot"
 
@@ -34,6 +36,9 @@ RETRY_PAUSES_S = (0.5, 1, 2)
 """Pauses between tries; a silent server is given up after about 25 s."""
 
 LONGEST_RETRY_AFTER_S = 10
+
+PAGE = 500
+"""Objects of one answer, as kubectl has it: thousands at once would be tens of megabytes."""
 
 PATHS = {
     "namespace": "/api/v1/namespaces/{name}",
@@ -97,21 +102,21 @@ class RefusedError(ClusterError):
 class Cluster:
     """One namespace of one cluster."""
 
-    def __init__(self, api: ApiClient, namespace: str, options: str = "") -> None:
+    def __init__(self, api: ApiClient, namespace: str, options: str = "", context: str | None = None) -> None:
         self.namespace = namespace
         self.options = options
         "The options with which a command reaches this namespace again, after a space."
         self.server: str = api.configuration.host
-        self._api = api
+        self._api, self._context = api, context
+        self._renewing = threading.Lock()
 
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
     def list_jobs(self, run: str | None = None) -> tuple[list[JobView], str]:
         """The RayJobs of a run, or of all runs, newest first, and the version to watch from."""
         selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
-        answer = self._ask("GET", "jobs", query=[("labelSelector", selector)])
-        jobs = [job_view(item) for item in answer.get("items", ())]
-        return newest_first(jobs), answer["metadata"].get("resourceVersion", "")
+        items, version = self._list("jobs", [("labelSelector", selector)])
+        return newest_first([job_view(item) for item in items]), version
 
     def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Type and object of each change of a run's RayJobs after `version`, for so many seconds.
@@ -158,8 +163,8 @@ class Cluster:
         clusters = ",".join(job.cluster for job in jobs if job.cluster)
         if not clusters:
             return []
-        answer = self._ask("GET", "pods", query=[("labelSelector", f"ray.io/cluster in ({clusters})")])
-        return [pod_view(item) for item in answer.get("items", ())]
+        items, _ = self._list("pods", [("labelSelector", f"ray.io/cluster in ({clusters})")])
+        return [pod_view(item) for item in items]
 
     def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
         """Delete this pod, its containers ended within `grace_s` seconds (None: its own); no error if it is gone."""
@@ -180,10 +185,9 @@ class Cluster:
 
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
         """The warnings about RayJobs, their RayClusters and their pods, newest first."""
-        answer = self._ask("GET", "events", query=[("fieldSelector", "type=Warning"), ("limit", "500")])
+        items, _ = self._list("events", [("fieldSelector", "type=Warning")])
         prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
-        events = [warning_event(item) for item in answer.get("items", ())]
-        mine = [event for event in events if prefixes and event.object.startswith(prefixes)]
+        mine = [event for event in map(warning_event, items) if prefixes and event.object.startswith(prefixes)]
         return sorted(mine, key=lambda event: -event.time)
 
     # ------------------------------------------------------------------------------------------------------- dashboard
@@ -222,6 +226,11 @@ class Cluster:
                 return None
             raise
 
+    def list_all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        """Every object of a list in PATHS, or those with such labels."""
+        items, _ = self._list(kind, [("labelSelector", selector)] if selector else [])
+        return items
+
     def exists(self, kind: str, name: str) -> bool | None:
         """Whether an object exists (`kind` as in PATHS); None if this user may not see it."""
         try:
@@ -252,17 +261,42 @@ class Cluster:
             if error.status not in (404, 409):  # 409: the name is another object's by now
                 raise
 
+    def _list(self, path: str, query: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], str]:
+        """Every object of a list, page by page, and the version of the list."""
+        items: list[dict[str, Any]] = []
+        rest: list[tuple[str, str]] = []
+        while True:
+            answer = self._ask("GET", path, query=[*query, ("limit", str(PAGE)), *rest])
+            items += answer.get("items") or ()
+            about = answer.get("metadata", {})
+            if not about.get("continue"):
+                return items, about.get("resourceVersion", "")
+            rest = [("continue", about["continue"])]
+
     def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
-        """The answer to one request (`parts`: see `_send`), retried as often as allowed."""
-        for pause in (*RETRY_PAUSES_S, None):
+        """The answer to one request (`parts`: see `_send`), retried as often as allowed, and once as somebody new."""
+        pauses, renewed = iter(RETRY_PAUSES_S), False
+        while True:
+            api = self._api
             try:
                 with self._send(method, path, **parts) as response:
                     return dict(json.loads(b"".join(self._chunks(response)) or b"{}"))
             except UnreachableError as error:
+                pause = next(pauses, None)
                 if pause is None:
                     raise
                 time.sleep(max(pause, error.retry_after))
-        raise AssertionError("the last try returns or raises")
+            except RefusedError as error:
+                if error.status != 401 or renewed:
+                    raise
+                self._renew(api)
+                renewed = True
+
+    def _renew(self, refused: ApiClient) -> None:
+        """Read the credentials again, unless another thread has done so since `refused` was: they may have expired."""
+        with self._renewing:
+            if self._api is refused:
+                self._api, _ = make_client(self._context)
 
     @contextlib.contextmanager
     def _send(
@@ -354,34 +388,17 @@ class Cluster:
 def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
     """The cluster of a kubeconfig context, or the one this process runs in. Sends nothing.
 
-    Raises `ClusterError` when there is no such context, or no configuration at all.
+    The namespace is the given one, else the context's own, else NAMESPACE. Raises `ClusterError` when there is no such
+    context, no credential, or no configuration at all, and `SettingsError` for what is no namespace.
     """
-    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    has_file = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep))
-    if not has_file and (context or not os.environ.get("KUBERNETES_SERVICE_HOST")):
-        raise ClusterError(
-            f"no cluster: {files} is not there; set KUBECONFIG to the file that your cluster's administrator or "
-            "cloud gave you"
-        )
-    import urllib3
-    from kubernetes.client import ApiClient, Configuration  # slow to import, and verbs that read storage do without
-    from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
-
-    configuration = Configuration()
-    try:
-        if has_file:
-            load_kube_config(files, context, configuration, persist_config=False)
-        else:
-            load_incluster_config(configuration)
-    except ConfigException as error:
-        raise ClusterError(
-            f"no cluster: {files}: {shorten(error)}; `kubectl config get-contexts` lists what --context takes"
-        ) from error
-    configuration.retries = urllib3.Retry(False)  # `_ask` retries, each try with its own timeout
+    api, own = make_client(context)
+    chosen = namespace or own or NAMESPACE
+    if not re.fullmatch(NAMESPACE_PATTERN, chosen):
+        raise SettingsError(f"namespace {chosen!r}: set --namespace, or the context's own, to the name of a namespace")
     options = f" --context {context}" if context else ""
-    if namespace and namespace != NAMESPACE:
-        options += f" --namespace {namespace}"
-    return Cluster(ApiClient(configuration), namespace or NAMESPACE, options)
+    if chosen != (own or NAMESPACE):
+        options += f" --namespace {chosen}"
+    return Cluster(api, chosen, options, context)
 
 
 def try_connect(args: argparse.Namespace) -> tuple[Cluster | None, str]:

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,9 @@ LONGEST_OUTAGE_S = 300.0
 
 OUTAGE_PAUSE_S = 2.0
 
+REFUSAL_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
+"""Between tries of an API server that has answered this user before: credentials are rotated, webhooks fail."""
+
 OUTAGE_EVERY_S = 30.0
 """How often a line says that the API server or storage is still out of reach."""
 
@@ -56,6 +59,8 @@ class RunSnapshot:
     "Newest first."
     pods: tuple[PodView, ...] = ()
     warnings: tuple[WarningEvent, ...] = ()
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    "What of the cluster's part this user may not see (pods, events), and the API server's words on it."
     cluster_trouble: str = ""
     "Why the cluster's part is missing or old."
     status: Status | None = None
@@ -91,7 +96,11 @@ class RunSnapshot:
         if self.deleting:
             return RunState.DELETING, HALF_DELETED
         if self.job:
-            return judge(self.job, self.pods, self.warnings, self.status, self.owner, self.stop_wanted, self.time)
+            state, reason = judge(
+                self.job, self.pods, self.warnings, self.status, self.owner, self.stop_wanted, self.time
+            )
+            unseen = "pods" in self.hidden and not state.terminal and not self.driver_began
+            return state, "this user may not list its pods, which would say why" if unseen else reason
         state, reason = self.stored_state or (RunState.LOST, "its RayJob is gone, and storage knows nothing of it")
         if state is RunState.PENDING and not self.cluster_trouble:
             return RunState.LOST, "it was submitted, but its RayJob is gone; submit it again"
@@ -109,6 +118,15 @@ def reach_run(args: argparse.Namespace) -> tuple[Cluster | None, Run, str]:
             jobs, _ = cluster.list_jobs(args.run)
             storage_path = settings_of(jobs[0].raw).get(STORAGE_PATH) if jobs else None
     return cluster, named_run(args.run, storage_path), cluster_error
+
+
+def reach_run_in_cluster(args: argparse.Namespace) -> tuple[Cluster, Run]:
+    """The same for what needs a cluster. Raises `NotFoundError` if storage knows no such run, else `ClusterError`."""
+    cluster, run, cluster_error = reach_run(args)
+    if cluster is None:
+        require_known(None, run, observe_run(None, run, cluster_error))
+        raise ClusterError(cluster_error)
+    return cluster, run
 
 
 def command_arguments(cluster: Cluster | None, run: Run) -> str:
@@ -226,13 +244,14 @@ class Follower:
     def _follow_cluster(self) -> None:
         assert self._cluster
         version, jobs, gone_since = "", {}, 0.0
+        refusals: Iterator[float] = iter(())  # at first, a refusal is final
         while not self._ended.is_set():
             try:
                 if not version:
                     listed, version = self._cluster.list_jobs(self._run.name)
                     jobs = {job.name: job for job in listed}
                 self._updates.put({**_read_cluster(self._cluster, list(jobs.values())), "cluster_trouble": ""})
-                gone_since = 0.0
+                gone_since, refusals = 0.0, iter(REFUSAL_PAUSES_S)
                 for kind, changed in self._cluster.watch_jobs(self._run.name, version, WATCH_S):
                     version = changed["metadata"]["resourceVersion"]
                     if kind == "BOOKMARK":
@@ -250,10 +269,16 @@ class Follower:
                     raise
                 self._updates.put({"cluster_trouble": str(error)})
                 self._ended.wait(OUTAGE_PAUSE_S)
-            except RefusedError as error:
-                if error.status != 410:  # the version to watch from is too old
-                    raise
+            except ClusterError as error:
                 version = ""
+                status = error.status if isinstance(error, RefusedError) else 401  # or no credential to be had
+                if status == 410:  # the version to watch from is too old
+                    continue
+                pause = next(refusals, None) if status in (401, 403) else None
+                if pause is None:
+                    raise
+                self._updates.put({"cluster_trouble": str(error)})
+                self._ended.wait(pause)
 
     def _follow_storage(self) -> None:
         while not self._ended.is_set():
@@ -264,12 +289,27 @@ class Follower:
 
 
 def _read_cluster(cluster: Cluster, jobs: list[JobView]) -> dict[str, Any]:
+    """What this user may see of the cluster's part; the RayJobs at least."""
     newest = newest_first(jobs)
-    return {
-        "jobs": tuple(newest),
-        "pods": tuple(cluster.list_pods(newest)),
-        "warnings": tuple(cluster.list_warnings(newest[:1])),
-    }
+    seen: dict[str, tuple[Any, ...]] = {"pods": (), "events": ()}
+    hidden = {}
+    for what, read in (
+        ("pods", lambda: cluster.list_pods(newest)),
+        ("events", lambda: cluster.list_warnings(newest[:1])),
+    ):
+        try:
+            seen[what] = tuple(read())
+        except RefusedError as error:
+            if error.status != 403:
+                raise
+            hidden[what] = str(error)
+    return {"jobs": tuple(newest), "pods": seen["pods"], "warnings": seen["events"], "hidden": hidden}
+
+
+def warn_of_hidden(snapshot: RunSnapshot) -> None:
+    """Say what this user may not see of a run, which may be what explains it."""
+    for what, refusal in snapshot.hidden.items():
+        warn(f"without its {what}: {refusal}")
 
 
 def _read_storage(run: Run, job: JobView | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from app.run.overview import RunView, read_view
 from app.run.status import RunState
 from submitter.cluster.api import Cluster
 from submitter.cluster.state import count_workers
-from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, observe_run, reach_run, require_known
+from submitter.cluster.watch import NUM_WORKERS, RunSnapshot, observe_run, reach_run, require_known, warn_of_hidden
 from submitter.commands.arguments import add_run
 from submitter.manifest.render import settings_of
 from submitter.output import doing, print_json, print_text, warn
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> None:
     if snapshot.storage_trouble:
         seen = "of storage, its status alone" if snapshot.status else "from the cluster alone, without storage"
         warn(f"{seen}: {snapshot.storage_trouble}")
+    warn_of_hidden(snapshot)
     others = [job.name for job in snapshot.jobs[1:] if job.live]
     if others:
         warn(f"also live, and superseded by {snapshot.jobs[0].name} once that trains: {', '.join(others)}")
@@ -94,7 +95,8 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
         record["warning"] = "" if state.terminal else snapshot.status.warning
         record |= {name: getattr(snapshot.status, name) for name in ("save_s", "notice_s", "memory_every")}
     if snapshot.job:
-        record["pods_wanted"], record["pods_running"] = count_workers(snapshot.job, snapshot.pods)
+        wanted, running = count_workers(snapshot.job, snapshot.pods)
+        record["pods_wanted"], record["pods_running"] = wanted, None if "pods" in snapshot.hidden else running
         record["job"] = snapshot.job.name
         record["workers_wanted"] = settings_of(snapshot.job.raw).get(NUM_WORKERS)
         record["try"], record["tries"] = min(snapshot.job.failed + 1, snapshot.job.tries), snapshot.job.tries
@@ -111,6 +113,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
     line("warning", record["warning"])
     if record["job"]:
         line("job", f"{record['job']} in {record['namespace']}, try {record['try']} of {record['tries']}")
+    if record["pods_running"] is not None:
         line("pods", f"{record['pods_running']} of {record['pods_wanted']} workers' pods run")
     if record["attempt"]:
         workers = record["workers_running"]

@@ -55,13 +55,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.timeout is not None and not args.wait:
         raise SettingsError("--timeout: give --wait too")
-    rendered = render_from(args)
-    cluster = connect(args.context, rendered.namespace)
+    rendered, cluster = render_for_cluster(args)
     run = submit(cluster, rendered, args.dry_run, args.json)
     if args.wait and not args.dry_run:
         from submitter.commands.wait import wait
 
         wait(cluster, run, args.timeout, args.json)
+
+
+def render_for_cluster(args: argparse.Namespace) -> tuple[Rendered, Cluster]:
+    """The manifest, and the cluster that it is for, in the namespace that an option, the profile or the context names.
+
+    Raises `ClusterError` when there is no cluster to ask.
+    """
+    rendered = render_from(args)
+    cluster = connect(args.context, rendered.chosen_namespace)
+    if cluster.namespace != rendered.namespace:
+        rendered = render_from(argparse.Namespace(**{**vars(args), "namespace": cluster.namespace}))
+    return rendered, cluster
 
 
 def submit(cluster: Cluster, rendered: Rendered, dry_run: bool, as_json: bool) -> Run:

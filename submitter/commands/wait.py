@@ -21,6 +21,7 @@ from submitter.cluster.watch import (
     observe_run,
     reach_run,
     require_known,
+    warn_of_hidden,
 )
 from submitter.commands.arguments import add_run
 from submitter.output import print_json_line, print_text, warn
@@ -47,7 +48,9 @@ def wait(cluster: Cluster | None, run: Run, timeout: float | None, as_json: bool
     when there is no such run, `GaveUpError` after `timeout` seconds, and `ClusterError` when the API server stays out
     of reach.
     """
-    require_known(cluster, run, observe_run(cluster, run, cluster_error))
+    snapshot = observe_run(cluster, run, cluster_error)
+    require_known(cluster, run, snapshot)
+    warn_of_hidden(snapshot)
     show = LiveLine(run) if sys.stdout.isatty() and not as_json else Lines(run, as_json)
     restarts, began = HeadRestarts(run), time.monotonic()
     try:

@@ -77,7 +77,7 @@ def _check_resources(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     name = "KubeRay operator"
-    pods = (cluster.find("all pods", query=[("labelSelector", OPERATOR)]) or {}).get("items", ())
+    pods = cluster.list_all("all pods", OPERATOR)
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
     if not running:
         # Not a failure: a cloud may run it out of sight.
@@ -188,7 +188,7 @@ def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]
 
 
 def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    nodes = (cluster.find("nodes") or {}).get("items", [])
+    nodes = cluster.list_all("nodes")
     for name, wanted, pod in groups_of(rendered.manifest):
         places = find_places(pod, nodes)
         others = "; ".join(f"{number} {why}" for why, number in places.why_not.most_common())
@@ -220,7 +220,7 @@ def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    quotas = (cluster.find("quotas") or {}).get("items", [])
+    quotas = cluster.list_all("quotas")
     if not quotas:
         yield Check("quota", Result.OK, f"none in namespace {cluster.namespace}")
     needed = what_it_takes(rendered.manifest)

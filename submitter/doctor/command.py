@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_preconditions(args: argparse.Namespace) -> None:
-    from submitter.cluster.api import connect
     from submitter.commands.arguments import render_from
+    from submitter.commands.submit import render_for_cluster
     from submitter.doctor.preconditions import examine
 
     args.profile = args.profile or "kind"
-    rendered, cluster, cluster_error = render_from(args), None, ""
+    cluster, cluster_error = None, ""
     try:
-        cluster = connect(args.context, rendered.namespace)
+        rendered, cluster = render_for_cluster(args)
     except ClusterError as error:
-        cluster_error = str(error)
+        rendered, cluster_error = render_from(args), str(error)
     examine(cluster, rendered, args.from_pods, args.json, cluster_error)

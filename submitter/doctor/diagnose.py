@@ -36,7 +36,7 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
     snapshot, view = gather(cluster, run, cluster_error)
     state, reason = snapshot.state()
     findings, unseen = [], _unseen(snapshot)
-    if snapshot.job:
+    if snapshot.job and "pods" not in snapshot.hidden:
         findings += find_pending(snapshot.job, snapshot.pods, snapshot.warnings, state, snapshot.time)
     if view:
         failures = []
@@ -87,6 +87,7 @@ def _unseen(snapshot: RunSnapshot) -> list[str]:
         texts.append(f"the cluster: {snapshot.cluster_trouble}")
     elif not snapshot.job:
         texts.append("pods and their events: the run has no RayJob")
+    texts += [f"its {what}: {refusal}" for what, refusal in snapshot.hidden.items()]
     if snapshot.storage_trouble:
         texts.append(f"what the run left in storage: {snapshot.storage_trouble}")
     return texts

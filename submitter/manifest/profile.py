@@ -39,6 +39,8 @@ RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
 LONGEST_CHAIN = 20
 """Profiles that extend each other."""
 
+NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+
 LEAST_NOTICE_S = 5
 """With less, no time is left to save once Ray has noticed."""
 
@@ -219,9 +221,7 @@ class Profile(_Part):
     "Another profile, to which this one adds; null removes one of its values."
     notice_s: Annotated[int, Field(ge=LEAST_NOTICE_S)] | None = _takes(f"whole seconds from {LEAST_NOTICE_S}")
     "How long before its end a node's pods are told; sets Ray's drain and the pods' grace period."
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = _takes(
-        "the name of a namespace"
-    )
+    namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
     "Whether nodes pull the image from a registry, and storage is a bucket of yours: then both must be named."
     image: Text | None = _takes("the reference of an image")

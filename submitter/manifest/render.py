@@ -72,6 +72,8 @@ class Rendered:
     "As the job will read them, without those that a search varies."
     namespace: str
     derived: list[Derived]
+    chosen_namespace: str | None
+    "The namespace that an option or the profile names; None: it is only the default."
 
     @property
     def name(self) -> str:
@@ -139,7 +141,7 @@ def render(
     set_variable(job, PREFIX + "JOB_ID", name)
     job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
     settings = load_search({**{n: v for n, (v, _) in given.items()}, **settings_of(job)}).settings
-    return Rendered(job, settings, job["metadata"]["namespace"], derived)
+    return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace)
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:

@@ -81,6 +81,8 @@ class FakeCluster:
         "`verb resource` that access reviews deny; a path that may not be read."
         self.has_operator, self.has_kueue = True, False
         self.requests: list[tuple[str, str]] = []
+        self.tokens: set[str] = set()
+        "What requests were signed with."
         self.oldest_version = 0
         "Watches from before this are refused with 410."
         self._faults: list[tuple[str, str, Fault, float]] = []
@@ -226,6 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.target = target.path
         cluster = self.server.cluster
         cluster.requests.append((self.command, self.path))
+        cluster.tokens.add(self.headers.get("Authorization", ""))
         fault = cluster.fault_for(self.command, self.path)
         if fault:
             fault(self)
@@ -250,7 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == JOBS and query.get("watch") == "true":
             self.watch()
         elif path == JOBS:
-            self.reply(200, cluster.list_jobs(query["labelSelector"]))
+            found = cluster.list_jobs(query["labelSelector"])
+            self.reply_page(found["items"], **found["metadata"])
         elif path.startswith(f"{JOBS}/"):
             self.one_job(path.rpartition("/")[2])
         elif path == f"{CORE}/pods" and self.command == "POST":
@@ -261,13 +265,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(201, pod)
         elif path == f"{CORE}/pods":
             names = query["labelSelector"].partition("(")[2].rstrip(")").split(",")
-            self.reply(200, {"items": [p for p in cluster.pods if p["metadata"]["labels"]["ray.io/cluster"] in names]})
+            self.reply_page([p for p in cluster.pods if p["metadata"]["labels"]["ray.io/cluster"] in names])
         elif path.startswith(f"{CORE}/pods/"):
             self.one_pod(path.rpartition("/")[2])
         elif path == f"{CORE}/events":
-            self.reply(200, {"items": cluster.events})
+            self.reply_page(cluster.events)
         elif path in cluster.documents:
-            self.reply(200, cluster.documents[path])
+            document = cluster.documents[path]
+            if "items" in document:
+                self.reply_page(document["items"])
+            else:
+                self.reply(200, document)
         elif path in cluster.objects:
             self.reply(200, {"metadata": {"name": path.rpartition("/")[2]}})
         else:
@@ -339,6 +347,13 @@ class _Handler(BaseHTTPRequestHandler):
         line = json.dumps({"type": kind, "object": changed}).encode() + b"\n"
         self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
         self.wfile.flush()
+
+    def reply_page(self, items: list[Any], **about: Any) -> None:
+        """Reply with as many as were asked for, and how to ask for the rest."""
+        begin = int(self.query.get("continue", 0))
+        end = begin + int(self.query["limit"])
+        more = {"continue": str(end)} if end < len(items) else {}
+        self.reply(200, {"metadata": {**about, **more}, "items": items[begin:end]})
 
     def refuse(self, status: int, message: str) -> None:
         answer(status, message)(self)

@@ -255,6 +255,60 @@ def test_what_the_job_before_has_left_is_not_shown_for_the_next_of_its_name(run:
     assert (follower._snapshot.status, follower._snapshot.owner) == (None, "")
 
 
+@pytest.mark.parametrize(("times", "code"), [(3, 0), (99, 4)])
+def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
+    cluster: FakeCluster,
+    run: Run,
+    sunspot: Command,
+    job: str,
+    when: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+    code: int,
+) -> None:
+    cluster.set_status(job, "Running", "RUNNING")
+    set_status(run, RunState.RUNNING)
+    monkeypatch.setattr("submitter.cluster.watch.REFUSAL_PAUSES_S", (0.05,) * 3)
+
+    def expire() -> None:
+        cluster.on("GET", "rayjobs", answer(401, "Unauthorized"), times=times)
+        if code == 0:
+            set_status(run, RunState.SUCCEEDED)
+            cluster.set_status(job, "Complete", "SUCCEEDED")
+
+    when(running=expire)
+    assert sunspot("wait", "run", "--timeout", "60") == code, sunspot.err
+    assert ("error: " in sunspot.err) == (code == 4)
+
+
+def test_what_this_user_may_not_see_is_named_and_the_rest_is_shown(
+    cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
+) -> None:
+    cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
+    cluster.on("GET", "/events", answer(403, 'User "me" cannot list events'))
+    assert sunspot("status", "run") == 0
+    assert "2 worker pods wanted, 0 running; the others start" in sunspot.out
+    assert 'without its events: User "me" cannot list events; have the Role sunspot-submitter' in sunspot.err
+    cluster.on("GET", "/pods", answer(403, 'User "me" cannot list pods'))
+    assert sunspot("status", "run") == 0
+    assert "this user may not list its pods" in sunspot.out
+    assert "workers' pods run" not in sunspot.out
+    when(pending=lambda: (set_status(run, RunState.SUCCEEDED), cluster.set_status(job, "Complete", "SUCCEEDED")))
+    assert sunspot("wait", "run", "--timeout", "60") == 0, sunspot.err
+
+
+def test_lists_of_any_length_are_read_to_their_end(cluster: FakeCluster, sunspot: Command, job: str) -> None:
+    def event(about: str) -> dict[str, Any]:
+        meta = {"creationTimestamp": timestamp(time.time())}
+        about_it = {"involvedObject": {"name": about}, "reason": "FailedToCreateHeadPod", "message": "exceeded quota"}
+        return {"metadata": meta, **about_it}
+
+    cluster.events = [event("another")] * 1200 + [event("run-1-x")]
+    assert sunspot("status", "run") == 0
+    assert "the head pod cannot be made: exceeded quota" in sunspot.out
+    assert sum("/events" in path for _, path in cluster.requests) == 3
+
+
 def test_an_end_in_storage_is_seen_though_the_api_server_is_gone(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
