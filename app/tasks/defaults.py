@@ -1,13 +1,16 @@
 """The optimizer and the schedule of a task that brings none of its own, as the settings say."""
 
+import functools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from app.errors import SettingsError, shorten
 from app.settings import PREFIX, Settings
@@ -15,6 +18,13 @@ from app.tasks.optimizers import Optimizers
 
 READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
 """The settings that each default reads: a task that brings its own has no use for them."""
+
+OF_STEP = (
+    *(lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CyclicLR, lr_scheduler.ExponentialLR),
+    *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
+    *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
+)
+"""PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
@@ -83,32 +93,55 @@ def fused_on_gpu(model: torch.nn.Module) -> bool | None:
 
 
 def play(build_scheduler: Callable[..., LRScheduler], settings: Settings) -> Callable[[int, int], float]:
-    """The `schedule` of a task that builds a scheduler of PyTorch's, played through once with an optimizer of its own.
+    """The `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
 
-    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts.
-    Raises `SettingsError`, when it is called, for one that follows a metric.
+    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. One
+    that cannot be asked for a step (`can_jump`) is played through from the first. Raises `SettingsError`, when it is
+    called, for one that follows a metric.
     """
-    factors: list[float] = []
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
-    scheduler: LRScheduler | None = None
+
+    @functools.cache
+    def begin(total_steps: int) -> tuple[LRScheduler, list[float]]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+        scheduler = build_scheduler(optimizer, settings, total_steps)
+        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: its build_scheduler returned a {type(scheduler).__name__}; return "
+                "a scheduler of PyTorch's whose rate is a function of the step"
+            )
+        return scheduler, [factor_of(scheduler)]
+
+    def factor_of(scheduler: LRScheduler) -> float:
+        return float(scheduler.optimizer.param_groups[0]["lr"]) / settings.learning_rate
 
     def schedule(step: int, total_steps: int) -> float:
-        nonlocal scheduler
-        if scheduler is None:
-            scheduler = build_scheduler(optimizer, settings, total_steps)
-            if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-                raise SettingsError(
-                    f"{PREFIX}TASK={settings.task}: its build_scheduler returned a {type(scheduler).__name__}; return "
-                    "a scheduler of PyTorch's whose rate is a function of the step"
-                )
+        scheduler, factors = begin(total_steps)
+        if can_jump(scheduler):
+            jump(scheduler, step)
+            return factor_of(scheduler)
         while len(factors) <= step:
-            if factors:
-                optimizer.step()
-                scheduler.step()
-            factors.append(float(optimizer.param_groups[0]["lr"]) / settings.learning_rate)
+            scheduler.optimizer.step()
+            scheduler.step()
+            factors.append(factor_of(scheduler))
         return factors[step]
 
     return schedule
+
+
+def can_jump(scheduler: LRScheduler) -> bool:
+    """Whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
+    if type(scheduler) is SequentialLR:
+        return all(map(can_jump, scheduler._schedulers))
+    return type(scheduler) in OF_STEP
+
+
+def jump(scheduler: LRScheduler, step: int) -> None:
+    """Set its optimizer's rate to that of a step, counted from 0."""
+    while isinstance(scheduler, SequentialLR):
+        number = bisect_right(scheduler._milestones, step)
+        step -= scheduler._milestones[number - 1] if number else 0
+        scheduler = scheduler._schedulers[number]
+    scheduler._update_lr(step)
 
 
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:

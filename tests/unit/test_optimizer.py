@@ -15,12 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import (
+    ConstantLR,
     CosineAnnealingLR,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
     LinearLR,
     MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from app.checkpoint.snapshot import map_tensors
@@ -29,7 +36,7 @@ from app.errors import SettingsError
 from app.parallel import clip_gradients, shard_model
 from app.settings import Settings
 from app.tasks import load_task
-from app.tasks.defaults import build_optimizer, fill_in, learning_rate_factor
+from app.tasks.defaults import build_optimizer, can_jump, fill_in, jump, learning_rate_factor
 from app.train import setup
 from tests.harness.loop import train_ranks
 
@@ -76,6 +83,8 @@ SCHEDULERS: dict[str, Callable[[Any, Settings, int], Any]] = {
     "parts": lambda optimizer, settings, total: SequentialLR(
         optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], [4]
     ),
+    "exponential": lambda optimizer, settings, _: ExponentialLR(optimizer, settings.task_args["gamma"]),
+    "function": lambda optimizer, settings, _: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "product": lambda optimizer, settings, total: MultiplicativeLR(optimizer, lambda _: settings.task_args["gamma"]),
 }
 
@@ -95,6 +104,49 @@ def test_a_scheduler_is_a_function_of_the_step(build: Callable[[Any, Settings, i
         schedule = fill_in(module, settings).schedule
         factors = [schedule(step, total) for step in range(begins_at, total)]
         assert [0.05 * factor for factor in factors] == pytest.approx(rates[begins_at:], rel=1e-12)
+
+
+MAKERS: list[Callable[[Any, int, float], Any]] = [
+    lambda optimizer, steps, share: ConstantLR(optimizer, share, steps),
+    lambda optimizer, steps, share: CosineAnnealingLR(optimizer, steps, 0.01 * share),
+    lambda optimizer, steps, share: CyclicLR(optimizer, 0.01 * share, 0.05, steps),
+    lambda optimizer, steps, share: CyclicLR(optimizer, 0.01 * share, 0.05, steps, mode="triangular2"),
+    lambda optimizer, steps, share: ExponentialLR(optimizer, share),
+    lambda optimizer, steps, share: LambdaLR(optimizer, lambda step: share + 1 / (1 + step)),
+    lambda optimizer, steps, share: LinearLR(optimizer, share, 0.9, steps),
+    lambda optimizer, steps, share: MultiStepLR(optimizer, [steps, steps + 2, 2 * steps], share),
+    lambda optimizer, steps, share: OneCycleLR(optimizer, 0.05, 100, pct_start=0.9 * share),
+    lambda optimizer, steps, share: PolynomialLR(optimizer, steps, 3 * share),
+    lambda optimizer, steps, share: StepLR(optimizer, steps, share),
+]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(MAKERS), st.integers(1, 15), st.floats(0.1, 1)), min_size=1, max_size=3),
+    st.integers(0, 50),
+)
+def test_a_scheduler_that_is_asked_for_a_step_answers_as_if_it_had_taken_all_before(made: Any, step: int) -> None:
+    def build(optimizer: Any, *_: Any) -> Any:
+        parts = [make(optimizer, steps, share) for make, steps, share in made]
+        return SequentialLR(optimizer, parts, [9 * n for n in range(1, len(parts))]) if len(parts) > 1 else parts[0]
+
+    played, asked = (torch.optim.AdamW([nn.Parameter(torch.zeros(1))], 0.05) for _ in range(2))
+    scheduler = build(played)
+    for _ in range(step):
+        played.step()
+        scheduler.step()
+    asked_scheduler = build(asked)
+    assert can_jump(asked_scheduler)
+    jump(asked_scheduler, step)
+    assert asked.param_groups[0]["lr"] == pytest.approx(played.param_groups[0]["lr"], rel=1e-9, abs=1e-12)
+
+
+def test_a_run_that_goes_on_far_from_its_beginning_does_not_play_all_rates() -> None:
+    asked: list[int] = []
+    module = ModuleType("mine")
+    module.build_scheduler = lambda optimizer, *_: LambdaLR(optimizer, lambda step: asked.append(step) or 0.5)  # type: ignore[attr-defined, func-returns-value]
+    assert fill_in(module, Settings()).schedule(50_000, 10**6) == 0.5
+    assert len(asked) < 5
 
 
 def test_a_scheduler_that_cannot_be_is_refused() -> None:
