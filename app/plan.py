@@ -25,15 +25,28 @@ class Plan:
     order: str = ""
     "Checksum of the order of the rows, as the driver has it; empty: not known."
 
+    @property
+    def pass_limit(self) -> int:
+        """The most rows in one forward pass of a worker: MICRO_BATCH_SIZE; 0: no limit.
+
+        Without one, an elastic run makes none larger than on its most workers: fewer would need more memory each, just
+        when nodes are lost.
+        """
+        workers, limit = self.settings.num_workers, self.settings.micro_batch_size
+        if limit or not workers.elastic:
+            return limit
+        largest = max(largest_pass(rows, workers.most, 0) for rows in self._rows_of_steps())
+        return max(largest, MIN_ROWS + 1)  # or else 3 rows would be cut into 2 and 1
+
     def passes(self, world_size: int) -> int:
         """The most forward passes of a worker in one step."""
-        return max(forward_passes(rows, world_size, self.settings.micro_batch_size) for rows in self._rows_of_steps())
+        return max(forward_passes(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
 
     def pass_rows(self, world_size: int) -> int:
         """The rows of every forward pass under COMPILE, as many as of the largest; 0: passes differ."""
         if self.settings.compile == "off":
             return 0
-        return max(largest_pass(rows, world_size, self.settings.micro_batch_size) for rows in self._rows_of_steps())
+        return max(largest_pass(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
 
     def _rows_of_steps(self) -> set[int]:
         """The numbers of rows that steps have: the last one of an epoch may have its own."""

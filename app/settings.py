@@ -211,8 +211,8 @@ class Settings(BaseModel):
     global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
     "Rows per optimizer step over all workers, whatever their number."
 
-    micro_batch_size: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
-    "Most rows in one forward pass of one worker; more are accumulated."
+    micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
+    "Most rows in one forward pass of one worker; more are accumulated. 0: no limit, or its share on the most workers."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
     "The peak rate; the task's schedule scales it, or SCHEDULE where the task has none."
@@ -236,7 +236,7 @@ class Settings(BaseModel):
     "With the data, decides the whole sequence of optimizer steps."
 
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
-    "tf32: factors of matrix products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
+    "tf32: factors of products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
 
     gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
     "How gradients travel between workers: bf16 halves the bytes, and rounds what is added up."

@@ -106,7 +106,7 @@ class Shares:
 class EvenStrategy(RayDDPStrategy):
     """DDP with the same weight for all rows of a step, as in `app.train.run.passes`.
 
-    One batch is one optimizer step: more than `micro_batch_size` rows are accumulated within it.
+    One batch is one optimizer step: more rows than `Plan.pass_limit` are accumulated within it.
     """
 
     def __init__(self, worker: Worker, task: LightningTask, shares: Shares) -> None:
@@ -121,7 +121,7 @@ class EvenStrategy(RayDDPStrategy):
     def training_step(self, batch: Any, *index: int) -> Any:
         """The first forward pass; the others are made in `backward`, before which gradients are zeroed."""
         rows = len((self._shares.batch or self._worker.padding_batch)["row"])
-        parts = list(micro_batches(rows, self._worker.plan.settings.micro_batch_size))
+        parts = list(micro_batches(rows, self._worker.plan.pass_limit))
         whole = len(parts) == 1
         self._parts = [(batch if whole else map_tensors(batch, lambda t, p=part: t[p]), part) for part in parts]  # type: ignore[misc]
         self._index = (self._shares.position,) if index else ()  # the Trainer counts from where it began

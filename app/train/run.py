@@ -71,7 +71,7 @@ class TrainingRun:
                     return
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        limit = self.settings.micro_batch_size
+        limit = self._worker.plan.pass_limit
         weighted = passes(self.model, batch, self._rows_in_step, self.world_size, limit, empty=not self._has_rows)
         for part, weight in weighted:
             self._begin_pass(part, weight)

@@ -150,8 +150,8 @@ def _batches(worker: Worker, end: EndConsensus) -> Iterator[Batch]:
 
     Under FSDP workers make each forward pass together: all get the same number of batches, {} when they have no rows.
     """
-    settings = worker.plan.settings
-    batches = worker.loader.test(largest_pass(settings.global_batch_size, worker.world_size, settings.micro_batch_size))
+    settings, limit = worker.plan.settings, worker.plan.pass_limit
+    batches = worker.loader.test(largest_pass(settings.global_batch_size, worker.world_size, limit))
     while True:
         batch, command = next(batches, {}), worker.commands.poll()
         if end.reached(command.stop, command.restart, bool(batch)):

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.data.order import Steps
+from app.data.source import EmptySource
 from app.errors import SettingsError
-from app.plan import choose_resources, make_plan, with_absolute_paths
+from app.plan import Plan, choose_resources, make_plan, with_absolute_paths
 from app.settings import load_settings
 from app.tasks import load_task
 
@@ -45,6 +47,19 @@ def test_the_plan_says_what_ends_the_run() -> None:
     assert "188 = 2 epochs of 94 steps of 128 rows" in plan.reasons[1]
     assert make_plan(load_settings({"MAX_STEPS": "10"}), task).total_steps == 10
     assert make_plan(load_settings({"MAX_STEPS": "1000"}), task).total_steps == 188
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro", "limit"), [("2..8", "0", 16), ("2..64", "0", 3), ("8", "0", 0), ("2..8", "5", 5)]
+)
+def test_fewer_workers_need_no_more_memory_each_than_the_most_of_an_elastic_run(
+    workers: str, micro: str, limit: int
+) -> None:
+    settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro, "COMPILE": "default"})
+    plan = Plan(settings, EmptySource((1,), 2), None, Steps(1000, 128), 8)
+    assert plan.pass_limit == limit
+    assert plan.pass_rows(2) <= (limit or 64)
+    assert plan.passes(2) == (-(-64 // limit) if limit else 1)
 
 
 def test_workers_without_rows_are_told() -> None:
