@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.order import MIN_ROWS, Order, ShuffleWindow, Steps, locate_rows, micro_batches, share
+from app.data.order import MIN_ROWS, Order, ShuffleWindow, Steps, largest_pass, locate_rows, micro_batches, share
 
 rows = st.integers(2, 500)
 batches = st.integers(2, 64)
@@ -59,6 +59,13 @@ def test_micro_batches_are_even(rows: int, most: int) -> None:
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= (most or rows)
     assert min(sizes) >= (1 if 0 < most < 3 else MIN_ROWS)
+
+
+def test_the_largest_pass_may_be_that_of_a_smaller_share() -> None:
+    """Of 5 and 4 rows, each cut into passes of at most 4: 3 and 2, and 4."""
+    assert largest_pass(9, 2, 4) == 4
+    assert largest_pass(9, 2, 5) == 5
+    assert largest_pass(9, 2, 0) == 5
 
 
 @given(row_groups, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 100))

@@ -125,7 +125,7 @@ def test_who_has_no_rows_left_is_alive_while_others_evaluate(tmp_path: Path, mon
     """As held-out rows may be uneven, and an evaluation may take longer than HANG_TIMEOUT_S."""
     monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.0)
 
-    def act(group: dist.ProcessGroup) -> tuple[int, dict[str, float] | None]:
+    def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
         rows = range(20) if dist.get_rank() == 0 else range(1)
         worker = evaluating(group, 2, ({"row": torch.tensor([time.sleep(0.005) or row])} for row in rows))
         beats = itertools.count()
@@ -143,7 +143,9 @@ def kept_of(calls: list[Any], worker: Any) -> Any:
         save=lambda step, metrics, evaluated=True, to_storage=True: calls.append(("save", step, evaluated, to_storage)),
         due=lambda *_: StepActions(),
     )
-    worker.average.update = worker.took_step = worker.report = lambda *_: None
+    worker.average.update = worker.took_step = lambda *_: None
+    worker.report = lambda record, _: worker.records.append(record)
+    worker.records = []
     worker.due = lambda *_: StepActions()
     worker.add_evaluation = lambda results: calls.append(("made up", *results))
     worker.restart_group = lambda: calls.append("restart")
@@ -170,6 +172,8 @@ def test_an_epochs_end_is_kept_before_its_evaluation(
     stopped = after_step(worker, StepConsensus(group), window, 25, None, 0.1)
     assert stopped == command.stop
     assert [*dict.fromkeys(calls)] == [("save", 25, False, False), "evaluates", *left]
+    [record] = worker.records
+    assert (record["epoch"], "test_loss" in record) == (1, command == Command())
 
 
 @pytest.mark.parametrize(
@@ -190,6 +194,34 @@ def test_an_evaluation_is_made_up(command: Command, done: list[Any], group: dist
     worker.evaluated = False
     assert make_up_evaluation(worker) == command.stop
     assert calls == done
+
+
+def test_an_evaluation_has_the_buffers_that_a_checkpoint_has(tmp_path: Path) -> None:
+    """Those of rank 0, such as batch norm's averages: each rank has its own until then."""
+
+    def act(group: dist.ProcessGroup) -> tuple[float, dict[str, float] | None]:
+        worker = evaluating(group, 2)
+        worker.model = torch.nn.BatchNorm1d(1)
+        worker.model.running_mean.fill_(dist.get_rank())
+        worker.task.loss = lambda model, batch: (model.running_mean.expand(len(batch["row"])), {})
+        results = evaluate(worker).results
+        return float(worker.model.running_mean), results
+
+    assert in_processes(tmp_path, 2, act) == [(0.0, {"test_loss": 0.0})] * 2
+
+
+def test_a_checkpoint_that_can_wait_does_so_while_one_is_committed(group: dist.ProcessGroup) -> None:
+    calls: list[Any] = []
+    worker = kept_of(calls, evaluating(group, 1, parallel="fsdp", checkpoint_every_steps=2))
+    window, consensus = MetricWindow(group, worker.device, RecentMeans(1000, {})), StepConsensus(group)
+    for busy in (True, False):
+        worker.due = lambda *_, busy=busy: StepActions(busy=busy)
+        calls.clear()
+        for step in range(1, 21):
+            window.add_step([{"loss": torch.ones(2)}], 0.1, 0.1)
+            after_step(worker, consensus, window, step, None, 0.1)
+            time.sleep(0.001)
+        assert (("save", 20, True, True) in calls) is not busy
 
 
 def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
