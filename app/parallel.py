@@ -52,7 +52,7 @@ LEAST_BLOCK = 10_000
 
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Under PRECISION=bf16, too, these compute with weights of fp32."""
+"""Those of torch (`is_norm`)."""
 
 
 CHANNELS_LAST = ("cuda",)
@@ -133,8 +133,8 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
         # Half of the bytes, and the arithmetic of ddp, where autocast rounds the same weights after the gathering.
         rounded = replace(whole, param_dtype=torch.bfloat16, cast_forward_inputs=False)
         for block in find_blocks(model):
-            policy = rounded if settings.precision == "bf16" and not isinstance(block, NORMS) else whole
-            for norm in [module for module in block.modules() if policy is rounded and isinstance(module, NORMS)]:
+            policy = rounded if settings.precision == "bf16" and not is_norm(block) else whole
+            for norm in [module for module in block.modules() if policy is rounded and is_norm(module)]:
                 fully_shard(norm, mesh=mesh, mp_policy=whole)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=whole)
@@ -161,6 +161,14 @@ def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from find_blocks(child)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module computes with weights of fp32 under PRECISION=bf16, too: as a norm of torch's, or by its name,
+    as models of Hugging Face have their own (`LlamaRMSNorm`).
+    """
+    named = type(module).__name__.endswith("Norm") and not any(module.children())
+    return named or isinstance(module, NORMS)
 
 
 def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:

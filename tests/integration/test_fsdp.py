@@ -294,7 +294,18 @@ def test_pieces_are_read_together_when_they_are_near_and_small(monkeypatch: pyte
     assert [[piece.begin for piece in group] for group in groups] == [[0, 50], [100], [121], [130], [330]]
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm])
+class LlamaRMSNorm(nn.Module):
+    """A norm as models of Hugging Face bring it: no class of torch's."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm, LlamaRMSNorm])
 def test_a_gather_in_bf16_changes_no_number(norm: type[nn.Module], group: object) -> None:
     def train(parallel: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
