@@ -75,7 +75,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     settings: Settings = plan.settings
     run = open_run(settings.storage_path, settings.run_name)
     torch.set_num_threads(config["threads"])
-    torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
+    round_products(settings.precision == "tf32")
     quiet_ray_train()
     # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `finish_together`).
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
@@ -134,6 +134,12 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             if RESTARTING not in str(error):  # then training goes on with the next group
                 record_end(error, run, control, attempt, rank, watchdog.step)
             raise
+
+
+def round_products(rounded: bool) -> None:
+    """Have a GPU round the factors of products of fp32 numbers (TF32) or not, of matrices and of convolutions."""
+    torch.set_float32_matmul_precision("high" if rounded else "highest")
+    torch.backends.cudnn.allow_tf32 = rounded  # which torch has on, unlike that of matrices
 
 
 def quiet_ray_train() -> None:
