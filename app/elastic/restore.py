@@ -34,6 +34,8 @@ class State:
     taken: float | None = None
     "When its last step had been taken, in seconds since the epoch."
     tier: str = "beginning"
+    total_steps: int = 0
+    "Of the whole run, as it was planned then; 0: not known."
     ledger: tuple[Any, ...] = ()
     "Windows of consumed rows that are not in storage yet."
     load_parts: Callable[[nn.Module, Optimizer], None] | None = None
@@ -73,6 +75,7 @@ def load_start(
         metrics=checkpoint.metrics,
         taken=checkpoint.metrics.get("time", checkpoint.time),
         tier="storage",
+        total_steps=checkpoint.total_steps,
     )
 
 
@@ -91,6 +94,7 @@ def _load_snapshot(start: Start, found: Found) -> State:
         metrics=rest["about"]["metrics"],
         taken=chosen.time,
         tier="memory",
+        total_steps=rest["about"]["total_steps"],
         ledger=tuple(rest["ledger"]),
     )
 

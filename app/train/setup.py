@@ -1,6 +1,7 @@
 """Makes a process a worker of the run: claims it with the group, loads the state, builds what a step needs."""
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -214,6 +215,8 @@ def make_worker(
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
     if left_out and rank == 0:
         record_left_out(start.attempt.step, journals["events"], warn)
+    if rank == 0 and (change := describe_new_length(task, attempt.step, state.total_steps, plan.total_steps)):
+        warn(change)
     checkpoints = CheckpointManager(
         run,
         attempt,
@@ -359,6 +362,19 @@ def open_journals(run: Run, start: Start, warn: Warn) -> dict[str, Journal]:
         record("versions changed", ", ".join(changed))
         warn(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
     return journals
+
+
+def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
+    """What it does to the learning rate that the run no longer has `before` steps (0: not known); empty: nothing."""
+    if before in (0, now) or hasattr(task, "begin_schedule"):  # Lightning's schedulers are objects
+        return ""
+    old, new = (task.schedule(min(step, total - 1), total) for total in (before, now))
+    if math.isclose(old, new):
+        return ""
+    return (
+        f"{now} steps by EPOCHS and MAX_STEPS, {before} before: the learning rate goes on at {new:.3g} of its peak, "
+        f"not at {old:.3g}"
+    )
 
 
 def leaves_out_evaluation(start: Start, total_steps: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import uuid
 from pathlib import Path
@@ -19,8 +20,16 @@ from app.run import open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
 from app.settings import Settings
+from app.tasks.defaults import learning_rate_factor
 from app.train.probe import probe_here
-from app.train.setup import leaves_out_evaluation, open_journals, record_left_out, refuse_small_micro_batches
+from app.train.setup import (
+    describe_new_length,
+    leaves_out_evaluation,
+    open_journals,
+    record_left_out,
+    refuse_small_micro_batches,
+    round_products,
+)
 from app.train.worker import DRAIN_S, Worker
 
 
@@ -77,6 +86,29 @@ def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path) -> None:
     [event] = read_journal(run, "events")
     assert (event["event"], event["step"], [event["detail"]]) == ("evaluation left out", 20, warned)
     assert "step 20 is not evaluated" in warned[0]
+
+
+def test_a_rate_that_moves_with_the_number_of_steps_is_told_of() -> None:
+    task: Any = SimpleNamespace(schedule=functools.partial(learning_rate_factor, Settings()))
+    text = describe_new_length(task, step=80, before=80, now=120)
+    assert text.startswith("120 steps by EPOCHS and MAX_STEPS, 80 before: ")
+    assert text.endswith("goes on at 0.333 of its peak, not at 0.0125")
+    assert not describe_new_length(task, step=80, before=120, now=120)
+    assert not describe_new_length(task, step=80, before=0, now=120)
+    constant: Any = SimpleNamespace(schedule=lambda *_: 1.0)
+    assert not describe_new_length(constant, step=80, before=80, now=120)
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_products_are_rounded_as_precision_says(rounded: bool) -> None:
+    """Those of convolutions, too, which torch rounds unless it is told."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        round_products(rounded)
+        assert (torch.get_float32_matmul_precision() == "high", torch.backends.cudnn.allow_tf32) == (rounded, rounded)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
