@@ -245,6 +245,7 @@ def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtyp
         raise refuse_base(base, f"transformers cannot load it: {shorten(error)}") from error
     if arguments["head"] == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
         raise refuse_base(base, f"its weights lack {min(loaded['missing_keys'])}")
+    model.train()  # transformers leaves a model that it has loaded in evaluation mode
     if model.config.pad_token_id is None:  # a classifier looks for the last token that is none
         model.config.pad_token_id = _first(model.config.eos_token_id)
     return model

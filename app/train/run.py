@@ -54,7 +54,6 @@ class TrainingRun:
         while self.position < self.total_steps and not self._stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
-            self.model.train()
             for shared, data_wait, began in timed(worker.loader.train(self.epoch, first, last)):
                 self._data_wait, self._began = data_wait, began
                 set_learning_rate(worker.optimizer, worker.task.schedule(self.position, self.total_steps))

@@ -37,7 +37,14 @@ from app.elastic.watchdog import Watchdog
 from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
 from app.observe.output import shipped_worker_output
 from app.observe.prometheus import EXPORT_EVERY_S, Telemetry
-from app.parallel import build_without_values, finish_together, gather_objects, shard_model, shard_optimizer_state
+from app.parallel import (
+    build_without_values,
+    finish_together,
+    gather_objects,
+    has_several,
+    shard_model,
+    shard_optimizer_state,
+)
 from app.plan import Plan
 from app.ray_internals import launch_time, raylet_process
 from app.run import Run, open_run
@@ -276,6 +283,11 @@ def build_model(
         model = task.build_model(settings, plan.source)
     if state.model is not None:
         load_weights(model, state.model, attempt.starts_from or settings.init_from)
+    for part in model.children() if has_several(model) else [model]:
+        if not part.training:  # as `from_pretrained` returns it; of one that trains, modules stay in their modes
+            part.train()
+    if fixed := sum(not module.training for module in model.modules()):
+        print(f"model: {fixed} of its modules stay in evaluation mode, as build_model returns them")
     refuse_small_micro_batches(model, settings)
     model = shard_model(model, settings, device)
     compile_model(model, plan, world_size, device)
