@@ -26,7 +26,7 @@ def row_losses(worker: Worker, model: torch.nn.Module, batch: Batch) -> tuple[to
     """The task's loss of each row of a batch, [B], and its metrics, [B] each.
 
     Under COMPILE every pass has the same number of rows, so that one graph serves all: what is missing of them are the
-    batch's own rows again, of which no loss is returned, and no gradient comes.
+    batch's own rows again, of which no loss is returned. Only where rows see each other (batch norm) do these count.
     """
     rows = len(batch["row"])
     missing = worker.plan.pass_rows(worker.world_size) - rows
