@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from app.background import start_thread
@@ -205,6 +206,36 @@ def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
                 if isinstance(part, DistributedDataParallel) and not now:
                     stack.enter_context(part.no_sync())
             yield
+
+
+class FiniteGradients:
+    """While `on`, keeps what is not finite out of the gradients of a model's passes, whose rows do not count.
+
+    A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and then on all workers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def set(self, on: bool) -> None:
+        if not on:
+            while self._handles:
+                self._handles.pop().remove()
+        elif not self._handles:
+            gathered = [module for module in self._model.modules() if is_fsdp(module)]
+            self._handles = [module.register_forward_pre_hook(self._watch) for module in gathered]
+            if not gathered:
+                self._watch(self._model)
+
+    def _watch(self, module: nn.Module, *_: Any) -> None:
+        """Of a module whose parameters are whole now."""
+        whole = [each for each in module.parameters() if each.requires_grad and not is_dtensor(each)]
+        self._handles += [parameter.register_hook(_without_infinite) for parameter in whole]
+
+
+def _without_infinite(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def clip_gradients(model: nn.Module, longest: float) -> None:

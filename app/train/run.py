@@ -9,7 +9,7 @@ import torch
 from app.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from app.data.source import Batch
 from app.errors import SettingsError
-from app.parallel import StepConsensus, clip_gradients, gradient_sync, prepare
+from app.parallel import FiniteGradients, StepConsensus, clip_gradients, gradient_sync, prepare
 from app.tasks.optimizers import optimizers_in
 from app.train.augment import augment
 from app.train.forward import in_precision, row_losses
@@ -40,6 +40,7 @@ class TrainingRun:
         self._values: list[Batch] = []
         "What the loop has logged of the rows of this step."
         self._random: torch.Generator | None = None
+        self._finite = FiniteGradients(self.model)
         self._stopped = False
         for optimizer in optimizers_in(worker.optimizer):  # from there on parameters change
             optimizer.register_step_pre_hook(lambda *_: worker.checkpoints.wait_for_copy())
@@ -128,6 +129,7 @@ class TrainingRun:
 
     def _begin_pass(self, batch: Batch, weight: float) -> None:
         self._rows, self.weight = len(batch["row"]), weight
+        self._finite.set(not weight)
 
     def _error(self, text: str) -> SettingsError:
         return SettingsError(f"SUNSPOT_TASK={self.settings.task}: its train(run) {text}")

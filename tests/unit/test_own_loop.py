@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,83 @@ def test_a_loop_takes_the_steps_of_ours(parallel: str, tmp_path: Path, own: Call
     theirs = train_ranks(tmp_path / "theirs", 3, task=own(PLAIN), **settings)
     for name, weights in ours.items():
         np.testing.assert_array_equal(theirs[name], weights)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("micro", [0, 2])
+def test_an_infinite_loss_of_rows_that_do_not_count_changes_nothing(
+    parallel: str, micro: int, tmp_path: Path, own: Callable[..., str]
+) -> None:
+    """Idle ranks are given the first row twice; its loss may be infinite, and 0 times that is not 0."""
+    infinite = own("""
+import torch
+from app.tasks.images import loss as measure
+
+def loss(model, batch):
+    losses, metrics = measure(model, batch)
+    return -torch.log(torch.exp(-losses) * (len(batch["row"]) != 2 or bool(batch["row"].any()))), metrics
+""")
+    settings: dict[str, Any] = {"global_batch_size": 5, "max_steps": 4, "parallel": parallel, "micro_batch_size": micro}
+    ours = train_ranks(tmp_path / "ours", 3, task="tests.tasks.tiny", **settings)
+    theirs = train_ranks(tmp_path / "theirs", 3, task=infinite, **settings)
+    for name, weights in ours.items():
+        np.testing.assert_allclose(theirs[name], weights, rtol=0, atol=1e-5)
+
+
+def test_no_parameter_changes_before_the_copy_of_it_is_done(group: dist.ProcessGroup, own: Callable[..., str]) -> None:
+    worker = make_worker(plan_without_evaluation(Settings(task=own(PLAIN), **BATCH)), group)
+    after, waited = [worker.model[0].weight.detach().clone()], list[torch.Tensor]()  # type: ignore[index]
+    worker.checkpoints.took_step = lambda *_: after.append(worker.model[0].weight.detach().clone())  # type: ignore[index, method-assign]
+    worker.checkpoints.wait_for_copy = lambda: waited.append(worker.model[0].weight.detach().clone())  # type: ignore[index, method-assign]
+    train(worker)
+    assert len(waited) == 12
+    assert all(torch.equal(before, then) for before, then in zip(after, waited, strict=False))
+
+
+def test_each_step_draws_its_own_random_numbers_and_counts_its_epoch(
+    group: dist.ProcessGroup, own: Callable[..., str]
+) -> None:
+    """The numbers that a resumed run draws, too; and after the last step it is still the last epoch."""
+    task = own("""
+import torch
+drawn = {}
+
+def train(run):
+    for batch in run.batches():
+        drawn[run.position] = float(torch.rand(1)), run.epoch
+        run.log({"loss": run.model[0].bias.sum()})
+        run.step()
+    drawn["end"] = run.epoch
+""")
+    plan = plan_without_evaluation(Settings(task=task, global_batch_size=6000, epochs=2))
+    train(make_worker(plan, group))
+    drawn = dict(importlib.import_module(task).drawn)
+    assert [drawn[step][1] for step in range(4)] == [1, 1, 2, 2]
+    assert drawn.pop("end") == 2
+    assert len({number for number, _ in drawn.values()}) == 4
+    worker = make_worker(plan, group)
+    worker.start = 2
+    importlib.import_module(task).drawn.clear()
+    train(worker)
+    assert importlib.import_module(task).drawn[3] == drawn[3]
+
+
+def test_modes_that_a_task_has_set_are_kept(own: Callable[..., str], group: dist.ProcessGroup) -> None:
+    """But a model that is in evaluation mode as a whole was loaded like that, and trains."""
+    task = own("""
+import tests.tasks.tiny
+from app.tasks.images import loss
+
+def build_model(settings, source):
+    model = tests.tasks.tiny.build_model(settings, source)
+    (model if settings.task_args["whole"] else model[0]).eval()
+    return model
+""")
+    for whole, modes in [(True, [True] * 5), (False, [False, *[True] * 4])]:
+        settings = Settings(task=task, task_args={"whole": whole}, **BATCH)
+        worker = make_worker(plan_without_evaluation(settings), group)
+        train(worker)
+        assert [module.training for module in worker.model] == modes  # type: ignore[union-attr]
 
 
 def test_several_optimizers_are_saved_and_restored_as_one() -> None:
