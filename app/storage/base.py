@@ -158,7 +158,7 @@ class Storage(ABC):
     def list(self, prefix: str) -> list[Entry]:
         """Every object below `prefix`, sorted by key."""
 
-    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> list[Entry]:
+    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> Sequence[Entry]:
         """Like `list`, without the folders below `prefix` that this user may not read: `leave_out` hears of each."""
         return self.list(prefix)
 

@@ -73,17 +73,15 @@ class LocalStorage(Storage):
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:
-        return self._entries(prefix)
+        return sorted(self._entries(prefix))
 
-    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> list[Entry]:
-        return self._entries(prefix, leave_out)
+    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> Sequence[Entry]:
+        return sorted(self._entries(prefix, leave_out))
 
-    def _entries(self, prefix: str, leave_out: Callable[[str, StorageError], Any] | None = None) -> list[Entry]:
-        return sorted(
-            Entry(self._key(path), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}")
-            for path, stat in self._files(prefix, leave_out)
-            if not TEMPORARY.fullmatch(path.name)
-        )
+    def _entries(self, prefix: str, leave_out: Callable[[str, StorageError], Any] | None = None) -> Iterator[Entry]:
+        for path, stat in self._files(prefix, leave_out):
+            if not TEMPORARY.fullmatch(path.name):
+                yield Entry(self._key(path), stat.st_size, stat.st_mtime, f"{stat.st_ino}-{stat.st_ctime_ns}")
 
     def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
         found = []
