@@ -215,7 +215,7 @@ def local_path(path: str) -> Path:
 
 def _open_file(path: str, flags: int) -> int:
     """Open a file for reading; a FIFO would never answer, and a device never end."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)

@@ -31,6 +31,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """A time from 0, which ends: NaN would never be over."""
+    try:
+        time_s = float(text)
+    except ValueError:
+        time_s = -1.0
+    if not 0 <= time_s < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give seconds from 0, such as 600")
+    return time_s
+
+
 def add_render_options(parser: argparse.ArgumentParser) -> None:
     """Everything a manifest depends on, besides --storage, --namespace and the SUNSPOT_ variables."""
     parser.add_argument(

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import asdict
 
+from app.errors import SettingsError
 from submitter.commands.arguments import add_render_options, render_from
 from submitter.output import print_json, print_table, print_text, warn
 
@@ -17,6 +18,8 @@ def run(args: argparse.Namespace) -> None:
     """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
     from submitter.manifest.render import write_directory
 
+    if args.output == "":
+        raise SettingsError("--output may not be empty; name a directory")
     rendered = render_from(args)
     if args.output is not None:
         for path in write_directory(rendered, args.output):

@@ -19,13 +19,15 @@ from submitter.cluster.watch import (
     print_state,
     reach_run,
 )
-from submitter.commands.arguments import add_run
+from submitter.commands.arguments import add_run, seconds
 from submitter.output import doing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--timeout", metavar="S", type=float, default=600, help="seconds to wait for it; default: 600")
+    parser.add_argument(
+        "--timeout", metavar="S", type=seconds, default=600, help="seconds to wait for it; default: 600"
+    )
     parser.add_argument("--no-wait", action="store_true", help="only leave the stop marker")
 
 

@@ -22,7 +22,7 @@ from submitter.cluster.watch import (
     observe_run,
     require_answers,
 )
-from submitter.commands.arguments import add_render_options, render_from
+from submitter.commands.arguments import add_render_options, render_from, seconds
 from submitter.manifest.render import Rendered, settings_of
 from submitter.output import doing, print_json_line, print_text, warn
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_render_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing, say what would be")
     parser.add_argument("--wait", action="store_true", help="then wait until the run ends; the exit code says how")
-    parser.add_argument("--timeout", metavar="S", type=float, help="with --wait: give up after so long (exit code 5)")
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="with --wait: give up after so long (exit code 5)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from submitter.cluster.watch import (
     require_known,
     warn_of_hidden,
 )
-from submitter.commands.arguments import add_run
+from submitter.commands.arguments import add_run, seconds
 from submitter.output import print_json_line, print_text, warn
 
 PROGRESS_EVERY_S = 10.0
@@ -32,7 +32,7 @@ PROGRESS_EVERY_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--timeout", metavar="S", type=float, help="give up after so many seconds (exit code 5)")
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="give up after so many seconds (exit code 5)")
 
 
 def run(args: argparse.Namespace) -> None:

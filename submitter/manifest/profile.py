@@ -81,11 +81,25 @@ def _not_reserved(name: str) -> str:
 
 Text = Annotated[str, Field(min_length=1)]
 
+Image = Annotated[
+    str,
+    Field(
+        pattern=r"^([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?/)?"  # a registry
+        r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*)*"
+        r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?$"
+    ),
+]
+"""As container runtimes parse it (distribution/reference)."""
+
 PodTemplate = Annotated[dict[str, Any], AfterValidator(_as_json)]
 
-Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^[0-9]+(\.[0-9]+|m)?$")]
+Cpus = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^([1-9][0-9]*(\.[0-9]+|m)?|0\.[0-9]*[1-9][0-9]*)$")]
 
-Bytes = Annotated[str, BeforeValidator(_to_text), Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
+Bytes = Annotated[
+    str,
+    BeforeValidator(_to_text),
+    Field(pattern=r"^([1-9][0-9]{6,}|([1-9][0-9]*(\.[0-9]+)?|0\.[0-9]*[1-9][0-9]*)(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi))$"),
+]
 
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 
@@ -107,7 +121,7 @@ VARIABLES = "variables with their values, values in quotes; settings of Sunspot 
 
 CPU = "CPUs, e.g. 4 or 500m"
 
-BYTES = "bytes, e.g. 16Gi"
+BYTES = "bytes with their unit, e.g. 16Gi"
 
 
 def _takes(takes: str, default: Any = None) -> Any:
@@ -123,11 +137,18 @@ class Toleration(_Part):
 
     key: Key | None = _takes("the key of a taint")
     operator: Literal["Exists", "Equal"] | None = _takes("Exists or Equal")
-    value: LabelValue | None = _takes("the value of a taint, in quotes")
+    value: LabelValue | None = _takes("the value of a taint, in quotes, and only with the operator Equal")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = _takes(
         "NoSchedule, PreferNoSchedule or NoExecute"
     )
     tolerationSeconds: int | None = _takes("seconds")  # Kubernetes' own name
+
+    @field_validator("value")
+    @classmethod
+    def _none_for_exists(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("operator") == "Exists":
+            raise ValueError("Exists takes any value")
+        return value
 
 
 class Spot(_Part):
@@ -157,7 +178,7 @@ class Machine(_Part):
 class Head(Machine):
     """The pod of the head."""
 
-    image: Text | None = _takes("the reference of an image")
+    image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     "For the head alone, of the same version; without CUDA (`make image HEAD=1`), a new head starts sooner."
     evictable: bool | None = _takes("true or false")
     "Whether the drain of a node may end it, which costs the run about a minute; default: only the end of the run does."
@@ -170,7 +191,7 @@ class Worker(Machine):
     "CPUs as Ray counts them; default: `cpu`, rounded down."
     gpus: Annotated[int, Field(ge=0)] | None = _takes("a whole number from 0")
     "GPUs per pod, each with a training worker."
-    gpu_resource: Key | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
+    gpu_resource: Annotated[Key, Field(pattern="/")] | None = _takes("the name of a resource, e.g. nvidia.com/gpu")
     "Also the key of the tolerated taint."
     gpu_selector: dict[Key, LabelValue] | None = _takes(LABELS)
     "The labels of nodes with the wanted GPU."
@@ -224,7 +245,7 @@ class Profile(_Part):
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
     "Whether nodes pull the image from a registry, and storage is a bucket of yours: then both must be named."
-    image: Text | None = _takes("the reference of an image")
+    image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     service_account: ObjectName | None = _takes("the name of a service account")
@@ -342,6 +363,8 @@ def _explain(problem: Any) -> str:
             field = model.model_fields[name]
             takes, model = field.description or "", _model_of(field.annotation)
     where = cut(".".join(names))
+    if problem["type"] == "invalid_key":
+        return f"{where}: no such key; keys are words"
     if model and problem["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.0)[0]
         return f"{where}: no such key; did you mean {'.'.join([*above, nearest])}?"

@@ -50,6 +50,11 @@ CLUSTER_SELECTOR = "ray.io/cluster"
 
 HASH_DIGITS = 8
 
+BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
+"""What names of buckets and containers have in common (Google's may have '_')."""
+
+MOST_PODS = 2**31 - 1
+
 SEARCH = "python -m app.tune"
 """The entrypoint of a job whose settings contain a search space."""
 
@@ -163,11 +168,19 @@ def has_registry(reference: str) -> bool:
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
+TAGGED = (
+    "image {0} is named by a tag: were it pushed anew, nodes that come later would run another program than those that "
+    "train; a digest cannot change: {0}@sha256:..., as `docker buildx imagetools inspect {0}` prints it"
+)
+
+
 def image_problem(reference: str) -> str:
     """What is wrong with an image reference that may change its meaning; empty if it names a version or digest."""
     name = reference.rpartition("/")[2]
-    if "@sha256:" in name or name.partition(":")[2] not in ("", "latest"):
+    if "@sha256:" in name:
         return ""
+    if name.partition(":")[2] not in ("", "latest"):
+        return TAGGED.format(reference) if has_registry(reference) else ""
     return (
         f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
         "what they have; name a tag, or better a digest (@sha256:...)"
@@ -281,6 +294,19 @@ def _find_problems(
             f"{STORAGE_PATH}={settings.storage_path}: pods come and go, and share no disk; set it to "
             "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
         )
+    elif not re.fullmatch(BUCKET, settings.storage_path.partition("://")[2].partition("/")[0]):
+        problems.append(
+            f"{STORAGE_PATH}={settings.storage_path}: no bucket has such a name; set it to small letters, digits, '-' "
+            "and '.' after the scheme"
+        )
+    problems += [
+        f"{PREFIX}{name}={path}: a path of this machine, which pods do not have; set it to a URL such as "
+        "s3://bucket/data, or a path from / in the image or on a volume"
+        for name, path in (("DATASET", settings.dataset), ("TEST_DATASET", settings.test_dataset))
+        if path not in ("", "sample", "mnist") and "://" not in path and not path.startswith("/")
+    ]
+    if settings.num_workers.most > MOST_PODS:
+        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes counts to {MOST_PODS}; set it lower")
     if settings.job_id:
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:

@@ -821,6 +821,13 @@ def test_a_job_for_a_cluster_that_runs() -> None:
         ("kind", {"NOTICE_S": "0"}, {}, "SUNSPOT_NOTICE_S=0: .*set notice_s there"),
         ("kind", {"EPOCS": "3"}, {}, "SUNSPOT_EPOCS: no such setting; did you mean SUNSPOT_EPOCHS"),
         ("kind", {"USE_GPU": "true"}, {}, "SUNSPOT_USE_GPU=true: .*worker.gpus"),
+        ("kind", {"STORAGE_PATH": "s3://B_ad/x"}, {}, "SUNSPOT_STORAGE_PATH=s3://B_ad/x: no bucket has such a name"),
+        ("kind", {"DATASET": "reviews"}, {}, "SUNSPOT_DATASET=reviews: a path of this machine, which pods do not"),
+        ("kind", {"NUM_WORKERS": "3000000000"}, {}, "SUNSPOT_NUM_WORKERS=3000000000: Kubernetes counts to 2147483647"),
+        *(
+            ("kind", {}, {"image": image}, "image=.*: set it to the reference of an image")
+            for image in ("a b", "UPPER/x:1/", "http://reg/x:1", "x@sha256:123", "x:1\n", "reg/UPPER:1")
+        ),
         ("kind", {}, {"generation": 0}, "generation 0: set it to a whole number from 1"),
         ("kind", {}, {"cluster": ""}, "cluster '': set it to the name of a RayCluster"),
         ("kind", {}, {"image": ""}, "image='': set it to the reference of an image"),
@@ -846,6 +853,17 @@ def test_refused(profile: str, settings: dict[str, str], options: dict[str, Any]
         ("worker: {memry: 1Gi}", "worker.memry: no such key; did you mean worker.memory"),
         ("wroker: {}", "wroker: no such key; did you mean worker"),
         ("notice_s: 4", "notice_s=4: set it to whole seconds from 5"),
+        ("notice_s: 010", "notice_s='010': set it to whole seconds"),
+        ("notice_s: 1:30", "notice_s='1:30': set it to whole seconds"),
+        ("1: 2", "1: no such key; keys are words"),
+        ("worker: {memory: 24}", "worker.memory='24': set it to bytes with their unit, e.g. 16Gi"),
+        ("worker: {memory: 0Gi}", "worker.memory='0Gi': set it to bytes"),
+        ("worker: {cpu: 0}", "worker.cpu='0': set it to CPUs"),
+        ("worker: {gpu_resource: cpu}", "worker.gpu_resource='cpu': set it to the name of a resource"),
+        (
+            "worker: {tolerations: [{key: a, operator: Exists, value: b}]}",
+            "tolerations.0.value='b': .*only with the operator Equal",
+        ),
         ("notice_s: '30'", "notice_s='30': set it to whole seconds"),
         ("worker: {cpu: 4Gi}", "worker.cpu='4Gi': set it to CPUs"),
         ("head: {memory: 500m}", "head.memory='500m': set it to bytes"),
@@ -976,7 +994,8 @@ def test_nothing_is_written_as_an_alias(full: Rendered) -> None:
         ("sunspot", False),
         ("registry:5000/sunspot", False),
         ("registry:5000/sunspot:latest", False),
-        ("registry:5000/sunspot:1.2", True),
+        ("sunspot:1.2", True),
+        ("registry:5000/sunspot:1.2", False),
         (f"sunspot@sha256:{'0' * 64}", True),
         (f"a/sunspot:latest@sha256:{'0' * 64}", True),
     ],
@@ -1057,3 +1076,21 @@ def test_wrong_usage_is_one_message(capsys: pytest.CaptureFixture[str], words: l
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["render", "--output", ""], "--output may not be empty"),
+        (["submit", "--wait", "--timeout", "nan"], "nan: give seconds from 0"),
+        (["wait", "run", "--timeout", "nan"], "nan: give seconds from 0"),
+        (["stop", "run", "--timeout", "-1"], "-1: give seconds from 0"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
