@@ -11,7 +11,7 @@ from typing import Any
 
 from app.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
 from app.run import Run, open_run
-from app.run.attempts import Attempt, ensure_owner, read_attempts, refuse_if_superseded
+from app.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from app.run.checkpoints import Checkpoint, find_newest_good
 from app.run.identity import keep_identity
 from app.run.status import (
@@ -53,6 +53,7 @@ def main() -> int:
     run = open_run(settings.storage_path, settings.run_name)
     run.storage.prove(run.name)
     refuse_if_deleted(run)
+    give_up_damaged(run, settings.environment())
     progress = Progress()
     driver = new_driver()
     with shipped_driver_output(run), on_exit(lambda _: publish_results(search, run, driver, progress)):
