@@ -14,14 +14,17 @@ ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes
                                               those of each group
 ray.train.v2._internal.execution              the states of Ray Train's controller, and its worker group: to end a group
                                               that restarts while there are too few nodes for the next
+ray.train.v2...failure_handling               decides whether another worker group follows a failed one: the public
+                                              FailureConfig counts all failures of a job's life, and knows no bugs
 """
 
 import functools
 import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -201,6 +204,40 @@ def install_coordinator() -> float:
         _warn_once(f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}")
         _remove_coordinator()
         return RAY_TICK_S
+
+
+@contextmanager
+def asked_of_failures(judge: Callable[[dict[int, Exception]], bool]) -> Iterator[None]:
+    """Have trainers ask `judge`, in their controller, whether another worker group starts after one that failed.
+
+    It is given the errors by rank, a `RayError` for each lost process. Groups that ended for a preemption always are
+    followed by another. Ray's own policy, which counts, stays where it cannot be replaced.
+    """
+    try:
+        from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+        from ray.train.v2.api import data_parallel_trainer
+
+        own = data_parallel_trainer.create_failure_policy
+    except (ImportError, AttributeError) as error:
+        _warn_once(f"MAX_FAILURES counts all failures of a start, whatever came of it in between: {shorten(error)}")
+        yield
+        return
+
+    class Policy(DefaultFailurePolicy):
+        def make_decision(self, training_failed_error: Any) -> Any:
+            decision = super().make_decision(training_failed_error)
+            failures = getattr(training_failed_error, "worker_failures", {})
+            # Ray wraps what its health checks found.
+            errors = {rank: getattr(error, "health_check_failure", error) for rank, error in failures.items()}
+            if not errors or any(getattr(error, "preempted", False) for error in errors.values()):
+                return decision
+            return FailureDecision.RETRY if judge(errors) else FailureDecision.RAISE
+
+    data_parallel_trainer.create_failure_policy = Policy
+    try:
+        yield
+    finally:
+        data_parallel_trainer.create_failure_policy = own
 
 
 def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.background import Background
 from app.run import Run
+from app.run.failures import Failure
 from app.run.incidents import Cause
 from app.run.status import stop_requested
 
@@ -41,6 +42,33 @@ class Command:
     "Nodes are given back, and with them the copies in their memory: the state has to be in storage."
 
 
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended one rank."""
+
+    failure: Failure
+    world_size: int
+    taken: int
+    "Steps that its group had taken."
+    from_outside: bool
+    "It is no error of the program, but of a network, a disk, memory or a device."
+
+
+@dataclass(frozen=True)
+class GroupEnd:
+    """What is known of the end of the newest worker group."""
+
+    errors: list[RankError] = field(default_factory=list)
+    "Of the ranks that could tell."
+    state: dict[str, Any] = field(default_factory=dict)
+    "The newest, as in `ControlChannel.show`."
+    incident: dict[str, Any] = field(default_factory=dict)
+    fatal: Exception | None = None
+    "The error that ends the training for good."
+    gave_up: str = ""
+    "Why no other group starts; empty if one may."
+
+
 @ray.remote(num_cpus=0)
 class ControlChannel:
     """Holds the newest state of the worker group, the command for it, and the facts of the open incident."""
@@ -54,6 +82,9 @@ class ControlChannel:
         self._incident: dict[str, Any] = {}
         "Why the present group ends, as far as is known."
         self._fatal_error: Exception | None = None
+        self._errors: list[RankError] = []
+        "Of the newest attempt that failed."
+        self._gave_up = ""
         self._restart: dict[str, Any] = {}
         "Why it began; empty once it has taken a step."
 
@@ -81,6 +112,11 @@ class ControlChannel:
         """Keep an error that no restart can fix; the first one stands."""
         self._fatal_error = self._fatal_error or error
 
+    def failed(self, error: RankError) -> None:
+        """Keep the error that ends a rank."""
+        others = [other for other in self._errors if other.failure.attempt == error.failure.attempt]
+        self._errors = [*others, error]
+
     def fatal_error(self) -> Exception | None:
         """The error that ends the training for good, if there is one."""
         return self._fatal_error
@@ -96,6 +132,16 @@ class ControlChannel:
     def say(self, line: str) -> None:
         """Keep a line for the user."""
         self._lines.append(line)
+
+    # ----------------------------------------------------------------------------------------- by Ray's controller
+
+    def group_end(self) -> GroupEnd:
+        """What is known of why the newest group ended."""
+        return GroupEnd(self._errors, self._state, self._incident, self._fatal_error, self._gave_up)
+
+    def give_up(self, reason: str) -> None:
+        """Keep why no other group starts."""
+        self._gave_up = reason
 
     # -------------------------------------------------------------------------------------------------- by the driver
 

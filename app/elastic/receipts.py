@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 import ray.train
 
 from app.elastic.claim import Start
+from app.elastic.failures import reason
 from app.elastic.restore import State
 from app.run.attempts import Attempt
 from app.run.incidents import FORKED, Cause, Receipt, find_hangs, read_receipts, suspects, worker_seconds
@@ -14,8 +15,8 @@ from app.run.status import Status
 RESTARTING = "the worker group ends, for a restart"
 """In the error that ends a worker which was asked to restart."""
 
-MAX_REASON, MAX_DETAIL = 160, 500
-"""Characters kept of one worker's error, and of all of them."""
+MAX_DETAIL = 500
+"""Characters kept of all workers' errors."""
 
 
 class Phases(TypedDict, total=False):
@@ -113,11 +114,5 @@ class FailureRecorder(ray.train.UserCallback):
         """Called at every poll while there are errors; the control channel keeps the first."""
         lost = {rank: error for rank, error in worker_exceptions.items() if RESTARTING not in str(error)}
         if lost:
-            lines = [f"rank {rank}: {_reason(error)}" for rank, error in sorted(lost.items())]
+            lines = [f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items())]
             self._control.note.remote(loss="; ".join(lines)[:MAX_DETAIL], noticed=time.time())
-
-
-def _reason(error: Exception) -> str:
-    """The line of an error that says why: for a lost worker, Ray puts a page of text before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if line.startswith("The actor")), lines[0])[:MAX_REASON]

@@ -21,7 +21,8 @@ def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]
     if error:
         yield f"  error: {type(error).__name__}: {shorten(error)}"
     if newest is None:
-        yield "  no checkpoint is whole"
+        made = report.checkpoints or report.checkpoints_left_out or (report.status and report.status.checkpoint)
+        yield "  no checkpoint is whole" if made else "  no checkpoint was made"
         return
     by = f"{'lowest' if order == 'min' else 'highest'} {metric}"
     rows = [["", "newest", f"best: {by}"], *_compare(newest, best)]

@@ -31,6 +31,7 @@ from app.data.source import Batch, Source
 from app.data.torch_loader import TorchLoader
 from app.elastic.claim import Start, agree_on_start
 from app.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
+from app.elastic.failures import describe_end
 from app.elastic.receipts import RESTARTING, Phases
 from app.elastic.restore import State, load_start
 from app.elastic.watchdog import Watchdog
@@ -49,7 +50,7 @@ from app.plan import Plan
 from app.ray_internals import launch_time, raylet_process
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
-from app.run.failures import describe_failure, record_failure
+from app.run.failures import record_failure
 from app.run.history import Journal
 from app.run.incidents import Cause
 from app.settings import Settings, differences
@@ -176,13 +177,14 @@ def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank:
         tell_driver(fatal, control)
     if isinstance(fatal, SupersededError):
         return
-    failure = describe_failure(error, attempt.number, rank, step)
+    end = describe_end(error, attempt, rank, step)
+    control.failed.remote(end)
 
     def record() -> None:
         with suppress(StorageError):
             if fatal:
                 record_error(run, attempt.number, fatal)
-            record_failure(run, failure)
+            record_failure(run, end.failure)
 
     # The others wait for this worker's end, and not for storage, least of all when that is what failed.
     with suppress(TimeoutError):

@@ -13,7 +13,8 @@ from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, 
 
 from app.data.ray_loader import StepStreams
 from app.data.source import rows_in
-from app.elastic.control import CONTROL_TIMEOUT_S, StopRequest, open_control, watch_stop
+from app.elastic.control import CONTROL_TIMEOUT_S, GroupEnd, StopRequest, open_control, watch_stop
+from app.elastic.failures import FailureJudge, WorkersFailedError
 from app.elastic.groups import GroupChoice
 from app.elastic.nodes import wait_for_nodes, watch_nodes
 from app.elastic.receipts import FailureRecorder, first_incident
@@ -21,7 +22,14 @@ from app.errors import SunspotError
 from app.observe.progress import shown_progress
 from app.observe.prometheus import exported_run
 from app.plan import Plan, Resources, choose_resources
-from app.ray_internals import end_groups_at_once, give_back, install_coordinator, reachable_nodes, reserved_groups
+from app.ray_internals import (
+    asked_of_failures,
+    end_groups_at_once,
+    give_back,
+    install_coordinator,
+    reachable_nodes,
+    reserved_groups,
+)
 from app.ray_session import ray_session
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts
@@ -93,7 +101,7 @@ def fit(
                     give_back(reserved_groups() - reserved)
                     incident = {"cause": Cause.DRIVER_LOST, "detail": "Ray's controller failed"}
                     continue
-            except TrainingFailedError as error:
+            except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
             break
     return judge_end(plan, run, owner, driver, stop_request, failure)
@@ -104,23 +112,25 @@ def judge_end(
 ) -> Checkpoint:
     """The newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
 
-    def read_end() -> tuple[Exception | None, Checkpoint | None]:
+    def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[str, ...]]:
         fatal = fatal_error(run, owner, driver)
-        return fatal, None if fatal else find_newest_good(run, read_attempts(run), trust_listing=True)[0]
+        return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
 
-    fatal, checkpoint = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end", print)
+    fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end", print)
     if fatal:
         raise fatal
     finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
     if checkpoint and not failure and (finished or stop_request.marked):
         return checkpoint
-    at = f"step {checkpoint.step} of {plan.total_steps}" if checkpoint else "no checkpoint"
+    if checkpoint:
+        step = f"step {checkpoint.step} of {plan.total_steps}"
+        kept = f"{step} is kept in {run.location}, and the same command goes on there"
+    else:
+        kept = f"no checkpoint {'is whole' if skipped else 'was made'} in {run.location}"
     if stop_request.terminated and not failure:
-        raise SunspotError(f"told to end by SIGTERM, with {at} kept in {run.location}; the same command goes on there")
-    raise SunspotError(
-        f"training failed with {at} kept in {run.location}; the same command goes on from there\n"
-        f"{failure or 'the workers ended before the last step'}"
-    ) from failure
+        raise SunspotError(f"told to end by SIGTERM: {kept}")
+    reason = failure or "the workers ended before the last step"
+    raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 
 
 def fit_once(
@@ -155,18 +165,22 @@ def fit_once(
         control.note.remote(**incident)
         trainer = make_trainer(plan, owner, driver, resources, control, scratch)
         try:
-            trainer.fit()
-        finally:  # a worker knows more of its end than Ray does
-            if fatal := ask_fatal_error(control):
-                raise fatal
+            with asked_of_failures(FailureJudge(control, settings.max_failures)):
+                trainer.fit()
+        finally:  # workers know more of their end than Ray does
+            end = ask_end(control)
+            if end.fatal:
+                raise end.fatal
+            if end.gave_up:
+                raise WorkersFailedError(end.gave_up)
 
 
-def ask_fatal_error(control: Any) -> Exception | None:
-    """The workers' own error that ended the training, if one did, and the control channel can still tell."""
-    with suppress(RayError):  # it is gone, or hangs: then what Ray has raised stands
-        error: Exception | None = ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S)
-        return error
-    return None
+def ask_end(control: Any) -> GroupEnd:
+    """How the last worker group ended; nothing, if the control channel cannot tell: then what Ray has raised stands."""
+    with suppress(RayError):  # it is gone, or hangs
+        end: GroupEnd = ray.get(control.group_end.remote(), timeout=CONTROL_TIMEOUT_S)
+        return end
+    return GroupEnd()
 
 
 def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> Any:

@@ -1,0 +1,150 @@
+"""Judges what ended a worker group: says it on the console, and whether another group starts.
+
+Ray Train asks, in its controller (`ray_internals.asked_of_failures`), about each group that ended without having been
+told to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
+counted, and forgotten with the next checkpoint.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayError
+
+from app.elastic.control import GroupEnd, RankError
+from app.run.attempts import Attempt
+from app.run.failures import INSTALLED, OURS, Failure, describe_failure
+from app.run.incidents import Cause
+
+OTHERS_S = 5.0
+"""The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
+
+ASK_TIMEOUT_S = 10.0
+"""Limit of one question to the control channel, which answers at once unless it is gone."""
+
+MAX_REASON = 200
+"""Characters kept of one error."""
+
+FROM_OUTSIDE = (
+    OSError,
+    MemoryError,
+    EOFError,
+    RayError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    dist.DistError,
+)
+"""Errors of networks, disks, memory and devices: they may be gone the next time, even if all ranks meet them alike."""
+
+
+class WorkersFailedError(Exception):
+    """The workers failed, and no other group starts: the text says what ended which ranks, on one line."""
+
+
+def describe_end(error: Exception, attempt: Attempt, rank: int, step: int) -> RankError:
+    """What a rank tells of the error that ends it after `step`."""
+    return RankError(
+        failure=describe_failure(error, attempt.number, rank, step),
+        world_size=attempt.metadata["world_size"],
+        taken=step - attempt.step,
+        from_outside=any(isinstance(one, FROM_OUTSIDE) for one in _chain(error)),
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class FailureJudge:
+    """Decides whether a worker group is followed by another.
+
+    At most `max_failures` are, in a row without a new checkpoint.
+    """
+
+    def __init__(self, control: Any, max_failures: int) -> None:
+        self._control, self._max = control, max_failures
+        self._failures, self._committed = 0, -1
+        self._before: tuple[object, ...] | None = None
+        "What the group before failed with, if all of its ranks did so alike."
+
+    def __call__(self, errors: dict[int, Exception]) -> bool:
+        """Whether another group starts after one that ended with these errors, by rank."""
+        end = self._ask(errors)
+        if end.fatal:  # it says more, and no restart can fix it
+            return False
+        if (committed := end.state.get("committed", 0)) > self._committed:
+            self._failures, self._committed = 0, committed
+        self._failures += 1
+        alike, before = in_user_code_alike(end.errors), self._before
+        self._before = alike
+        what, left = describe(end, errors), self._max - self._failures
+        if alike and (alike == before or not any(error.taken for error in end.errors)):
+            self._control.give_up.remote(f"{what}; all ranks ended so, and would again")
+        elif left < 0:
+            self._control.give_up.remote(f"{what}; no new checkpoint since the MAX_FAILURES={self._max} losses before")
+        else:
+            self._control.say.remote(f"{what}; starting again, {left} of {self._max} MAX_FAILURES left")
+            return True
+        return False
+
+    def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
+        """What the control channel knows; of a program's errors, once all ranks have told theirs, or OTHERS_S later."""
+        until = time.monotonic() + OTHERS_S
+        lost = any(isinstance(error, RayError) for error in errors.values())
+        end = GroupEnd()
+        while True:
+            with suppress(RayError):  # the driver is gone, and Ray ends this process
+                end = ray.get(self._control.group_end.remote(), timeout=ASK_TIMEOUT_S)
+            missing = not end.errors or len(end.errors) < end.errors[0].world_size
+            if lost or end.fatal or not missing or time.monotonic() > until:
+                return end
+            time.sleep(0.2)
+
+
+def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
+    """The kind, place and step of the error that all ranks of a group raised in the user's code; None: they did not."""
+    kinds = {(one.failure.type, one.failure.file, one.failure.line, one.failure.step) for one in errors}
+    if len(kinds) != 1 or len(errors) < errors[0].world_size:
+        return None
+    [kind] = kinds
+    theirs = kind[1] and not OURS.match(kind[1]) and not INSTALLED.search(kind[1])
+    outside = any(one.from_outside or one.failure.consequence for one in errors)
+    return kind if theirs and not outside else None
+
+
+def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
+    """One line: what ended which ranks. An error that only follows from another's end is left out."""
+    told = [one.failure for one in end.errors]
+    told = [failure for failure in told if not failure.consequence] or told
+    parts: dict[str, list[int]] = {}
+    for failure in told:
+        parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
+    known, step = {failure.rank for failure in told}, end.state.get("step", 0)
+    for rank, error in errors.items():
+        if isinstance(error, RayError) and rank not in known:
+            hung = end.incident.get("cause") == Cause.HUNG
+            why = "hung, and was ended (its stacks: `sunspot events --stacks`)" if hung else f"lost: {reason(error)}"
+            parts.setdefault(f"{why}, after step {step}", []).append(rank)
+        elif not known:  # it ended before it could tell
+            parts.setdefault(reason(error), []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items())
+
+
+def describe_failure_in_line(failure: Failure) -> str:
+    """`NameError: name 'functional' is not defined, in loss at buggy.py:6, after step 0`."""
+    first = next((line.strip() for line in failure.message.splitlines() if line.strip()), "")
+    message = f": {first[:MAX_REASON]}" if first else ""
+    place = f", in {failure.function} at {failure.file}:{failure.line}" if failure.file else ""
+    return f"{failure.type}{message}{place}, after step {failure.step}"
+
+
+def reason(error: Exception) -> str:
+    """The line of an error that says why: for a lost worker, Ray puts a page of text before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if line.startswith("The actor")), lines[0])[:MAX_REASON]

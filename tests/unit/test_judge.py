@@ -1,0 +1,141 @@
+"""Whether a worker group that failed is followed by another, and what the user is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from app.elastic import failures
+from app.elastic.control import GroupEnd, RankError
+from app.elastic.failures import FailureJudge, describe_end
+from app.errors import SettingsError
+from app.run.attempts import Attempt
+from app.run.failures import Failure
+from app.run.incidents import Cause
+
+BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
+LOST = RayActorError(error_msg="The actor died because its node has died.\nmore")
+
+
+class Control:
+    """Knows what ended the newest group, and hears what is said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.end, self.said, self.gave_up_for = GroupEnd(), list[str](), list[str]()
+        monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+        monkeypatch.setattr(failures, "OTHERS_S", 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "group_end": lambda: self.end,
+            "say": self.said.append,
+            "give_up": self.gave_up_for.append,
+        }
+        return SimpleNamespace(remote=answers[name])
+
+
+@pytest.fixture
+def control(monkeypatch: pytest.MonkeyPatch) -> Control:
+    return Control(monkeypatch)
+
+
+def failed(*ranks: int, world_size: int = 2, step: int = 0, taken: int = 0, **changed: Any) -> list[RankError]:
+    outside = changed.pop("from_outside", False)
+    kind = BUG.__dict__ | changed
+    return [RankError(Failure(**kind | {"rank": rank, "step": step}), world_size, taken, outside) for rank in ranks]
+
+
+def told(errors: list[RankError], committed: int = 0, **incident: Any) -> GroupEnd:
+    return GroupEnd(errors, {"step": 53, "committed": committed}, incident)
+
+
+def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: Control) -> None:
+    control.end = told(failed(0, 1))
+    assert not FailureJudge(control, 3)({0: NameError()})
+    assert not control.said
+    [reason] = control.gave_up_for
+    assert reason.startswith("rank 0, 1: NameError: name 'functional' is not defined, in loss at /mine/buggy.py:6")
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        failed(0),
+        failed(0) + failed(1, line=7),
+        failed(0, 1, from_outside=True),
+        failed(0, 1, type="RuntimeError", message="[gloo] Connection closed by peer"),
+        failed(0, 1, file=failures.__file__),
+        failed(0, 1, file="/venv/lib/python3.12/site-packages/torch/nn/functional.py"),
+        failed(0, 1, step=50, taken=50),
+    ],
+    ids=["one rank", "other places", "from outside", "lost peers", "our code", "installed code", "after steps"],
+)
+def test_other_errors_are_tried_again(control: Control, errors: list[RankError]) -> None:
+    judge = FailureJudge(control, 3)
+    control.end = told(errors)
+    assert judge({0: NameError()})
+    [line] = control.said
+    assert "NameError" in line or "RuntimeError" in line
+    assert line.endswith("; starting again, 2 of 3 MAX_FAILURES left")
+
+
+def test_a_bug_that_comes_again_at_the_same_step_ends_the_run(control: Control) -> None:
+    judge = FailureJudge(control, 3)
+    control.end = told(failed(0, 1, step=50, taken=50))
+    assert judge({0: NameError()})
+    control.end = told(failed(0, 1, step=50, taken=10))
+    assert not judge({0: NameError()})
+
+
+def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
+    """A run may lose more nodes in a month than in an hour."""
+    judge = FailureJudge(control, 1)
+    for committed in (0, 100, 200, 300):
+        control.end = told([], committed)
+        assert judge({1: LOST})
+    assert not judge({1: LOST}), "no checkpoint has come since"
+    what = "rank 1: lost: The actor died because its node has died., after step 53"
+    assert control.said == [f"{what}; starting again, 0 of 1 MAX_FAILURES left"] * 4
+    assert "MAX_FAILURES=1" in control.gave_up_for[0]
+
+
+def test_a_hung_rank_is_called_so(control: Control) -> None:
+    control.end = told([], cause=Cause.HUNG)
+    assert FailureJudge(control, 3)({0: LOST, 1: LOST})
+    assert control.said[0].startswith("rank 0, 1: hung, and was ended")
+
+
+def test_what_follows_from_anothers_end_is_not_told(control: Control) -> None:
+    control.end = told(failed(0, type="RuntimeError", message="[gloo] Connection closed by peer") + failed(1))
+    assert FailureJudge(control, 3)({0: RuntimeError()})
+    assert control.said[0].startswith("rank 1: NameError")
+
+
+def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None:
+    control.end = GroupEnd(fatal=SettingsError("wrong"))
+    assert not FailureJudge(control, 3)({0: RuntimeError()})
+    assert not control.said
+    assert not control.gave_up_for
+
+
+@pytest.mark.parametrize(
+    ("error", "from_outside"),
+    [
+        (NameError("x"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError(), True),
+        (torch.OutOfMemoryError(), True),
+    ],
+)
+def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) -> None:
+    attempt = Attempt(1, "me", None, 40, metadata={"world_size": 2})
+    end = describe_end(error, attempt, 1, 50)
+    assert (end.from_outside, end.taken, end.world_size, end.failure.rank) == (from_outside, 10, 2, 1)
+    wrapped = RuntimeError("cannot load")
+    wrapped.__cause__ = error
+    assert describe_end(wrapped, attempt, 1, 50).from_outside == from_outside
