@@ -269,7 +269,7 @@ class Settings(BaseModel):
     "Trials of a search that train at the same time."
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
-    "Worker or node losses without notice that a run survives before it fails."
+    "Worker or node losses without notice, and without a new checkpoint in between, that a run survives."
 
     max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
     "Starts of one job's driver in a row without a new checkpoint before the run fails."

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from app.errors import SunspotError
 from app.run.attempts import read_attempts
 from app.run.logs import rank_stream, read_stream
 from app.run.status import RunState, read_status
@@ -118,3 +119,13 @@ def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
     left = {key.split("/")[1] for key in files()}
     assert not left & {"run.json", "status", "metrics"}
     assert not any(key.endswith("manifest.json") for key in files())
+
+
+@pytest.mark.slow
+def test_a_bug_of_the_task_ends_the_run_at_once_and_is_named(program: Program, make_data: Callable[..., str]) -> None:
+    told = r"rank 0, 1: NameError: name 'functional' is not defined, in loss at .*/tests/tasks/buggy\.py:[0-9]+"
+    with pytest.raises(SunspotError, match=told) as ended:
+        program.run(TASK="tests.tasks.buggy", DATASET=make_data(100), GLOBAL_BATCH_SIZE=20)
+    assert "no checkpoint was made" in str(ended.value)
+    assert "Traceback" not in str(ended.value)
+    assert len(read_attempts(the_run(program))) == 1
