@@ -5,7 +5,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import takewhile
@@ -120,8 +120,10 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         stack.enter_context(shipped_worker_output(run, attempt.number, rank))
         watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, note_hang)
         try:
-            state = load_start(run, settings, start, found, group, warn)
             stack.enter_context(watchdog)
+            # From storage the state may take as long as it needs; from a node's memory, a frozen node would hold all.
+            with watchdog.paused() if not start.snapshot else nullcontext():
+                state = load_start(run, settings, start, found, group, warn)
             worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
             place = f"{worker.device} of {socket.gethostname()}"
             print(
@@ -216,10 +218,10 @@ def make_worker(
     settings, attempt, context = plan.settings, start.attempt, ray.train.get_context()
     rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
     task = load_task(settings)
-    model = build_model(plan, task, state, attempt, world_size, device)
-
-    with watchdog.paused():  # while parts are read
+    with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
+        model = build_model(plan, task, state, attempt, world_size, device)
         optimizer, average = build_optimizer(settings, task, model, state)
+        loader = make_loader(plan, world_size, rank, device, group)
     journals = open_journals(run, start, warn) if rank == 0 else {}
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
     if left_out and rank == 0:
@@ -260,7 +262,7 @@ def make_worker(
         model=model,
         optimizer=optimizer,
         average=average,
-        loader=make_loader(plan, world_size, rank, device, group),
+        loader=loader,
         padding_batch=make_padding_batch(plan.source, device),
         control_group=group,
         checkpoints=checkpoints,

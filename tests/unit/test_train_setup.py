@@ -6,21 +6,24 @@ import contextlib
 import functools
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from app.elastic.claim import Start
 from app.elastic.control import Command
+from app.elastic.restore import State
 from app.errors import SettingsError
 from app.run import open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
 from app.settings import Settings
 from app.tasks.defaults import learning_rate_factor
+from app.train import setup
 from app.train.probe import probe_here
 from app.train.setup import (
     describe_new_length,
@@ -135,3 +138,84 @@ def test_a_node_that_does_not_see_the_storage_is_found(tmp_path: Path) -> None:
     assert probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"content") == ""
     assert "not found" in probe_here(str(tmp_path / "there"), "run", run.key("probe"), b"content")
     assert "something else" in probe_here(str(tmp_path / "here"), "run", run.key("probe"), b"other")
+
+
+class Watched:
+    """A watchdog that says whether it would end this process."""
+
+    entered = paused_now = False
+
+    def __enter__(self) -> None:
+        self.entered = True
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.paused_now = True
+        yield
+        self.paused_now = False
+
+    step = 0
+
+
+def anything(*_: object, **__: object) -> Any:
+    return SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1, gauges=None)
+
+
+def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, paused = Watched(), dict[str, bool]()
+
+    def takes_long(name: str) -> Any:
+        return lambda *_: paused.update({name: watched.paused_now}) or (None, None)
+
+    for name in ("load_task", "CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "make_padding_batch"):
+        monkeypatch.setattr(setup, name, anything)
+    monkeypatch.setattr(setup, "describe_new_length", lambda *_: "")
+    monkeypatch.setattr(setup, "Worker", SimpleNamespace)
+    monkeypatch.setattr(setup, "open_journals", anything)
+    monkeypatch.setattr(setup.ray.train, "get_context", anything)
+    monkeypatch.setattr(setup.ray.train.torch, "get_device", anything)
+    for name in ("build_model", "build_optimizer", "make_loader"):
+        monkeypatch.setattr(setup, name, takes_long(name))
+    plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
+    start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={})
+    group: Any = None
+    setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None, print)
+    assert paused == {"build_model": True, "build_optimizer": True, "make_loader": True}
+
+
+@pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])
+def test_a_node_that_freezes_while_it_sends_its_copy_is_a_hang(snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage has a limit of its own."""
+    watched, seen = Watched(), list[bool]()
+
+    def load_start(*_: object) -> Any:
+        seen.append(watched.entered and not watched.paused_now)
+        raise SettingsError("far enough")
+
+    start = SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=snapshot)
+    for name in (
+        "open_run",
+        "quiet_ray_train",
+        "launch_time",
+        "open_memory",
+        "show_claim",
+        "first_status",
+        "record_end",
+    ):
+        monkeypatch.setattr(setup, name, anything)
+    monkeypatch.setattr(setup, "open_memory", lambda *_: None)
+    monkeypatch.setattr(setup, "agree_on_start", lambda *_: (start, None))
+    monkeypatch.setattr(setup, "shipped_worker_output", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(setup, "Watchdog", lambda *_: watched)
+    monkeypatch.setattr(setup, "load_start", load_start)
+    monkeypatch.setattr(setup.dist, "new_group", anything)
+    monkeypatch.setattr(setup.dist, "barrier", anything)
+    monkeypatch.setattr(setup.ray, "get", lambda *_, **__: None)
+    monkeypatch.setattr(setup.ray.train, "get_context", anything)
+    config = {"plan": SimpleNamespace(settings=Settings()), "control": anything(), "owner": "me", "driver": ""}
+    config["control"].fatal_error = SimpleNamespace(remote=anything)
+    with pytest.raises(SettingsError), setup.join_run({**config, "threads": 1, "collective_timeout_s": 300}):
+        pytest.fail("it went on")
+    assert seen == [bool(snapshot)]
