@@ -84,18 +84,16 @@ def raylet_process() -> int:
     return int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
 
 
-def drain_nodes(nodes: Iterable[str]) -> None:
+def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> None:
     """Have nodes, by Ray's id, end as soon as nothing runs on them any more; nothing new begins there."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
     for node in nodes:
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
-        accepted, why = client.drain_node(
-            node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, "better nodes have come", NO_DEADLINE
-        )
+        accepted, refusal = client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, why, NO_DEADLINE)
         if not accepted:
-            print(f"warning: node {node[:12]} is not given back: {why}", flush=True)
+            print(f"warning: node {node[:12]} is not given back: {refusal}", flush=True)
 
 
 def reserved_groups() -> set[str]:

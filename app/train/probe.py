@@ -8,8 +8,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from app.elastic.nodes import find_room
 from app.errors import StorageError, SunspotError, shorten
 from app.formatting import plural
+from app.ray_internals import drain_nodes
 from app.run import open_run
 from app.storage.base import map_parallel
 from app.train.gpu import find_gpu_problem
@@ -48,18 +50,23 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
         )
 
 
-def probe_gpus(nodes: list[dict[str, Any]]) -> None:
-    """Check that torch would find the GPUs that nodes promise; raises `SunspotError` naming those that promise more.
+def leave_out_broken_gpus(nodes: list[dict[str, Any]], per_worker: dict[str, float], least: int) -> None:
+    """Drain the nodes on whose GPUs torch cannot compute, as long as the others have room for the `least` workers.
 
-    Without it, every group of workers would end as it starts, after the nodes were paid for.
+    Raises `SunspotError` naming them otherwise: every group of workers would end as it starts. This node, the head,
+    cannot be left out.
     """
     promising = [str(node["NodeID"]) for node in nodes if node["Resources"].get("GPU")]
     problems = _ask(promising, "their GPUs", find_gpu_problem)
-    if problems:
-        raise SunspotError(
-            f"{_count(problems)} of {plural(len(promising), 'node')} with GPUs cannot compute on them: "
-            f"{_list(problems)}"
-        )
+    if not problems:
+        return
+    broken = [node for alike in problems.values() for node in alike]
+    others = [node for node in nodes if node["NodeID"] not in broken]
+    told = f"{_count(problems)} of {plural(len(promising), 'node')} with GPUs cannot compute on them"
+    if ray.get_runtime_context().get_node_id() in broken or sum(find_room(others, per_worker).values()) < least:
+        raise SunspotError(f"{told}: {_list(problems)}")
+    print(f"warning: {told}, and {'are' if len(broken) > 1 else 'is'} left out: {_list(problems)}", flush=True)
+    drain_nodes(broken, "its GPU cannot be used")
 
 
 Problems = dict[str, list[str]]

@@ -41,7 +41,7 @@ from app.storage.deadline import within
 from app.storage.retry import retry_storage
 from app.train.library import choose_trainer
 from app.train.loop import train_loop
-from app.train.probe import probe_all_nodes, probe_gpus
+from app.train.probe import leave_out_broken_gpus, probe_all_nodes
 from app.warm import keeper
 
 DRIVER_TRIES = 3
@@ -153,7 +153,7 @@ def fit_once(
     for reason in resources.reasons:
         print(f"  {reason}", flush=True)
     if resources.use_gpu:
-        probe_gpus(nodes)
+        leave_out_broken_gpus(nodes, resources.per_worker, settings.num_workers.least)
     with (
         exported_run(settings.run_name),
         open_control() as control,

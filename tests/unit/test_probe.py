@@ -15,7 +15,7 @@ import ray.exceptions
 
 from app.errors import StorageError, SunspotError
 from app.train import probe
-from app.train.probe import probe_all_nodes, probe_gpus
+from app.train.probe import leave_out_broken_gpus, probe_all_nodes
 
 Answer = Callable[[str], str]
 
@@ -25,11 +25,11 @@ class FakeRay:
 
     def __init__(self, answer: Answer) -> None:
         self.exceptions = ray.exceptions
-        self.most_at_once = 0
+        self.most_at_once, self.here = 0, "here"
         self._answer, self._asked, self._lock = answer, 0, threading.Lock()
 
     def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "here")
+        return SimpleNamespace(get_node_id=lambda: self.here)
 
     def remote(self, **_: Any) -> Callable[[Any], Any]:
         return lambda function: SimpleNamespace(options=self._options)
@@ -109,18 +109,36 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
         probe_fakes(monkeypatch, tmp_path, 3, answer)
 
 
-def test_a_node_that_promises_a_gpu_that_torch_would_not_find_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(node: str) -> str:
-        return "" if node.startswith("b") else "NVIDIA's driver cannot be loaded"
-
-    monkeypatch.setattr(probe, "ray", FakeRay(answer))
-    resources = {"a" * 56: {"GPU": 1.0}, "b" * 56: {"GPU": 8.0}, "c" * 56: {"CPU": 8.0}}
-    nodes = [{"NodeID": node, "Resources": has} for node, has in resources.items()]
-    with pytest.raises(SunspotError) as refused:
-        probe_gpus(nodes)
-    told = f"1 of 2 nodes with GPUs cannot compute on them: {'a' * 12}: NVIDIA's driver cannot be loaded"
-    assert str(refused.value) == told
-    probe_gpus(nodes[1:])
+@pytest.mark.parametrize(
+    ("broken", "head", "least", "left_out"),
+    [("", "c", 16, ""), ("a", "c", 8, "a"), ("ab", "c", 1, None), ("a", "c", 9, None), ("a", "a", 1, None)],
+    ids=["none", "one, and the others do", "all", "too few others", "the head's"],
+)
+def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
+    broken: str,
+    head: str,
+    least: int,
+    left_out: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drained: list[str] = []
+    fake = FakeRay(lambda node: "no driver" if node[0] in broken else "")
+    fake.here = head * 56
+    monkeypatch.setattr(probe, "ray", fake)
+    monkeypatch.setattr(probe, "drain_nodes", lambda nodes, why: drained.extend(nodes))
+    resources = {"a" * 56: {"GPU": 8.0}, "b" * 56: {"GPU": 8.0}, "c" * 56: {"CPU": 8.0}}
+    nodes = [{"NodeID": node, "Resources": has, "Alive": True} for node, has in resources.items()]
+    if left_out is not None:
+        leave_out_broken_gpus(nodes, {"GPU": 1.0}, least)
+        assert drained == [node * 56 for node in left_out]
+        assert ("1 of 2 nodes with GPUs cannot compute on them, and is left out" in capsys.readouterr().out) == bool(
+            left_out
+        )
+        return
+    with pytest.raises(SunspotError, match=r"of 2 nodes with GPUs cannot compute on them: .*: no driver"):
+        leave_out_broken_gpus(nodes, {"GPU": 1.0}, least)
+    assert not drained
 
 
 def test_a_cluster_of_one_node_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
