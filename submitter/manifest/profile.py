@@ -298,7 +298,34 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
 
     Raises `SettingsError` with every problem.
     """
-    contents: list[Mapping[str, Any]] = [given]
+    contents = [given, *_read_chain(name).values()]
+    merged = functools.reduce(_merge, reversed(contents))
+    worker, groups = merged.get("worker"), merged.get("workers")
+    if isinstance(worker, dict) and isinstance(groups, list):
+        merged["workers"] = [_merge(worker, group) if isinstance(group, dict) else group for group in groups]
+    try:
+        return Profile.model_validate(merged)
+    except ValidationError as error:
+        problems = sorted(_explain(problem) for problem in error.errors(include_url=False))
+        count = plural(len(problems), "problem")
+        raise SettingsError(f"{count} with profile {name}:\n" + "\n".join(f"  {line}" for line in problems)) from None
+
+
+def find_origin(name: str, *keys: str) -> str:
+    """Which profile says what is at this place, the one of that name or path, or one that it extends; else ""."""
+    for label, content in _read_chain(name).items():
+        value: Any = content
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            return f"profile {label}"
+    return ""
+
+
+def _read_chain(name: str) -> dict[str, dict[str, Any]]:
+    """What the profile of that name or path says, and then each that it extends, by name or path."""
+    contents: dict[str, dict[str, Any]] = {}
+    label = name
     seen: dict[str, Path] = {}
     path: Path | None = _find(name, Path())
     while path:
@@ -312,19 +339,11 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise SettingsError(f"{path}: no profile: it must be a mapping, such as notice_s: 30")
-        contents.append(content)
+        contents[label if label not in contents else place] = content
         below = content.get("extends")
         path = _find(below, path.parent) if isinstance(below, str) and below else None
-    merged = functools.reduce(_merge, reversed(contents))
-    worker, groups = merged.get("worker"), merged.get("workers")
-    if isinstance(worker, dict) and isinstance(groups, list):
-        merged["workers"] = [_merge(worker, group) if isinstance(group, dict) else group for group in groups]
-    try:
-        return Profile.model_validate(merged)
-    except ValidationError as error:
-        problems = sorted(_explain(problem) for problem in error.errors(include_url=False))
-        count = plural(len(problems), "problem")
-        raise SettingsError(f"{count} with profile {name}:\n" + "\n".join(f"  {line}" for line in problems)) from None
+        label = str(below)
+    return contents
 
 
 def _find(name: str, folder: Path) -> Path:

@@ -31,7 +31,7 @@ from submitter.manifest.pods import (
     set_variable,
     worker_group,
 )
-from submitter.manifest.profile import ELASTIC, QUEUE, Profile, WorkerGroup, load_profile, manifests
+from submitter.manifest.profile import ELASTIC, QUEUE, Profile, WorkerGroup, find_origin, load_profile, manifests
 from submitter.manifest.shape import Shape, choose_shape
 from submitter.manifest.yaml_files import read_yaml, to_yaml
 from submitter.output import write_file
@@ -221,7 +221,10 @@ def _gather(
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     layers: list[tuple[Mapping[str, str], str]] = [
         (of_base, BASE),
-        (profile.settings or {}, f"profile {name}"),
+        *(
+            ({variable: value}, find_origin(name, "settings", variable) or f"profile {name}")
+            for variable, value in (profile.settings or {}).items()
+        ),
         ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
         (overrides, "given"),
     ]
@@ -399,8 +402,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     spec, workers, head = job["spec"], worker_group(job), head_group(job)["template"]["spec"]
     worker = workers["template"]["spec"]
 
-    def source(value: object) -> str:
-        return BASE if value is None else f"profile {name}"
+    def source(value: object, *keys: str) -> str:
+        return BASE if value is None else find_origin(name, *keys) or f"profile {name}"
 
     machine = profile.groups[0]
     notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
@@ -421,18 +424,26 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     if machine.placement in ("pack", "zone"):
         benefit = "within a zone the network is faster, and costs nothing"
     found = [
-        ("image", ray_container(workers)["image"], source(profile.image)),
+        (
+            "image",
+            ray_container(workers)["image"],
+            BASE if profile.image is None else find_origin(name, "image") or "given",
+        ),
         *([("head's image", profile.head.image, f"profile {name}")] if profile.head and profile.head.image else ()),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
         *(groups if len(groups) > 1 else ()),
         ("autoscaler", *autoscaler),
         ("head", *where),
         ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
-        ("placement", machine.placement or "spread", f"{source(machine.placement)}: {benefit}"),
-        ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s)}"),
+        ("placement", machine.placement or "spread", f"{source(machine.placement, 'worker', 'placement')}: {benefit}"),
+        ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s, 'notice_s')}"),
         (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
         (NOTICE, drain, f"the time that {DRAIN} leaves"),
-        ("preRunningDeadlineSeconds", str(deadline_s or spec["preRunningDeadlineSeconds"]), source(deadline_s)),
+        (
+            "preRunningDeadlineSeconds",
+            str(deadline_s or spec["preRunningDeadlineSeconds"]),
+            source(deadline_s, "pre_running_deadline_s"),
+        ),
     ]
     if shape.runs > 1:
         memory = ray_container(head_group(job))["resources"]["limits"]["memory"]

@@ -390,7 +390,7 @@ def test_the_name_is_the_run_and_a_hash_of_everything(tmp_path: Path) -> None:
 
 
 def test_the_name_tells_no_wording_nor_spelling(tmp_path: Path) -> None:
-    by_path = render(own_profile(tmp_path, "extends: gke-spot"), {"LEARNING_RATE": "0.0010"})
+    by_path = render(own_profile(tmp_path, "extends: gke-spot\nnotice_s: 15"), {"LEARNING_RATE": "0.0010"})
     by_name = render("gke-spot", {"LEARNING_RATE": "1e-3"})
     assert by_path.name == by_name.name
     assert by_path.derived != by_name.derived
@@ -1047,6 +1047,16 @@ def test_explain_says_where_every_value_came_from(capsys: pytest.CaptureFixture[
     assert all(len(row) == 3 for row in rows)
     code, out, _ = sunspot(capsys, "--explain", "--json")
     assert {tuple(value) for value in json.loads(out)} == {("name", "value", "source")}
+
+
+def test_explain_names_the_profile_that_says_it(tmp_path: Path) -> None:
+    mine = own_profile(tmp_path, "extends: gke-spot\nhead: {cpu: 4}\nsettings: {EPOCHS: 3}")
+    sources = {value.name: value.source for value in render(mine, {}).derived}
+    assert sources["placement"].startswith("profile on-demand: ")
+    assert sources["preRunningDeadlineSeconds"] == "profile on-demand"
+    assert sources["terminationGracePeriodSeconds"] == "the notice, profile gke-spot"
+    assert sources["SUNSPOT_EPOCHS"] == f"profile {mine}"
+    assert sources["image"] == "given"
 
 
 def test_a_directory_for_gitops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
