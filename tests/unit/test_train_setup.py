@@ -174,8 +174,8 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     monkeypatch.setattr(setup, "describe_new_length", lambda *_: "")
     monkeypatch.setattr(setup, "Worker", SimpleNamespace)
     monkeypatch.setattr(setup, "open_journals", anything)
-    monkeypatch.setattr(setup.ray.train, "get_context", anything)
-    monkeypatch.setattr(setup.ray.train.torch, "get_device", anything)
+    monkeypatch.setattr("ray.train.get_context", anything)
+    monkeypatch.setattr("ray.train.torch.get_device", anything)
     for name in ("build_model", "build_optimizer", "make_loader"):
         monkeypatch.setattr(setup, name, takes_long(name))
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
@@ -210,10 +210,10 @@ def test_a_node_that_freezes_while_it_sends_its_copy_is_a_hang(snapshot: Any, mo
     monkeypatch.setattr(setup, "shipped_worker_output", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(setup, "Watchdog", lambda *_: watched)
     monkeypatch.setattr(setup, "load_start", load_start)
-    monkeypatch.setattr(setup.dist, "new_group", anything)
-    monkeypatch.setattr(setup.dist, "barrier", anything)
-    monkeypatch.setattr(setup.ray, "get", lambda *_, **__: None)
-    monkeypatch.setattr(setup.ray.train, "get_context", anything)
+    monkeypatch.setattr("torch.distributed.new_group", anything)
+    monkeypatch.setattr("torch.distributed.barrier", anything)
+    monkeypatch.setattr("ray.get", lambda *_, **__: None)
+    monkeypatch.setattr("ray.train.get_context", anything)
     config = {"plan": SimpleNamespace(settings=Settings()), "control": anything(), "owner": "me", "driver": ""}
     config["control"].fatal_error = SimpleNamespace(remote=anything)
     with pytest.raises(SettingsError), setup.join_run({**config, "threads": 1, "collective_timeout_s": 300}):
