@@ -55,7 +55,7 @@ def remove_others(own: Path) -> None:
         for directory in own.parent.iterdir():
             _remove_if_free(directory)
         for run in own.parent.parent.iterdir():
-            if time.time() - run.stat().st_mtime > STALE_S:
+            if time.time() - max(path.stat().st_mtime for path in (run, *run.rglob("*"))) > STALE_S:
                 for directory in run.iterdir():
                     _remove_if_free(directory)
                 with contextlib.suppress(OSError):

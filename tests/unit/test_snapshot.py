@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ import app.checkpoint.shared_memory
 import app.checkpoint.snapshot
 from app.checkpoint.manager import SnapshotInterval
 from app.checkpoint.memory import MOST_SLOTS, NodeMemory
-from app.checkpoint.shared_memory import find_heartbeats, find_parts, find_snapshot
+from app.checkpoint.shared_memory import STALE_S, find_heartbeats, find_parts, find_snapshot
 from app.checkpoint.slots import Slot, as_bytes
 from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
 from app.run.attempts import checkpoint_name
@@ -162,6 +163,25 @@ def test_a_living_process_keeps_its_directory() -> None:
     third.take(5)
     third.snapshots.wait_until_complete()
     assert not list(one.memory.directory.glob("slot-*.json")) or third.memory.directory == one.memory.directory
+
+
+@pytest.mark.parametrize("aged", ["the directory", "the copies"])
+def test_copies_of_another_run_go_when_they_are_a_day_old(aged: str, shared_memory: Path) -> None:
+    """A directory is as old as its run, however young its newest copy."""
+    other = Trainee()
+    other.train()
+    other.take(1)
+    other.die()
+    assert other.memory.directory
+    run = other.memory.directory.parent
+    run = run.rename(run.with_name("another"))
+    for path in (run, *run.rglob("*")) if aged == "the copies" else (run, run / "0"):
+        os.utime(path, (time.time() - STALE_S - 60,) * 2)
+    trainee = Trainee()
+    trainee.train()
+    trainee.take(1)
+    trainee.snapshots.wait_until_complete()
+    assert run.exists() == (aged == "the directory")
 
 
 @pytest.mark.parametrize("damage", ["data", "rest", "marker"])
