@@ -253,7 +253,7 @@ class CheckpointManager:
         assert self._group
         lacking, stopped = any_rank(self._group, not has_slot, not self.in_memory)
         if stopped:
-            self._memory.stop("a worker has none")
+            self._memory.pause("a worker has none")
         return not lacking
 
     def _barrier(self) -> None:

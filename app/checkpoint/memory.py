@@ -4,6 +4,7 @@ marker, with step and checksum, once the copy in them is complete.
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import shutil
@@ -17,7 +18,14 @@ import torch
 
 from app.background import start_thread
 from app.checkpoint.neighbours import PartExchange
-from app.checkpoint.shared_memory import HEARTBEAT, free_bytes, keep_newest, lock_directory, remove_copy, remove_others
+from app.checkpoint.shared_memory import (
+    HEARTBEAT,
+    keep_newest,
+    lock_directory,
+    remove_copy,
+    remove_others,
+    room_for_copies,
+)
 from app.checkpoint.slots import Slot, list_snapshots
 from app.errors import shorten
 from app.run.checkpoints import Checkpoint
@@ -27,6 +35,12 @@ MOST_SLOTS = 4
 
 MEMORY_SHARE = 0.5
 """Part of the free shared memory that a node's first two slots may take: Ray's object store lies there too."""
+
+RETRY_S = 60.0
+"""Until room for copies is looked for again, after there was none."""
+
+
+GOES_BACK = "after a loss, the run goes back to the newest there is, or to storage"
 
 
 class NodeMemory:
@@ -43,10 +57,12 @@ class NodeMemory:
         "How many as large as this process's the node has to have room for, for all of its processes."
         self._inherited: set[Path] = set()
         "The copies of the process before, kept until there is a newer one."
-        self._making: Future[None] | None = None
-        "The slot that is being made."
+        self._making: Future[str] | None = None
+        "The slot that is being made, and in the end why it could not be."
         self._failing = self._unpinned = self._stopped = False
         "Whether the user has been told that copies cannot be kept, that they are not pinned, and that there are none."
+        self._paused_until = -math.inf
+        "By the monotonic clock: there was no room for copies."
         self.directory: Path | None = None
         try:
             if location:
@@ -59,7 +75,7 @@ class NodeMemory:
     @property
     def shared(self) -> bool:
         """Whether copies are made that outlive this process."""
-        return self.directory is not None and not self._stopped
+        return self.directory is not None and not self._stopped and time.monotonic() >= self._paused_until
 
     def heartbeat(self, attempt: int, step: int) -> None:
         """Record that `step` was taken: a write to memory, which outlives the process."""
@@ -75,40 +91,58 @@ class NodeMemory:
         if self._making:
             if not needed and not self._making.done():
                 return None
-            self._making.result()
+            self._pause_without_room(self._making.result())
             self._making = None
-        self._slots = [slot for slot in self._slots if slot.size == size or slot.uploading or slot.sealing]
-        for slot in self._slots:
-            if slot.size == size and slot is not self._newest and not (slot.uploading or slot.sealing):
-                slot.unmark()
-                return slot
+        self._drop_unused(size)
+        if slot := self._find_free(size):
+            return slot
         if needed:
-            return self._add_shared(size) or self._add(size, None)
-        if self.directory and len(self._slots) < MOST_SLOTS:
+            self._pause_without_room(self._make_slot(size, None))
+            return self._find_free(size) or self._add(size, None)
+        if self.shared:
             self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
         return None
 
-    def _make_slot(self, size: int, device: torch.device | None) -> None:
-        slot = self._add_shared(size)
-        if slot and device:
+    def _find_free(self, size: int) -> Slot | None:
+        for slot in self._slots:
+            if slot.size == size and slot is not self._newest and not slot.busy:
+                slot.unmark()
+                return slot
+        return None
+
+    def _drop_unused(self, size: int) -> None:
+        """Let go of slots that no copy goes to any more: of another size, as a state may grow, and private ones once
+        there is room for others. The newest copy stays until there is a newer one.
+        """
+        kept = []
+        for slot in self._slots:
+            if slot is self._newest or slot.busy or (slot.size == size and (slot.file or not self.shared)):
+                kept.append(slot)
+            elif slot.file:
+                remove_copy(slot.file)
+        self._slots = kept
+
+    def _make_slot(self, size: int, device: torch.device | None) -> str:
+        """Add a slot in shared memory, unless there are enough; returns why there is no room."""
+        if not self.directory or not self.shared or len(self._slots) >= MOST_SLOTS:
+            return ""
+        try:
+            if not any(slot.file and slot.size == size for slot in self._slots):
+                room = room_for_copies(self.directory)
+                if self.copies * size > MEMORY_SHARE * room:
+                    what = f"{self.copies} of {size / 1e6:.0f} MB"
+                    return f"{what} take more than half of the {room / 1e6:.0f} MB that are free"
+            slot = self._add(size, self._free_file("slot", [slot.file for slot in self._slots]))
+        except OSError as error:
+            return str(error.strerror or error)
+        if device:
             with torch.cuda.device(device):
                 self.pin(slot)
+        return ""
 
-    def _add_shared(self, size: int) -> Slot | None:
-        """Another slot in shared memory; None when there is no room."""
-        if not self.directory or len(self._slots) >= MOST_SLOTS:
-            return None
-        try:
-            if not self._slots:
-                free = free_bytes()
-                if self.copies * size > MEMORY_SHARE * free:
-                    what = f"{self.copies} of {size / 1e6:.0f} MB"
-                    raise OSError(f"{what} take more than half of the {free / 1e6:.0f} MB that are free")
-            return self._add(size, self._free_file("slot", [slot.file for slot in self._slots]))
-        except OSError as error:
-            if len(self._slots) < 2:
-                self._give_up(f"{error.strerror or error}")
-        return None
+    def _pause_without_room(self, problem: str) -> None:
+        if problem and sum(slot.file is not None for slot in self._slots) < 2:
+            self.pause(problem)
 
     def make_ward_slot(self, size: int, taken: list[Slot]) -> Slot:
         """Room for the part of another node's worker; raises `OSError` when there is none."""
@@ -172,12 +206,17 @@ class NodeMemory:
                 "until one is, a loss takes the run back to the copy or the checkpoint before"
             )
 
+    def pause(self, why: str) -> None:
+        """Make no copies that outlive this process for RETRY_S; those there are stay."""
+        self._paused_until = time.monotonic() + RETRY_S
+        if not self._failing:
+            self._failing = True
+            self._warn(f"no copies in shared memory until there is room: {why}; {GOES_BACK}")
+
     def stop(self, why: str) -> None:
         """Make no more copies that outlive this process; those there are stay."""
         if self.shared:
-            self._warn(
-                f"no more copies in shared memory: {why}; after a loss, the run goes back to the newest there is"
-            )
+            self._warn(f"no more copies in shared memory: {why}; {GOES_BACK}")
         self._stopped = True
 
     def keep(self, checkpoint: str | None) -> None:
@@ -191,9 +230,6 @@ class NodeMemory:
         """Remove this process's copies: nobody will resume from them."""
         if self._making:
             wait([self._making])
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
         if self.directory:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # another process of the run is still there
@@ -203,11 +239,6 @@ class NodeMemory:
         slot = Slot(size, file)
         self._slots.append(slot)
         return slot
-
-    def _give_up(self, why: str) -> None:
-        self._warn(f"no copies in shared memory from here on: {why}; after a loss, the run resumes from storage")
-        self._remove_directory()
-        self.directory, self._newest = None, None
 
     def _open_heartbeat(self) -> mmap.mmap | None:
         if not self.directory:

@@ -62,10 +62,18 @@ def remove_others(own: Path) -> None:
                     run.rmdir()
 
 
-def free_bytes() -> int:
-    """What may still be written to shared memory, which counts as the container's."""
+def room_for_copies(own: Path) -> int:
+    """Bytes that the run's copies on this node may take, given a process's own directory.
+
+    What is free may still be written to shared memory, which counts as the container's, and copies that are there make
+    way for new ones: whether there is room does not depend on whether there was before.
+    """
     free, left = shutil.disk_usage(SHARED_MEMORY).free, memory_left()
-    return free if left is None else min(free, left)
+    taken = 0
+    for file in own.parent.glob("*/*.data"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            taken += file.stat().st_size
+    return taken + (free if left is None else min(free, left))
 
 
 def keep_newest(directory: Path) -> set[Path]:

@@ -69,6 +69,11 @@ class Slot:
                 self.map = mmap.mmap(opened.fileno(), max(1, size))
         self._pinned = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether its copy is still being made, or uploaded."""
+        return self.uploading or self.sealing
+
     def pin(self) -> None:
         """Lock its pages, so that a GPU copies into them without the CPU; raises `OSError`, once, when CUDA refuses."""
         if self._pinned:

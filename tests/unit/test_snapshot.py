@@ -321,6 +321,89 @@ def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPa
     assert len(trainee.warnings) == 1
 
 
+def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that the process before left makes way for the new ones, so it takes no room."""
+
+    def free() -> int:
+        return round(size / 0.23) - sum(file.stat().st_size for file in shared_memory.rglob("*.data"))
+
+    monkeypatch.setattr(app.checkpoint.shared_memory, "memory_left", free)
+    for attempt in range(1, 5):
+        trainee = Trainee(attempt)
+        trainee.train()
+        size = size_of(trainee.state())
+        assert trainee.take(attempt), trainee.warnings
+        trainee.die()
+        found = find_snapshot(RUN)
+        assert found
+        assert found.held.step == attempt
+
+
+@pytest.mark.parametrize("for_storage", [False, True])
+@pytest.mark.parametrize("slots", [0, 1])
+def test_a_full_memory_keeps_the_copy_there_is_and_is_tried_again(
+    slots: int, for_storage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`slots` are those that there is room for before it is full."""
+    first = Trainee()
+    first.train()
+    first.take(1)
+    first.die()
+
+    trainee, reserve, full = Trainee(2), os.posix_fallocate, threading.Event()
+
+    def reserve_if_there_is_room(*arguments: Any) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*arguments)
+
+    def copy(step: int) -> int:
+        """The step that a loss would go back to."""
+        trainee.train()
+        if snapshot := trainee.take(step, for_storage):
+            snapshot.release()
+        trainee.snapshots.wait_until_complete()
+        found = find_snapshot(RUN)
+        assert found
+        return found.held.step
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
+    for step in range(2, 2 + slots):
+        assert copy(step) == step
+    full.set()
+    assert [copy(step) for step in (5, 6, 7)] == [1 + slots] * 3
+    assert not trainee.memory.shared, "it is not looked for in each step"
+    full.clear()
+    trainee.memory._paused_until = time.monotonic()
+    assert [copy(step) for step in (8, 9)] == [8, 9]
+    [lost, regained] = trainee.warnings
+    assert lost.startswith("no copies in shared memory until there is room: No space left on device")
+    assert regained == "copies in shared memory go on at step 8"
+
+
+def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when layers are added, or unfrozen late."""
+    trainee, go, copy = Trainee(), threading.Event(), app.checkpoint.snapshot.copy
+    for step in (1, 2, 3):
+        trainee.train()
+        trainee.take(step)
+        trainee.snapshots.wait_until_complete()
+    trainee.model.append(torch.nn.Linear(5, 50))
+    monkeypatch.setattr(app.checkpoint.snapshot, "copy", lambda *arguments: (go.wait(10), copy(*arguments))[1])
+    assert trainee.take(4)
+    found = find_snapshot(RUN)
+    assert found
+    assert found.held.step == 3
+    go.set()
+    for step in (5, 6, 7):
+        trainee.train()
+        assert trainee.take(step)
+        trainee.snapshots.wait_until_complete()
+    assert trainee.memory.directory
+    sizes = {file.stat().st_size for file in trainee.memory.directory.glob("*.data")}
+    assert sizes == {trainee.snapshots.size}, "no memory is lost to the smaller ones"
+
+
 def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee, write_bytes, full = Trainee(), Path.write_bytes, threading.Event()
 
