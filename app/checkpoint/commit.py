@@ -219,8 +219,13 @@ class CheckpointCommitter:
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Write one checkpoint. Killed anywhere in here, it exists or not, and the one before stands."""
+        if not snapshot.wait_until_copied():
+            detail = (
+                "weights changed while they were copied, and not by the optimizer; from here on they are copied at once"
+            )
+            self._record("checkpoint dropped", snapshot.manifest.step, detail)
+            return
         began = time.monotonic()
-        snapshot.copied.result()
         ensure_owner(self._run, self._attempt)
         committed = read_manifest(self._run, snapshot.manifest.name) if self._outage.tries else None
         if not committed or committed.damage:  # or else an earlier try has committed it, and failed later

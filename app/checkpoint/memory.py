@@ -9,7 +9,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from app.checkpoint.shared_memory import (
     room_for_copies,
 )
 from app.checkpoint.slots import Slot, list_snapshots
-from app.errors import shorten
+from app.errors import DamageError, shorten
 from app.run.checkpoints import Checkpoint
 
 MOST_SLOTS = 4
@@ -164,16 +164,25 @@ class NodeMemory:
                 self._warn(f"copies of the state go to memory that is not pinned, and take longer: {error}")
             self._unpinned = True
 
-    def complete(self, slot: Slot, manifest: Checkpoint, rest: bytes, exchange: PartExchange | None = None) -> None:
-        """Mark the copy in `slot` as complete, and as the newest; without room for the mark, the one before stays.
+    def complete(
+        self,
+        slot: Slot,
+        manifest: Checkpoint,
+        rest: bytes,
+        exchange: PartExchange | None = None,
+        changed: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """Mark the copy in `slot` as complete, and as the newest; without room for the mark, the one before stays, and
+        so it does when something has `changed` while it was copied.
 
         Of a state in parts, it is the newest only once all workers have theirs, as `exchange` finds out.
         """
         snapshot, problem = None, ""
         try:
             if slot.file and self.directory:
-                snapshot = slot.mark(manifest, rest, *((exchange.rank, exchange.world_size) if exchange else ()))
-        except OSError as error:
+                part, parts = (exchange.rank, exchange.world_size) if exchange else (0, 0)
+                snapshot = slot.mark(manifest, rest, part, parts, changed)
+        except (OSError, DamageError) as error:
             slot.unmark()
             problem = str(error)
         try:

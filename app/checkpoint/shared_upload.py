@@ -209,7 +209,8 @@ class ShareSender:
                 time.sleep(POLL_EVERY_S)
 
     def _send(self, snapshot: Snapshot, share: list[dict[str, Any]]) -> None:
-        snapshot.copied.result()
+        if not snapshot.wait_until_copied():
+            return
         name = snapshot.manifest.name
 
         def send(file: dict[str, Any]) -> list[Part]:

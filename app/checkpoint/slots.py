@@ -8,7 +8,7 @@ import io
 import mmap
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,8 +92,19 @@ class Slot:
         if self.file:
             _marker(self.file).unlink(missing_ok=True)
 
-    def mark(self, manifest: Checkpoint, rest: bytes, part: int = 0, parts: int = 0) -> MemorySnapshot:
-        """Its copy is complete: write `rest` beside it, and the marker last."""
+    def mark(
+        self,
+        manifest: Checkpoint,
+        rest: bytes,
+        part: int = 0,
+        parts: int = 0,
+        changed: Callable[[], Collection[int]] = tuple,
+    ) -> MemorySnapshot:
+        """Its copy is complete: write `rest` beside it, and the marker last.
+
+        Raises `DamageError` when something has `changed` while it was copied. That is asked for after the checksum: a
+        change that was under way at the end of the copy has been counted by then.
+        """
         snapshot = MemorySnapshot(
             attempt=manifest.attempt,
             step=manifest.step,
@@ -107,6 +118,8 @@ class Slot:
             part=part,
             parts=parts,
         )
+        if changed():
+            raise DamageError("weights changed while they were copied, and not by the optimizer")
         self._write_marker(snapshot, rest)
         return snapshot
 

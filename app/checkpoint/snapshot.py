@@ -2,18 +2,19 @@
 
 What only the optimizer changes stays as it is during forward and backward, so it is copied meanwhile, and only the next
 optimizer step waits (`wait_for_copy`; on a GPU, its queue does: copying.py). Anything else in the model may change in
-the very next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. The copy
-lies in the node's shared memory (memory.py). Under DDP every node has the whole state; under FSDP each worker copies
-its part, and one on the next node keeps it, too (neighbours.py). After a loss, the next worker group resumes from the
-newest copy that the surviving nodes have (app/elastic/restore.py), and only without one from storage. The commit thread
-uploads the same copy (commit.py).
+the very next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. What
+turns out to have changed while it was copied has torn that copy, which is dropped, and is copied at once from then on.
+The copy lies in the node's shared memory (memory.py). Under DDP every node has the whole state; under FSDP each worker
+copies its part, and one on the next node keeps it, too (neighbours.py). After a loss, the next worker group resumes
+from the newest copy that the surviving nodes have (app/elastic/restore.py), and only without one from storage. The
+commit thread uploads the same copy (commit.py).
 """
 
 import functools
 import io
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from app.run.checkpoints import Checkpoint
 ALIGNMENT = 64
 """Bytes, of each tensor in a slot: any dtype can be viewed there."""
 
+OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass
 class Snapshot:
@@ -43,37 +46,70 @@ class Snapshot:
     state: dict[str, Any]
     "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
     slot: Slot
-    copied: Future[None]
+    copied: Future[bool]
+    whole: Future[bool]
+    "Whether nothing changed while it was copied: known once the training has waited for the copy."
     places: list[Place | None]
     "For each tensor of the model, then of the optimizer (`tensors_in`): under fsdp, where in the whole tensor it lies."
+
+    def wait_until_copied(self) -> bool:
+        """Return, once the copy has ended, whether it is whole."""
+        self.copied.result()
+        return self.whole.result()
 
     def release(self) -> None:
         """Free the slot: the commit thread no longer needs it."""
         self.slot.uploading = False
 
 
+class ChangeWatch:
+    """Tells which tensors are changed in place while they are copied; not of changes through `.data`."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+        self._final: set[int] | None = None
+
+    def changed(self) -> set[int]:
+        """The `id` of each tensor that has changed, until the watch ends; from any thread."""
+        so_far = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        return so_far if self._final is None else self._final  # after the end, the optimizer changes them
+
+    def end(self) -> set[int]:
+        """The last `changed`."""
+        self._final = self.changed()
+        self._versions = []
+        return self._final
+
+
 class SteppedParameters:
     """The parameters that nothing but optimizer steps changes, as the second step shows: they get a gradient, and its
-    forward pass leaves them alone.
+    forward pass leaves them alone, even through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = parameters_of(optimizer)
-        self._versions: list[int] = []
-        "PyTorch's count of each parameter's changes in place, after the first step."
+        self._after_first: list[tuple[int, torch.Tensor]] = []
+        "Of each parameter after the first step (`_fingerprint`)."
         self.ids: set[int] | None = None
         "Their `id`; None: not known yet."
 
     def after_step(self) -> None:
         """To be called after each optimizer step."""
-        if not self._versions:
-            self._versions = [parameter._version for parameter in self._parameters]
+        if not self._after_first:
+            self._after_first = [_fingerprint(parameter) for parameter in self._parameters]
 
     def before_step(self) -> None:
         """To be called before each optimizer step, with its gradients; without any, it tells nothing."""
-        if self.ids is None and self._versions and any(p.grad is not None for p in self._parameters):
-            pairs = zip(self._parameters, self._versions, strict=True)
-            self.ids = {id(p) for p, version in pairs if p.grad is not None and p._version == version}
+        if self.ids is None and self._after_first and any(p.grad is not None for p in self._parameters):
+            pairs = zip(self._parameters, self._after_first, strict=True)
+            self.ids = {id(p) for p, before in pairs if p.grad is not None and _fingerprint(p) == before}
+
+
+def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """PyTorch's count of a parameter's changes in place, and the sum of its bits, for which no device is waited."""
+    part = part_of(parameter.detach())
+    part = torch.view_as_real(part) if part.is_complex() else part
+    return parameter._version, part.view(OF_BYTES[part.element_size()]).sum()
 
 
 class Snapshots:
@@ -93,6 +129,10 @@ class Snapshots:
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
         "Until the training waits for it: the end of a GPU's copies."
+        self._watch, self._whole = ChangeWatch(()), Future[bool]()
+        "Of the newest copy."
+        self._unsteady: set[int] = set()
+        "The `id` of each tensor that has torn a copy."
         self._queue_wait: QueueWait | None = None
         self._sealing: Future[None] | None = None
         self._spent = self._charged = 0.0
@@ -140,7 +180,7 @@ class Snapshots:
             self._charged += self._spent
             self._spent = 0.0
         source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
-        changing = {id(tensor) for tensor in tensors_in(source["model"])}.difference(stepped)
+        changing = {id(tensor) for tensor in tensors_in(source["model"])}.difference(stepped) | self._unsteady
         source = average.exchange(source) if average else source
         structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
         self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
@@ -154,23 +194,29 @@ class Snapshots:
         state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
         at_once: Pairs = []
         behind: Pairs = []
+        watched: list[torch.Tensor] = []
         for name in ("model", "optimizer"):
             for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
-                pairs = at_once if id(tensor) in changing else behind
-                pairs.append((target, part_of(tensor.detach())))
+                pair = (target, part_of(tensor.detach()))
+                if id(tensor) in changing:
+                    at_once.append(pair)
+                else:
+                    behind.append(pair)
+                    watched.append(tensor)
         for target, tensor in at_once:
             target.copy_(tensor, non_blocking=True)  # before whatever comes later in a GPU's queue
         mark = mark_queue([*at_once, *behind])
         slot.uploading, slot.sealing = for_storage, self.memory.shared
+        self._watch, self._whole = ChangeWatch(watched), Future()
         self._copying = self._copies.submit(self._copy, slot, behind, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
         if slot.sealing:
             about = {name: value for name, value in asdict(manifest).items() if name != "files"}
             rest = {"structure": structure, "about": about, "places": [place and tuple(place) for place in places]}
-            seal = functools.partial(self._seal, copied, slot, manifest, rest | beside, mark is None)
+            seal = functools.partial(self._seal, copied, self._watch, slot, manifest, rest | beside)
             self._sealing = start_thread(seal, "state-seal")
         self._spent += time.perf_counter() - began
-        return Snapshot(manifest, extra_state, state, slot, copied, places)
+        return Snapshot(manifest, extra_state, state, slot, copied, self._whole, places)
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
@@ -182,6 +228,9 @@ class Snapshots:
             began = time.perf_counter()
             end = self._copying.result()
             self._copying, self._queue_wait = None, QueueWait.begin(end) if end else None
+            changed = self._watch.end()
+            self._unsteady |= changed
+            self._whole.set_result(not changed)
             self._spent += time.perf_counter() - began
 
     def wait_until_complete(self) -> None:
@@ -198,12 +247,14 @@ class Snapshots:
         self._charge_thread(before, mark is None)
         return end
 
-    def _seal(self, copied: Future[None], slot: Slot, manifest: Checkpoint, rest: dict[str, Any], on_cpu: bool) -> None:
-        copied.result()
+    def _seal(
+        self, copied: Future[bool], watch: ChangeWatch, slot: Slot, manifest: Checkpoint, rest: dict[str, Any]
+    ) -> None:
+        on_cpu = copied.result()
         before = time.thread_time()
         file = io.BytesIO()
         torch.save(rest, file)
-        self.memory.complete(slot, manifest, file.getvalue(), self._exchange)
+        self.memory.complete(slot, manifest, file.getvalue(), self._exchange, watch.changed)
         self._charge_thread(before, on_cpu)
         if self._exchange:
             self._spent += self._exchange.cost_s
@@ -214,10 +265,11 @@ class Snapshots:
             self._spent += (time.thread_time() - before) / torch.get_num_threads()
 
 
-def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> None:
-    """Return when all is copied; until then, the tensors of `source` are kept."""
+def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
+    """Return when all is copied, and whether a CPU did it; until then, the tensors of `source` are kept."""
     if end := copying.result():
         end.synchronize()
+    return end is None
 
 
 # ----------------------------------------------------------------------------------------------- tensors in a slot

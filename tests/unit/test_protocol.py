@@ -338,9 +338,9 @@ class Protocol(RuleBasedStateMachine):
             slot.map[:STATE_BYTES] = content
             memory.complete(slot, manifest, serialized({"ledger": windows}))
             if step % SAVE_EVERY == 0:
-                copied: Future[None] = Future()
-                copied.set_result(None)
-                committer._commit_with_retries(Snapshot(manifest, {}, {"model": content}, slot, copied, []))
+                copied: Future[bool] = Future()
+                copied.set_result(True)
+                committer._commit_with_retries(Snapshot(manifest, {}, {"model": content}, slot, copied, copied, []))
 
     def remove(self, process: Process) -> None:
         """`sunspot delete`, until it succeeds or gives up."""

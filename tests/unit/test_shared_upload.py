@@ -50,9 +50,9 @@ def snapshot_of(name: str = "step-000000000001-0001-a", seed: int = 0) -> Snapsh
     for target, tensor in zip(tensors_in(state), tensors_in(source), strict=True):
         target.copy_(tensor)
     slot.uploading = True
-    copied: Future[None] = Future()
-    copied.set_result(None)
-    return Snapshot(Checkpoint(name, 1, 1, 10, 10, 1), {"step": 1}, state, slot, copied, [])
+    copied: Future[bool] = Future()
+    copied.set_result(True)
+    return Snapshot(Checkpoint(name, 1, 1, 10, 10, 1), {"step": 1}, state, slot, copied, copied, [])
 
 
 class Node:

@@ -468,6 +468,51 @@ def test_memory_that_cuda_does_not_pin_is_told_of_once(monkeypatch: pytest.Monke
     assert "not pinned, and take longer: error 2: out of memory" in warning
 
 
+def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when weights are clamped after some steps (`stepped` says that only the optimizer changes them)."""
+    trainee, copy, change = Trainee(), app.checkpoint.snapshot.copy, threading.Event()
+
+    def clamp() -> None:
+        with torch.no_grad():
+            trainee.model[0].weight.clamp_(-0.01, 0.01)
+
+    def copy_half_then_the_rest(pairs: Any, mark: Any) -> Any:
+        half = len(pairs) // 2
+        copy(pairs[:half], mark)
+        if change.is_set():
+            clamp()
+        return copy(pairs[half:], mark)
+
+    def take(step: int) -> bool:
+        """Whether a checkpoint of that step would be committed."""
+        snapshot = trainee.take(step, for_storage=True)
+        trainee.train()
+        trainee.snapshots.wait_until_complete()
+        assert snapshot
+        snapshot.release()
+        return snapshot.wait_until_copied()
+
+    monkeypatch.setattr(app.checkpoint.snapshot, "copy", copy_half_then_the_rest)
+    trainee.train()
+    assert take(1)
+    change.set()
+    assert not take(2)
+    found = find_snapshot(RUN)
+    assert found
+    assert found.held.step == 1, "nor does the copy in memory count"
+    expected = trainee.state()
+    assert take(3), "what has torn a copy is copied at once, before it can change again"
+    found = find_snapshot(RUN)
+    assert found
+    assert found.held.step == 3
+    assert_same(in_buffer(found.rest["structure"], as_bytes(found.data)), expected)
+    [lost, regained] = trainee.warnings
+    assert "the copy at step 2 is not kept in shared memory: weights changed while they were copied" in lost
+    assert regained == "copies in shared memory go on at step 3"
+
+
 class Exchange:
     """With the one neighbour that there is, who answers what it is told to."""
 
