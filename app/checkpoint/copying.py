@@ -3,6 +3,7 @@
 There no thread waits before parameters change: the queue of the training does, and the CPU goes on filling it.
 """
 
+import functools
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -30,13 +31,19 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
             target.copy_(source)
         return None
     end = torch.cuda.Event(enable_timing=True)
-    stream = torch.cuda.Stream(mark.device)
+    stream = _side_stream(mark.device)
     stream.wait_event(mark)
     with torch.cuda.stream(stream):
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
         end.record()
     return end
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The queue of all copies from a GPU: each has blocks of its own for tensors that it has to lay out anew."""
+    return torch.cuda.Stream(device)
 
 
 class QueueWait(NamedTuple):

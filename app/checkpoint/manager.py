@@ -133,6 +133,7 @@ class CheckpointManager:
             states = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
             refuse_unloadable(states, self._settings.task)
             self._loadable = True
+            self._snapshots.reserve(self._model, self._optimizer, self._average)
         self._stepped.after_step()
         self._ledger.add_step(step, rows)
         self._memory.heartbeat(self._attempt.number, step)

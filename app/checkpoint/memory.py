@@ -85,9 +85,20 @@ class NodeMemory:
     def free_slot(self, size: int, needed: bool, device: torch.device | None = None) -> Slot | None:
         """A slot of `size` bytes that nobody needs; None when there is none, unless it is `needed`.
 
-        Then another one is made meanwhile, in a thread: reserving its memory, and pinning it for copies from `device`,
-        takes a second for each GB. One that is needed is made at once.
+        Then another one is made meanwhile (`reserve`), and so it is when none will be free after this copy. One that is
+        needed, and not there yet, is made at once.
         """
+        slot = self._choose_slot(size, needed, device)
+        if slot and all(other.uploading for other in self._slots if other is not slot):
+            self.reserve(size, device)
+        return slot
+
+    def reserve(self, size: int, device: torch.device | None) -> None:
+        """Make a slot in a thread: its memory, pinned for copies from `device`, takes a second for each GB."""
+        if self.shared and not self._making:
+            self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
+
+    def _choose_slot(self, size: int, needed: bool, device: torch.device | None) -> Slot | None:
         if self._making:
             if not needed and not self._making.done():
                 return None
@@ -99,8 +110,7 @@ class NodeMemory:
         if needed:
             self._pause_without_room(self._make_slot(size, None))
             return self._find_free(size) or self._add(size, None)
-        if self.shared:
-            self._making = start_thread(lambda: self._make_slot(size, device), "make-slot")
+        self.reserve(size, device)
         return None
 
     def _find_free(self, size: int) -> Slot | None:
@@ -183,7 +193,6 @@ class NodeMemory:
                 part, parts = (exchange.rank, exchange.world_size) if exchange else (0, 0)
                 snapshot = slot.mark(manifest, rest, part, parts, changed)
         except (OSError, DamageError) as error:
-            slot.unmark()
             problem = str(error)
         try:
             if exchange and not exchange.share(slot, snapshot, rest):

@@ -153,7 +153,7 @@ class LoadedSnapshot(NamedTuple):
 
 
 def read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
-    """Read and check a copy; raises `OSError` or `DamageError` when it is damaged, or just being replaced."""
+    """Read and check a copy; raises `OSError` or `DamageError` when it is damaged, or was replaced meanwhile."""
     with open(held.file, "rb") as file:
         if os.fstat(file.fileno()).st_size < held.size:
             raise DamageError("it is cut off")
@@ -161,8 +161,6 @@ def read_snapshot(held: MemorySnapshot) -> LoadedSnapshot:
         data = map_pages(pages.path, held.size, shared=True)
         file.readinto(as_bytes(data))
     rest = Path(held.file).with_suffix(".rest").read_bytes()
-    if _read_marker(_marker(Path(held.file))) != held:
-        raise DamageError("it was replaced meanwhile")
     if zlib.crc32(as_bytes(data)) != held.crc32 or zlib.crc32(rest) != held.rest_crc32:
         raise DamageError("its bytes are not those that were marked")
     return LoadedSnapshot(held, data, torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True), pages)

@@ -179,12 +179,10 @@ class Snapshots:
             self.costs.append(self._spent)
             self._charged += self._spent
             self._spent = 0.0
-        source = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+        source = _state_of(model, optimizer)
         changing = {id(tensor) for tensor in tensors_in(source["model"])}.difference(stepped) | self._unsteady
         source = average.exchange(source) if average else source
-        structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
-        device = next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
+        structure, device = self._outline(source)
         slot = self.memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
         agreed = self._agree(slot is not None)
@@ -208,8 +206,10 @@ class Snapshots:
         mark = mark_queue([*at_once, *behind])
         slot.uploading, slot.sealing = for_storage, self.memory.shared
         self._watch, self._whole = ChangeWatch(watched), Future()
-        self._copying = self._copies.submit(self._copy, slot, behind, mark)
+        self._copying = self._copies.submit(self._copy, behind, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
+        if mark:  # one that was made at once; nobody waits for that
+            self._copies.submit(self._pin, slot, mark.device)
         if slot.sealing:
             about = {name: value for name, value in asdict(manifest).items() if name != "files"}
             rest = {"structure": structure, "about": about, "places": [place and tuple(place) for place in places]}
@@ -217,6 +217,20 @@ class Snapshots:
             self._sealing = start_thread(seal, "state-seal")
         self._spent += time.perf_counter() - began
         return Snapshot(manifest, extra_state, state, slot, copied, self._whole, places)
+
+    def reserve(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
+    ) -> None:
+        """Begin to make room for the first copy, which then does not have to wait for it."""
+        source = _state_of(model, optimizer)
+        _, device = self._outline(average.exchange(source) if average else source)
+        self.memory.reserve(self.size, device)
+
+    def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
+        """The state to copy without its values, and the GPU that it is on, if any."""
+        structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
+        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
+        return structure, next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
@@ -238,14 +252,15 @@ class Snapshots:
         if self._sealing:
             self._sealing.result()
 
-    def _copy(self, slot: Slot, pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _copy(self, pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
         before = time.thread_time()
-        if mark:
-            with torch.cuda.device(mark.device):
-                self.memory.pin(slot)
         end = copy(pairs, mark)
         self._charge_thread(before, mark is None)
         return end
+
+    def _pin(self, slot: Slot, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self.memory.pin(slot)
 
     def _seal(
         self, copied: Future[bool], watch: ChangeWatch, slot: Slot, manifest: Checkpoint, rest: dict[str, Any]
@@ -263,6 +278,10 @@ class Snapshots:
         """On a CPU, this thread's work slows the threads that train; beside a GPU it is free."""
         if on_cpu:
             self._spent += (time.thread_time() - before) / torch.get_num_threads()
+
+
+def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
 
 
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:

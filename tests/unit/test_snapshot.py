@@ -11,9 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ import app.checkpoint.snapshot
 from app.checkpoint.manager import SnapshotInterval
 from app.checkpoint.memory import MOST_SLOTS, NodeMemory
 from app.checkpoint.shared_memory import STALE_S, find_heartbeats, find_parts, find_snapshot
-from app.checkpoint.slots import Slot, as_bytes
+from app.checkpoint.slots import Slot, as_bytes, list_snapshots
 from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
 from app.run.attempts import checkpoint_name
 from app.run.checkpoints import Checkpoint
@@ -206,8 +208,9 @@ def test_a_damaged_copy_is_passed_over(damage: str) -> None:
 def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = Trainee()
     trainee.train()
-    trainee.take(1)
-    trainee.snapshots.wait_until_complete()
+    for step in (0, 1):
+        trainee.take(step)
+        trainee.snapshots.wait_until_complete()
     go, copy = threading.Event(), app.checkpoint.snapshot.copy
 
     def late_copy(*arguments: Any) -> None:
@@ -216,9 +219,8 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(app.checkpoint.snapshot, "copy", late_copy)
     trainee.take(2)
-    found = find_snapshot(RUN)
-    assert found
-    assert found[0].step == 1
+    assert trainee.memory.directory
+    assert [held.step for held in list_snapshots(trainee.memory.directory)] == [1], "2 takes the place of 0"
     go.set()
     trainee.snapshots.wait_until_complete()
     found = find_snapshot(RUN)
@@ -255,6 +257,22 @@ def test_memory_is_reserved_behind_the_training_and_at_no_cost(monkeypatch: pyte
     assert trainee.take(3)
 
 
+def test_a_copy_that_is_needed_does_not_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee, reserve, reserving = Trainee(), os.posix_fallocate, list[bool]()
+
+    def note(*arguments: Any) -> None:
+        reserving.append(threading.current_thread() is threading.main_thread())
+        reserve(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    trainee.train()
+    trainee.snapshots.reserve(trainee.model, trainee.optimizer)
+    held = [trainee.take(step, for_storage=True) for step in (1, 2, 3)]
+    assert all(held)
+    assert len(reserving) >= len(held)
+    assert not any(reserving), "each is made in a thread, before it is needed"
+
+
 def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
     trainee = Trainee()
     trainee.train()
@@ -287,7 +305,7 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
         each.train()
         each.take(step)
         each.snapshots.wait_until_complete()
-    whole, path = sorted(shared_memory.rglob(f"slot-*{suffix}"))
+    whole, path = sorted(marker.with_suffix(suffix) for marker in shared_memory.rglob("slot-*.json"))
     content, random = path.read_bytes(), Random(0)
     undamaged = find_snapshot(RUN)
     assert undamaged
@@ -344,17 +362,18 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
 def test_a_full_memory_keeps_the_copy_there_is_and_is_tried_again(
     slots: int, for_storage: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`slots` are those that there is room for before it is full."""
+    """`slots` are those that there is room for at first."""
     first = Trainee()
     first.train()
     first.take(1)
     first.die()
 
-    trainee, reserve, full = Trainee(2), os.posix_fallocate, threading.Event()
+    trainee, reserve, room = Trainee(2), os.posix_fallocate, [True] * slots
 
     def reserve_if_there_is_room(*arguments: Any) -> None:
-        if full.is_set():
+        if not room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room.pop()
         reserve(*arguments)
 
     def copy(step: int) -> int:
@@ -368,12 +387,9 @@ def test_a_full_memory_keeps_the_copy_there_is_and_is_tried_again(
         return found.held.step
 
     monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
-    for step in range(2, 2 + slots):
-        assert copy(step) == step
-    full.set()
-    assert [copy(step) for step in (5, 6, 7)] == [1 + slots] * 3
+    assert [copy(step) for step in (2, 3, 4)] == [1 + slots] * 3
     assert not trainee.memory.shared, "it is not looked for in each step"
-    full.clear()
+    room += [True] * MOST_SLOTS
     trainee.memory._paused_until = time.monotonic()
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
@@ -511,6 +527,31 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
     [lost, regained] = trainee.warnings
     assert "the copy at step 2 is not kept in shared memory: weights changed while they were copied" in lost
     assert regained == "copies in shared memory go on at step 3"
+
+
+def test_training_waits_neither_for_the_pinning_of_a_copy_nor_for_a_queue_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With stand-ins for CUDA, which a slot that is made at once has not locked the pages of yet."""
+    trainee, go, streams = Trainee(), threading.Event(), list[Any]()
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or Mock())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(device=device))
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    monkeypatch.setattr(app.checkpoint.snapshot, "mark_queue", lambda pairs: Mock(device=device))
+    monkeypatch.setattr(Slot, "pin", lambda slot: go.wait(10))
+    trainee.train()
+    began = time.monotonic()
+    assert trainee.take(1, for_storage=True)
+    trainee.snapshots.wait_for_copy()
+    assert time.monotonic() - began < 8
+    go.set()
+    trainee.snapshots._queue_wait = None  # nothing is to be measured of stand-ins
+    assert trainee.take(2, for_storage=True)
+    trainee.snapshots.wait_for_copy()
+    assert streams == [device], "one queue for all copies"
 
 
 class Exchange:
