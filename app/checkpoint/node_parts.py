@@ -8,13 +8,14 @@ import itertools
 import pickle
 import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from app.checkpoint.names import keys_of, make_outline
-from app.checkpoint.neighbours import CHUNK
+from app.checkpoint.neighbours import CHUNK, TIMEOUT_S
 from app.checkpoint.pieces import Piece, Reads
 from app.checkpoint.sharded import load_pieces
 from app.checkpoint.slots import MemorySnapshot, as_bytes, read_snapshot
@@ -124,7 +125,7 @@ class NodeParts:
                 data = map_pages(self._pages[part].path, held.size)
                 work += [dist.isend(each, receiver, self._group, part) for each in data.split(CHUNK)]
         for each in work:
-            cast(dist.Work, each).wait()
+            cast(dist.Work, each).wait(timedelta(seconds=TIMEOUT_S))
         for part, data in received.items():
             if zlib.crc32(as_bytes(data)) != self._chosen[part].held.crc32:
                 raise RuntimeError(f"part {part}, which came from another node, is not what was marked there")

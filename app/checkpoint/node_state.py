@@ -4,11 +4,13 @@ So a restore reads each byte once for a node, and takes the memory of one state 
 """
 
 import zlib
+from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from app.checkpoint.files import load_checked
+from app.checkpoint.neighbours import CHUNK, TIMEOUT_S
 from app.checkpoint.sharded import is_sharded
 from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot, as_bytes
 from app.parallel import finish_together, gather_objects
@@ -87,10 +89,12 @@ class NodeState:
         lacking = [reader for reader in self._readers if not have[reader]]
         if lacking:
             # Only they and `rank` take part; all of the group have to make it.
-            group = cast(dist.ProcessGroup, dist.new_group(sorted({rank, *lacking}), backend="gloo"))
+            limit = timedelta(seconds=TIMEOUT_S)
+            group = cast(dist.ProcessGroup, dist.new_group(sorted({rank, *lacking}), limit, "gloo"))
             if self._rank in (rank, *lacking):
                 received = map_pages(pages.path, chosen.size, shared=True)
-                dist.broadcast(received, rank, group=group)
+                for message in received.split(CHUNK):  # a node that freezes is waited for no longer than the limit
+                    dist.broadcast(message, rank, group=group)
                 if not same and zlib.crc32(as_bytes(received)) != chosen.crc32:
                     raise RuntimeError("the copy of the state that came from another node is not what was marked there")
         if self._group:

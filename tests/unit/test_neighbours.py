@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import app.checkpoint.neighbours
+import app.checkpoint.node_state
 from app.checkpoint.neighbours import PartExchange, find_keepers
-from app.checkpoint.slots import MemorySnapshot, Slot, list_snapshots
+from app.checkpoint.node_state import NodeState
+from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot, Slot, list_snapshots
+from app.run import open_run
 from app.run.attempts import checkpoint_name
 from app.run.checkpoints import Checkpoint
+from app.shared_pages import Pages, map_pages
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]
@@ -131,3 +136,29 @@ def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest
         assert (worker.held() >= expected(2, ward)) == (ward != 0)
 
     in_processes(tmp_path, 3, act)
+
+
+def test_a_node_that_freezes_while_it_sends_a_copy_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.checkpoint.node_state, "TIMEOUT_S", 0.5)
+    chosen, ended = MemorySnapshot(1, 7, True, 0.0, 100, 0, "file", ""), tmp_path / "ended"
+
+    def freeze(*_: Any, **__: Any) -> None:
+        until = time.monotonic() + 15
+        while not ended.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        raise RuntimeError("it thawed")
+
+    def act(group: Any) -> bool:
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(dist, "broadcast", freeze)
+        node, pages = NodeState(open_run(str(tmp_path), "run"), group, ["a", "b"]), Pages(100)
+        found = LoadedSnapshot(chosen, map_pages(pages.path, 100, shared=True), {}, pages)
+        with pytest.raises(RuntimeError):
+            node.share(chosen, 0, found if dist.get_rank() == 0 else None)
+        if dist.get_rank() == 1:
+            ended.touch()
+        return ended.exists()
+
+    assert in_processes(tmp_path, 2, act) == [True, True]
