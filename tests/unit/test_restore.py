@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import pickle
 import pkgutil
 import re
@@ -18,10 +19,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import app.checkpoint.shared_memory
 import app.elastic.claim
 import app.elastic.restore
+from app.checkpoint.memory import NodeMemory
 from app.checkpoint.node_parts import NodeParts, PartCopy
+from app.checkpoint.node_state import NodeState
+from app.checkpoint.shared_memory import find_snapshot
 from app.checkpoint.slots import MemorySnapshot
+from app.checkpoint.snapshot import in_buffer, map_tensors, size_of
 from app.elastic.claim import Found, Start, begin_attempt
 from app.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
 from app.elastic.receipts import first_incident, make_receipt
@@ -29,7 +35,14 @@ from app.elastic.restore import State, choose_init, load_init, load_start, read_
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from app.run import Run, open_run
 from app.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
-from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, read_manifest, write_manifest
+from app.run.checkpoints import (
+    Checkpoint,
+    delete_checkpoint,
+    find_faults,
+    find_newest_good,
+    read_manifest,
+    write_manifest,
+)
 from app.run.incidents import HUNG, Cause, Receipt
 from app.run.status import RunState, Status
 from app.settings import Settings
@@ -355,6 +368,89 @@ def test_what_was_never_committed_is_not_missed(run: Run) -> None:
     name = commit(run, start(run, "me"), 5).name
     run.storage.delete(run.key("checkpoints", name, "manifest.json"))
     assert begun(run).attempt.step == 0
+
+
+def test_a_run_that_is_deleted_while_a_start_is_chosen_is_not_damaged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(run, start(run, "me"), 5)
+    find = app.elastic.claim.find_newest_good
+
+    def find_later(*arguments: Any, **options: Any) -> Any:
+        gone = [*run.storage.list(run.key("attempts")), *run.storage.list(run.key("checkpoints"))]
+        run.storage.delete_many([entry.key for entry in gone if not entry.key.endswith("manifest.json")])
+        return find(*arguments, **options)
+
+    monkeypatch.setattr(app.elastic.claim, "find_newest_good", find_later)
+    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+
+
+def test_who_loses_a_claim_to_another_process_tries_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = app.elastic.claim.claim
+
+    def lose(*arguments: Any) -> bool:
+        monkeypatch.setattr(app.elastic.claim, "claim", claim)
+        start(run, "other")
+        return claim(*arguments)
+
+    monkeypatch.setattr(app.elastic.claim, "claim", lose)
+    assert begun(run).attempt.number == 2
+
+
+def test_no_start_is_recorded_in_a_run_that_is_deleted_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = LocalStorage.create
+
+    def create_late(storage: LocalStorage, key: str, data: bytes) -> bool:
+        if "-start-" in key:
+            run.storage.delete_many([entry.key for entry in run.storage.list(run.key("attempts"))])
+        return create(storage, key, data)
+
+    monkeypatch.setattr(LocalStorage, "create", create_late)
+    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    assert run.storage.list(run.key("attempts")) == []
+
+
+def test_an_evaluation_made_up_for_by_the_next_attempt_is_of_the_lineage(run: Run) -> None:
+    base = commit(run, start(run, "me"), 5)
+    evaluated = commit(run, start(run, "me", base.name), 5)
+    newest, _ = find_newest_good(run, read_attempts(run))
+    assert newest
+    assert newest.name == evaluated.name
+
+
+@pytest.mark.parametrize("tier", ["memory", "storage"])
+def test_what_came_with_the_state_comes_back(
+    tier: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That its epoch is not evaluated yet, its metrics, and in memory the rows that no audit in storage has."""
+    monkeypatch.setattr(app.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
+    first = start(run, "me")
+    values = {"model": {"weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}}
+    name, metrics, windows = checkpoint_name(7, 1, first.nonce), {"loss": 0.5}, ((1, 1, 7, [3]),)
+    manifest = Checkpoint(name, 7, 1, 10, 10, 1, metrics, evaluated=False)
+    if tier == "memory":
+        structure = map_tensors(values, lambda tensor: torch.empty_like(tensor, device="meta"))
+        memory = NodeMemory(run.location)
+        slot = memory.free_slot(size_of(structure), needed=True)
+        assert slot
+        in_buffer(structure, slot.map)["model"]["weight"].fill_(1)
+        beside = {"structure": structure, "about": {"metrics": metrics}, "ledger": list(windows)}
+        torch.save(beside, rest := io.BytesIO())
+        memory.complete(slot, manifest, rest.getvalue())
+    else:
+        files = {}
+        for kind, value in values.items():
+            with run.storage.writer(run.key("checkpoints", name, f"{kind}.pt")) as writer:
+                torch.save(value, writer)  # type: ignore[arg-type]  # it needs only write()
+            files[f"{kind}.pt"] = {"size": writer.size, "sha256": writer.sha256}
+        write_manifest(run, replace(manifest, files=files))
+    found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
+    chosen = begin_attempt(run, "me", Settings(global_batch_size=5), machines(found and found.held), read=node.read)
+    assert chosen
+    state = load_start(run, Settings(), chosen, Found(found, node, NodeParts(None, ["node"])), None, print)  # type: ignore[arg-type]  # a worker alone
+    assert state.model["weight"].tolist() == [1, 1]
+    assert (state.tier, state.evaluated, state.metrics) == (tier, False, metrics)
+    assert state.ledger == (windows if tier == "memory" else ())
 
 
 def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
