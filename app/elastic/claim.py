@@ -15,7 +15,7 @@ from app.checkpoint.node_parts import NodeParts, PartCopy
 from app.checkpoint.node_state import NodeState
 from app.checkpoint.shared_memory import find_heartbeats, find_parts, find_snapshot
 from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot
-from app.elastic.copies import Machine, choose_copy, without_copies
+from app.elastic.copies import Machine, choose_copy, without_copies, without_crashing
 from app.errors import ConflictError, DamageError, SupersededError
 from app.parallel import finish_together, from_rank_0, gather_objects
 from app.run import Run
@@ -205,7 +205,8 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
-    rank, snapshot, parts = choose_copy(before, machines)
+    left, crashing = without_crashing(machines, before)
+    rank, snapshot, parts = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
     skipped: tuple[str, ...] = ()
     if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
@@ -214,6 +215,8 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
             checkpoint = None  # what looked newer by its name is damaged
         else:
             snapshot, parts = None, []
+    if crashing:
+        skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
     if not snapshot and not checkpoint:
         try:
             ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged

@@ -8,6 +8,10 @@ from app.checkpoint.node_parts import PartCopy
 from app.checkpoint.slots import MemorySnapshot
 from app.run.attempts import Attempt, lineage
 from app.run.checkpoints import leads_to_newest
+from app.run.incidents import TIER
+
+RESTORES = 2
+"""Groups that may come to no step from one copy in memory before it is passed over: one may have been unlucky."""
 
 
 class Machine(NamedTuple):
@@ -83,6 +87,33 @@ def without_copies(machines: Sequence[Machine], faulty: Sequence[PartCopy]) -> l
         machine._replace(parts=tuple(held for held in machine.parts if (machine.node, held) not in gone))
         for machine in machines
     ]
+
+
+def without_crashing(machines: Sequence[Machine], before: Sequence[Attempt]) -> tuple[list[Machine], str]:
+    """The machines without the copy from which the last RESTORES groups came to no step, and its name if there is one.
+
+    Only groups count all of whose nodes are still there: the loss of a node ends a group, too, and says nothing of the
+    copy that it started from.
+    """
+    last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
+    names = {attempt.starts_from if attempt.metadata.get(TIER) == "memory" else None for attempt in last}
+    hosts = {host for attempt in last for host in attempt.metadata.get("nodes", {}).values()}
+    took_step = {attempt for machine in machines for attempt, _, _ in machine.heartbeats}
+    crashed = len(last) == RESTORES and hosts <= {machine.host for machine in machines}
+    if not crashed or len(names) > 1 or None in names or took_step & {attempt.number for attempt in last}:
+        return list(machines), ""
+    [name] = names
+
+    def keep(held: MemorySnapshot | None) -> bool:
+        return held is not None and held.checkpoint != name
+
+    left = [
+        machine._replace(
+            snapshot=machine.snapshot if keep(machine.snapshot) else None, parts=tuple(filter(keep, machine.parts))
+        )
+        for machine in machines
+    ]
+    return left, str(name) if left != list(machines) else ""
 
 
 def _recency(snapshot: MemorySnapshot) -> tuple[int, bool]:

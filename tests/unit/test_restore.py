@@ -453,6 +453,34 @@ def test_what_came_with_the_state_comes_back(
     assert state.ledger == (windows if tier == "memory" else ())
 
 
+@pytest.mark.parametrize(
+    ("ends", "step"),
+    [
+        pytest.param("before a step", 5, id="crashes"),
+        pytest.param("after a step", 9, id="took a step"),
+        pytest.param("with its node", 9, id="lost a node"),
+    ],
+)
+def test_a_copy_that_no_group_gets_going_from_is_passed_over(ends: str, step: int, run: Run) -> None:
+    commit(run, start(run, "me"), 5)
+    nodes = machines(copy(1, 9), None)
+    heartbeats = []
+    for number in (2, 3):
+        found = begin_attempt(run, "me", Settings(global_batch_size=5), nodes)
+        assert found
+        assert (found.attempt.number, found.attempt.step) == (number, 9), "one may have been unlucky"
+        if ends == "after a step":
+            heartbeats = [(number, 10, 0.0)]
+        if ends == "with its node":
+            nodes[1] = nodes[1]._replace(host=f"new-{number}")
+        nodes[0] = nodes[0]._replace(heartbeats=heartbeats)
+    found = begin_attempt(run, "me", Settings(global_batch_size=5), nodes)
+    assert found
+    assert found.attempt.step == step
+    passed_over = f"{checkpoint_name(9, 1)} in memory: the last two groups that started from it took no step"
+    assert found.attempt.skipped == ((passed_over,) if step == 5 else ())
+
+
 def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
     return Attempt(number, "me", None, step, time=time, metadata={"world_size": world_size})
 
