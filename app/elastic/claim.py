@@ -20,6 +20,7 @@ from app.errors import ConflictError, DamageError, SupersededError
 from app.parallel import finish_together, from_rank_0, gather_objects
 from app.run import Run
 from app.run.attempts import (
+    AFTER,
     CLAIM_TRIES,
     DRIVER,
     Attempt,
@@ -162,6 +163,7 @@ def claim_attempt(
 
     Raises `ConflictError` when the run was begun anew with other settings meanwhile.
     """
+    status = read_status(run, driver) if driver else None
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
         try:
@@ -182,6 +184,7 @@ def claim_attempt(
                 "world_size": len(machines),
                 FORKED: sum(machine.forked for machine in machines),
                 DRIVER: driver,
+                AFTER: list(status.after) if status else [],
                 "settings": settings.environment(),
                 "versions": versions(),
             },

@@ -33,12 +33,12 @@ from app.storage.base import map_parallel
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
 """A file of `attempts/` with which an attempt claimed its number."""
 
-DRIVER = "driver"
-"""Key in `Attempt.metadata` of `Attempt.driver`."""
+DRIVER, AFTER = "driver", "after"
+"""Keys in `Attempt.metadata`: of `Attempt.driver`, and of the starts of drivers that had begun before that one."""
 
 METADATA = {
     **dict.fromkeys(("settings", "versions", "nodes"), dict[str, str]),
-    **{"world_size": Workers, "host": str, "tier": str, DRIVER: str},
+    **{"world_size": Workers, "host": str, "tier": str, DRIVER: str, AFTER: list[str]},
 }
 """What must have its form in `Attempt.metadata`; later versions may add to it."""
 
@@ -254,14 +254,15 @@ def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") 
     """Raise `SupersededError` when `owner` has lost the run to another owner: it never gets it back.
 
     So has a start of a `driver` that lost it to a later start of the same job: the operator starts another one when it
-    does not hear of the head, which may be frozen.
+    does not hear of the head, which may be frozen, even before its first claim.
     """
     if not attempts:
         return
     newest = attempts[-1]
     lost = newest.owner != owner and any(attempt.owner == owner for attempt in attempts)
     restarted = driver and newest.driver != driver and any(attempt.driver == driver for attempt in attempts)
-    if lost or restarted:
+    overtaken = driver and any(driver in attempt.metadata.get(AFTER, ()) for attempt in attempts)
+    if lost or restarted or overtaken:
         raise _superseded(newest)
 
 

@@ -109,8 +109,10 @@ def recorded_outcome(
 def _begin(run: Run, owner: str, driver: str, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatus]:
     """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
     known, before = newest_number(run), read_status(run)
+    after = tuple(sorted({driver_of(entry) for entry in list_statuses(run)}))
     attempt = 0 if before and before.owner != owner and _trains(before) else known
-    return known, before, DriverStatus(run, _status_at_start(before, owner, driver, newest, attempt))
+    begun = replace(_status_at_start(before, owner, driver, newest, attempt), after=after)
+    return known, before, DriverStatus(run, begun)
 
 
 def _trains(status: Status) -> bool:

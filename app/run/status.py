@@ -100,6 +100,8 @@ class Status:
     attempt: Count = 0
     """The attempt that it is of. Before the driver's first, the run's newest one when the driver began; or 0, so that
     the status of another start counts, which trained then."""
+    after: tuple[str, ...] = ()
+    "The starts of drivers that had left a status when this one began."
     driver: str = ""
     "The start of the driver whose processes write it (`new_driver`); empty: an older version wrote it."
     world_size: Workers = 0

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 
 from app.background import TokenBucket
 from app.driver import report_result
+from app.elastic.claim import begin_attempt
+from app.elastic.copies import Machine
 from app.errors import ConflictError, SettingsError, SunspotError, SupersededError
 from app.formatting import as_bytes
 from app.run import Run, open_run
-from app.run.attempts import read_attempts, refuse_if_superseded
+from app.run.attempts import fatal_error, read_attempts, refuse_if_superseded
 from app.run.failures import read_failures
 from app.run.logs import (
     BURST,
@@ -43,8 +46,9 @@ from app.run.status import (
     write_status,
 )
 from app.run.submissions import newest_submission, owner_of, record_submission
+from app.settings import Settings
 from tests.harness import REPOSITORY, s3
-from tests.harness.runs import begin, commit, start
+from tests.harness.runs import BATCH, begin, commit, start
 from tests.harness.s3 import FaultProxy
 
 
@@ -136,6 +140,32 @@ def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: 
         assert state(run)[0] is RunState.RUNNING
         monkeypatch.setattr("app.run.outcome.SILENT_S", -1.0)
     assert state(run)[0] is RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("owner", ["job", "another"])
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_driver_that_thaws_does_not_take_the_run_from_one_that_began_later(
+    claimed: bool, owner: str, run: Run
+) -> None:
+    """`claimed`: the older one was frozen after its first claim; `owner`: of the newer one."""
+
+    def may_claim(owner: str, driver: str) -> bool:
+        machine = Machine("host", "node", None, [])
+        return begin_attempt(run, owner, Settings(global_batch_size=BATCH), [machine], driver) is not None
+
+    older, newer, newest = (new_driver() for _ in range(3))
+    with ExitStack() as stack:
+        stack.enter_context(recorded_outcome(run, "job", older, None, 10))
+        if claimed:
+            assert may_claim("job", older)
+        stack.enter_context(recorded_outcome(run, owner, newer, None, 10))
+        assert may_claim(owner, newer)
+        assert not may_claim("job", older)
+        assert isinstance(fatal_error(run, "job", older), SupersededError)
+        stack.enter_context(recorded_outcome(run, owner, newest, None, 10))
+        assert may_claim(owner, newer), "until the newest claims"
+        assert may_claim(owner, newest)
+        assert not may_claim(owner, newer)
 
 
 def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:

@@ -117,6 +117,15 @@ def test_a_superseded_owner_learns_it_and_never_claims_again(run: Run) -> None:
     refuse_if_superseded(read_attempts(run), "third")
 
 
+def test_a_driver_that_lost_the_run_to_another_start_of_its_job_is_superseded(run: Run) -> None:
+    for driver in ("first", "second"):
+        start(run, "job", driver=driver)
+    with pytest.raises(SupersededError, match="attempt 2 of job owns the run"):
+        refuse_if_superseded(read_attempts(run), "job", "first")
+    refuse_if_superseded(read_attempts(run), "job", "second")
+    refuse_if_superseded(read_attempts(run), "job", "third")
+
+
 def test_an_attempt_is_superseded_by_one_that_is_not_its_neighbour(run: Run) -> None:
     old = start(run, "job")
     start(run, "job")
