@@ -128,7 +128,8 @@ def consumed(state: list[int]) -> list[Epoch]:
         taken = state[first : first + STEPS_PER_EPOCH]
         rows = Counter(row for n, taker in enumerate(taken) for row in rows_of(taker, first + n + 1))
         missing = ROWS - len(rows) if len(taken) == STEPS_PER_EPOCH else 0
-        epochs.append(Epoch(first // STEPS_PER_EPOCH + 1, rows.total(), missing, rows.total() - len(rows)))
+        finished = len(taken) == STEPS_PER_EPOCH
+        epochs.append(Epoch(first // STEPS_PER_EPOCH + 1, rows.total(), missing, rows.total() - len(rows), finished))
     return epochs
 
 
