@@ -93,11 +93,15 @@ def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO |
 def unpack(source: BinaryIO | str) -> Any:
     """What `torch.save` wrote, on the CPU; raises `ValueError` for anything but tensors and plain values.
 
-    No code in it is run. Of a file given by its path, the tensors are its pages, which change for this process alone.
+    No code in it is run. Of a file given by its path, the tensors are its pages, which change for this process alone;
+    one that cannot be mapped is read.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(source, str))
     except Exception as error:  # of a damaged file, all kinds; torch's own text advises loading it without the check
+        if isinstance(source, str):
+            with open(source, "rb") as file:
+                return unpack(file)
         raise ValueError("not loaded: it is damaged, or holds more than tensors and plain values") from error
 
 

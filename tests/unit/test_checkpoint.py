@@ -33,7 +33,7 @@ import app.storage.local
 import app.storage.retry
 from app.checkpoint import CheckpointManager, versions
 from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import load_state, upload_state
+from app.checkpoint.files import load_state, unpack, upload_state
 from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import PartWriter, load_model
 from app.data.order import Steps
@@ -163,6 +163,16 @@ def test_a_rate_computed_with_numpy_comes_back(run: Run) -> None:
     trainee.save()
     trainee.checkpoints.close(finished=True)
     assert load_state(run, newest(run), "optimizer.pt")["param_groups"][0]["lr"] == pytest.approx(0.75e-3)
+
+
+def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "model.pt")
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("unable to mmap: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    assert unpack(str(tmp_path / "model.pt"))["weight"].tolist() == [1, 1, 1]
 
 
 class Counting(torch.nn.Linear):
