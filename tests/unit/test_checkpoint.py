@@ -35,7 +35,7 @@ from app.checkpoint import CheckpointManager, versions
 from app.checkpoint.commit import CheckpointCommitter
 from app.checkpoint.files import load_state, unpack, upload_state
 from app.checkpoint.node_state import NodeState
-from app.checkpoint.sharded import PartWriter, load_model
+from app.checkpoint.sharded import PartWriter, load_model, read_indexes, write_part
 from app.data.order import Steps
 from app.data.source import EmptySource
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
@@ -635,6 +635,44 @@ def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> No
     assert len(steps) > 1
     assert steps[-1] == 15
     assert_whole(run, steps)
+
+
+def test_a_second_try_of_a_part_writes_none_of_its_files_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, done = app.checkpoint.sharded, list[str]()
+
+    def write(index: str) -> Callable[..., None]:
+        def act(run: Run, *_: Any) -> None:
+            done.append(index)
+            run.storage.write(run.key("checkpoints", "last", index.format(0)), b"{}")
+
+        return act
+
+    monkeypatch.setattr(module, "write_part", write(module.INDEX))
+    monkeypatch.setattr(module, "write_weights", write(module.WEIGHTS))
+    monkeypatch.setattr(module, "write_common", Mock(side_effect=[StorageError("503 SlowDown"), {}]))
+    writer = PartWriter(0, 1, [], Settings(weights="safetensors"), print)
+    snapshot: Any = Mock(manifest=Checkpoint("last", 9, 1, 9, 9, 1))
+    with pytest.raises(StorageError):
+        writer(run, snapshot)
+    assert writer(run, snapshot) == {}
+    assert done == [module.INDEX, module.WEIGHTS]
+
+
+def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run) -> None:
+    """And a rank writes nothing of a tensor with fewer rows than there are ranks."""
+    one, none = torch.ones(1, 2), torch.empty(0, 2)
+    state: Any = {"model": {"own": one, "none": none}, "optimizer": {"state": {}, "param_groups": []}}
+    places = [Place((2, 2), (1, 0)), Place((1, 2), (1, 0))]
+    name = checkpoint_name(1, 1)
+    snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
+    write_part(run, snapshot, [], 0)
+    write_part(run, snapshot, [], 1)
+    _, pieces = read_indexes(run, name, 2)
+    assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
+    key = run.key("checkpoints", name, "__1_0.distcp")
+    run.storage.write(key, run.storage.read(key))
+    with pytest.raises(DamageError, match=r"__1_0\.distcp: changed after it was written"):
+        read_indexes(run, name, 2)
 
 
 # ---------------------------------------------------------------------------------------------------- directory faults
