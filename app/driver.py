@@ -128,7 +128,7 @@ def train(
 def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[str]) -> str:
     """What the training is to go on from, as far as storage tells; nodes may have something newer in memory."""
     if checkpoint:
-        return checkpoint.name
+        return checkpoint.name + (", or what a node has newer in memory" if settings.snapshot_cost else "")
     if any(": damaged, " in text for text in skipped):
         return "a copy in a node's memory, if there is one: no checkpoint is whole"
     return settings.init_from or "the beginning"

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from app.background import Background
 from app.errors import SunspotError, format_trace
+from app.formatting import COLOUR
 from app.run import Run
 from app.run.logs import LogWriter, driver_stream, rank_stream
 
@@ -73,8 +74,10 @@ class _Copied:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        self.copy(text)
-        return self._stream.write(text)
+        plain = COLOUR.sub("", text)  # Ray colours what it prints, also where nobody sees colours
+        self.copy(plain)
+        self._stream.write(text if self._stream.isatty() else plain)
+        return len(text)
 
     def copy(self, text: str) -> None:
         self._log.append(text.encode(errors="replace"))

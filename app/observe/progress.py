@@ -58,6 +58,7 @@ class _Lines:
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         self._total, self._per_epoch = total_steps, steps_per_epoch
         self._printed = time.monotonic()
+        self._shown: dict[str, Any] = {}
         self._rate: tuple[int, float] | None = None
 
     def record(self, record: dict[str, Any]) -> None:
@@ -65,14 +66,17 @@ class _Lines:
             self.print(epoch_line(record))
 
     def state(self, state: dict[str, Any]) -> None:
-        if time.monotonic() - self._printed >= PLAIN_EVERY_S:
+        if state != self._shown and time.monotonic() - self._printed >= PLAIN_EVERY_S:
+            self._shown = state
             self.print(self.describe(state))
 
     def close(self) -> None:
         """Nothing is open."""
 
     def describe(self, state: dict[str, Any]) -> str:
-        """One line: step, loss, steps per second, time left, last checkpoint."""
+        """One line: step, loss, steps per second, time left, last checkpoint; or what is done in place of steps."""
+        if state.get("doing"):
+            return f"step {state['step']}/{self._total}  {state['doing']}"
         loss = "" if state["loss"] is None else f"  loss {state['loss']:.4f}"
         text = f"step {state['step']}/{self._total}{loss}"
         if self._rate and state["step"] > self._rate[0]:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from app.data.source import Source, read_rows, rows_in
 from app.errors import GaveUpError, SettingsError, SunspotError, shorten
+from app.formatting import plural
 from app.plan import Plan, choose_resources
 from app.predict.actor import get_result, model_worker
 from app.ray_session import ray_session
@@ -61,6 +62,7 @@ def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
     try:
         if plan.source.classes > MOST_CLASSES:
             raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MOST_CLASSES}")
+        print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
         predictions = predict_held_out(plan, run, checkpoint, rows)
         if own_status(run, driver):
             write_predictions(run, predictions)

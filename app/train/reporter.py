@@ -11,11 +11,13 @@ import ray
 from app.background import Background, Timer
 from app.checkpoint import CheckpointManager
 from app.checkpoint.manager import exceeds_notice
+from app.data.source import rows_in
 from app.elastic.claim import Start
 from app.elastic.control import CONTROL_TIMEOUT_S
 from app.elastic.receipts import Phases, make_receipt
 from app.elastic.restore import State
 from app.errors import StorageError
+from app.formatting import plural
 from app.observe.metrics import MetricWindow
 from app.observe.progress import PROGRESS_EVERY_S
 from app.observe.prometheus import RunGauges
@@ -73,6 +75,10 @@ class Reporter:
         self._goodput_of: tuple[int, float] | None = None
         "Number of receipts and minute that `_goodput` was computed for."
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
+        self._test_rows = rows_in(plan.test) if plan.test else 0
+        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}, out of {state.tier}"
+        workers = len(start.nodes)
+        control.say.remote(f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
         self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
 
     def due(self) -> bool:
@@ -94,7 +100,13 @@ class Reporter:
         if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
             self._shown = time.monotonic()
             newest = self._checkpoints.newest.name if self._checkpoints.newest else self._status.checkpoint
-            state = {"step": step, "loss": window.mean_loss, "committed": step_of(newest) if newest else 0}
+            doing = f"evaluating {plural(self._test_rows, 'row')}" if epoch_ends and self._test_rows else ""
+            state = {
+                "doing": doing,
+                "step": step,
+                "loss": window.mean_loss,
+                "committed": step_of(newest) if newest else 0,
+            }
             self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
 
     def report(self, record: dict[str, Any], ranks: Columns) -> None:

@@ -19,6 +19,7 @@ from app.elastic.claim import begin_attempt
 from app.elastic.copies import Machine
 from app.errors import ConflictError, SettingsError, SunspotError, SupersededError
 from app.formatting import as_bytes
+from app.observe.output import shipped_driver_output
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts, refuse_if_superseded
 from app.run.failures import read_failures
@@ -229,6 +230,14 @@ def test_two_submissions_at_once_get_numbers_of_their_own(run: Run, monkeypatch:
     record_submission(run, "a", "2")
     monkeypatch.undo()
     assert newest_submission(run) == ("a", "2")
+
+
+def test_colours_do_not_go_to_a_log(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with shipped_driver_output(run):
+        print("\x1b[33m(raylet)\x1b[0m a node died")
+    [stream] = list_streams(run)
+    assert read_stream(run, stream) == b"(raylet) a node died\n"
+    assert capsys.readouterr().out == "(raylet) a node died\n"
 
 
 def test_a_log_of_several_segments_reads_as_it_was_written(run: Run) -> None:

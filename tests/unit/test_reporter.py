@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import app.observe.progress
 import app.train.reporter
 import app.train.worker
 from app.data.order import Steps
@@ -89,5 +90,22 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert (status.state, status.step) == (RunState.FINISHING, 12)
     assert status.loss == (11.0 if name == "loss" else None)
     line = _Lines(12, 4).describe(control.show.remote.call_args_list[-1].args[0])
+    assert "  1 worker starts at the beginning" in [call.args[0] for call in control.say.remote.call_args_list]
     assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1
+
+
+def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.observe.progress, "PLAIN_EVERY_S", 0.0)
+    lines, state = _Lines(10, 5), {"step": 5, "loss": 0.5, "committed": 0, "time": 1.0, "doing": ""}
+    for newest in (
+        state,
+        state,
+        {**state, "doing": "evaluating 2000 rows"},
+        {**state, "doing": "evaluating 2000 rows"},
+    ):
+        lines.state(newest)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 5/10  loss 0.5000  checkpoint at 0",
+        "step 5/10  evaluating 2000 rows",
+    ]
