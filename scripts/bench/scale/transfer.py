@@ -101,8 +101,9 @@ def _manifest(run: Run) -> Checkpoint:
 
 def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
     """Write a checkpoint of the state, as rank 0's thread does."""
-    copied: Future[None] = Future()
-    files = write_whole(run, Snapshot(_manifest(run), {}, state, Slot(0, None), copied, []))
+    whole: Future[bool] = Future()
+    whole.set_result(True)
+    files = write_whole(run, Snapshot(_manifest(run), {}, state, Slot(0, None), copied=whole, whole=whole, places=[]))
     write_manifest(run, checkpoint := replace(_manifest(run), files=files))
     return checkpoint
 
