@@ -25,10 +25,10 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: .venv/train  ## train ResNet-18 on real digits with two workers; any setting: make train SUNSPOT_EPOCHS=3
-	@$(SETTINGS) $(BIN)/python -m app
+	@exec env $(SETTINGS) $(BIN)/python -m app
 
 tune: .venv/train  ## train a run for each of several settings: make tune SUNSPOT_LEARNING_RATE='loguniform(1e-4,1e-2)'
-	@$(SETTINGS) $(BIN)/python -m app.tune
+	@exec env $(SETTINGS) $(BIN)/python -m app.tune
 
 test: .venv/dev  ## the tests that need no cluster, without the slow ones
 	$(PYTEST) --durations=15 -m 'not slow'

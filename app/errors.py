@@ -187,8 +187,8 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
     except SunspotError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(when_interrupted, file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(str(error) or when_interrupted, file=sys.stderr)
         return 130
     except BrokenPipeError:
         _mute()

@@ -219,32 +219,47 @@ class StopRequest:
         "`sunspot stop` left its marker: later starts may not train either."
         self.terminated = False
         "This process got SIGTERM: a later start resumes the run."
+        self.interrupted = False
+        "It got SIGINT (Ctrl-C): likewise."
 
     def __bool__(self) -> bool:
-        return self.marked or self.terminated
+        return self.marked or self.terminated or self.interrupted
 
 
 @contextmanager
 def watch_stop(run: Run, control: Any, stop_request: StopRequest) -> Iterator[None]:
-    """Watch for SIGTERM and the stop marker while the context lasts; once there is either, ask the workers to stop."""
-    read = 0.0
+    """Watch for SIGTERM, SIGINT and the stop marker while the context lasts, and ask the workers to stop.
+
+    A second SIGINT raises `KeyboardInterrupt` at once.
+    """
+    read, told = 0.0, False
 
     def check() -> None:
-        nonlocal read
+        nonlocal read, told
         if time.monotonic() - read >= MARKER_READ_EVERY_S:
             read = time.monotonic()
             stop_request.marked = stop_request.marked or stop_requested(run)
+        if stop_request.interrupted and not told:
+            told = True
+            print("interrupted: it saves, and ends; Ctrl-C again ends it at once, without", flush=True)
         if stop_request:
             control.stop.remote()
 
     def terminate(number: int, frame: FrameType | None) -> None:
         stop_request.terminated = True  # and no more: a signal may interrupt anything
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, terminate) if in_main_thread else None
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if stop_request.interrupted:
+            raise KeyboardInterrupt
+        stop_request.interrupted = True
+
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signal.SIGTERM: terminate, signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with Background(STOP_CHECK_EVERY_S, check):
             yield
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,6 +11,7 @@ import ray.data
 from ray.exceptions import RayError
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 
+from app.background import start_thread
 from app.data.ray_loader import StepStreams
 from app.data.source import rows_in
 from app.elastic.control import CONTROL_TIMEOUT_S, GroupEnd, StopRequest, open_control, watch_stop
@@ -127,6 +128,8 @@ def judge_end(
         kept = f"{step} is kept in {run.location}, and the same command goes on there"
     else:
         kept = f"no checkpoint {'is whole' if skipped else 'was made'} in {run.location}"
+    if stop_request.interrupted and not failure:
+        raise KeyboardInterrupt(f"interrupted: {kept}")
     if stop_request.terminated and not failure:
         raise SunspotError(f"told to end by SIGTERM: {kept}")
     reason = failure or "the workers ended before the last step"
@@ -166,7 +169,8 @@ def fit_once(
         trainer = make_trainer(plan, owner, driver, resources, control, scratch)
         try:
             with asked_of_failures(FailureJudge(control, settings.max_failures)):
-                trainer.fit()
+                # Not in the main thread, where Ray would abort the workers at the first SIGINT.
+                start_thread(trainer.fit, "trainer").result()
         finally:  # workers know more of their end than Ray does
             end = ask_end(control)
             if end.fatal:

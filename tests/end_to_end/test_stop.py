@@ -42,20 +42,30 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_told_to_end_saves(program: Program, make_data: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    ("told", "code", "state", "said"),
+    [
+        (signal.SIGTERM, 1, RunState.FAILED, "told to end by SIGTERM"),
+        (signal.SIGINT, 130, RunState.STOPPED, "Ctrl-C again ends it at once"),
+    ],
+)
+def test_a_driver_that_is_told_to_end_saves(
+    program: Program, make_data: Callable[..., str], told: signal.Signals, code: int, state: RunState, said: str
+) -> None:
     settings = {**SLOW, "DATASET": make_data(2000)}
     run = the_run(program)
     process = program.start(**settings)
     wait_for_step(run, 50, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(told)
     output = process.communicate(timeout=150)[0]
-    assert process.returncode == 1, output
-    assert "told to end by SIGTERM" in output
+    assert process.returncode == code, output
+    assert said in output
+    assert "the same command goes on" in output
     terminated_at = newest(run).step
     assert terminated_at % 50, "it did not save when it was told to end"
     status = read_status(run)
     assert status
-    assert (status.state, status.step) == (RunState.FAILED, terminated_at)
+    assert (status.state, status.step) == (state, terminated_at)
 
     program.run(**settings)
     assert [attempt.step for attempt in read_attempts(run)] == [0, terminated_at]

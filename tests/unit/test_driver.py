@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from app.background import TokenBucket
 from app.driver import report_result
 from app.elastic.claim import begin_attempt
+from app.elastic.control import StopRequest, watch_stop
 from app.elastic.copies import Machine
 from app.errors import ConflictError, SettingsError, SunspotError, SupersededError
 from app.formatting import as_bytes
@@ -83,7 +87,7 @@ def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     assert (failure.file, failure.function) == (__file__, "test_a_driver_leaves_how_it_ended")
     with pytest.raises(KeyboardInterrupt), recorded_outcome(run, "job", new_driver(), None, 10):
         raise KeyboardInterrupt
-    assert state(run)[0] is RunState.LOST
+    assert state(run)[0] is RunState.STOPPED
 
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SettingsError("a typo"), ZeroDivisionError()])
@@ -197,6 +201,22 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     assert status
     assert status.starts == 1
     assert status.step == 5
+
+
+def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    control, request = SimpleNamespace(stop=SimpleNamespace(remote=asked.set)), StopRequest()
+    monkeypatch.setattr("app.elastic.control.STOP_CHECK_EVERY_S", 0.01)
+    usual = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), watch_stop(run, control, request):  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert asked.wait(20)
+        assert (request.interrupted, request.terminated, request.marked) == (True, False, False)
+        signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().out == "interrupted: it saves, and ends; Ctrl-C again ends it at once, without\n"
+    assert signal.getsignal(signal.SIGINT) is usual
 
 
 def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:
