@@ -219,11 +219,8 @@ class CheckpointCommitter:
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Write one checkpoint. Killed anywhere in here, it exists or not, and the one before stands."""
-        if not snapshot.wait_until_copied():
-            detail = (
-                "weights changed while they were copied, and not by the optimizer; from here on they are copied at once"
-            )
-            self._record("checkpoint dropped", snapshot.manifest.step, detail)
+        snapshot.copied.result()
+        if self._drops(snapshot):
             return
         began = time.monotonic()
         ensure_owner(self._run, self._attempt)
@@ -235,11 +232,23 @@ class CheckpointCommitter:
             if files is None:
                 return
             ensure_owner(self._run, self._attempt)
+            if self._drops(snapshot):  # a change that went on when the copy had ended is known by now
+                delete_checkpoint(self._run, snapshot.manifest.name)
+                return
             committed = replace(snapshot.manifest, files=files, time=time.time())
             write_manifest(self._run, committed)
         ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
         self.newest, self.commit_s = committed, time.monotonic() - began
         self._delete_expired()
+
+    def _drops(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is torn, and so never to be committed."""
+        if snapshot.torn:
+            detail = (
+                "weights changed while they were copied, and not by the optimizer; from here on they are copied at once"
+            )
+            self._record("checkpoint dropped", snapshot.manifest.step, detail)
+        return snapshot.torn
 
     def _delete_expired(self) -> None:
         """Keep the best and the newest, and nothing that killed attempts left incomplete.

@@ -194,7 +194,6 @@ class CheckpointManager:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until the newest snapshot is committed and return whether it is; raises like `wait_for_copy`."""
-        self._snapshots.wait_for_copy()  # a commit begins when the copy is known to be whole
         return self._committer.drain(timeout_s) if self._committer else True
 
     def close(self, *, finished: bool) -> None:
@@ -203,7 +202,6 @@ class CheckpointManager:
         When the run has `finished`, wait for its commit too and remove the copies; the next group needs them otherwise.
         """
         with self._paused():
-            self._snapshots.wait_for_copy()
             if finished:  # other ranks may wait long for rank 0, which writes the model as one file in the end
                 finish_together(self._group, self._committer.close if self._committer else lambda: None)
             self._snapshots.wait_until_complete()

@@ -209,7 +209,8 @@ class ShareSender:
                 time.sleep(POLL_EVERY_S)
 
     def _send(self, snapshot: Snapshot, share: list[dict[str, Any]]) -> None:
-        if not snapshot.wait_until_copied():
+        snapshot.copied.result()
+        if snapshot.torn:
             return
         name = snapshot.manifest.name
 

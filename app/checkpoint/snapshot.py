@@ -36,32 +36,6 @@ ALIGNMENT = 64
 OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass
-class Snapshot:
-    """A copy of the state at one step, in host memory."""
-
-    manifest: Checkpoint
-    "Without its files, which are not written yet."
-    extra_state: dict[str, Any]
-    state: dict[str, Any]
-    "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
-    slot: Slot
-    copied: Future[bool]
-    whole: Future[bool]
-    "Whether nothing changed while it was copied: known once the training has waited for the copy."
-    places: list[Place | None]
-    "For each tensor of the model, then of the optimizer (`tensors_in`): under fsdp, where in the whole tensor it lies."
-
-    def wait_until_copied(self) -> bool:
-        """Return, once the copy has ended, whether it is whole."""
-        self.copied.result()
-        return self.whole.result()
-
-    def release(self) -> None:
-        """Free the slot: the commit thread no longer needs it."""
-        self.slot.uploading = False
-
-
 class ChangeWatch:
     """Tells which tensors are changed in place while they are copied; not of changes through `.data`."""
 
@@ -79,6 +53,31 @@ class ChangeWatch:
         self._final = self.changed()
         self._versions = []
         return self._final
+
+
+@dataclass
+class Snapshot:
+    """A copy of the state at one step, in host memory."""
+
+    manifest: Checkpoint
+    "Without its files, which are not written yet."
+    extra_state: dict[str, Any]
+    state: dict[str, Any]
+    "`model` and `optimizer`: state_dicts whose tensors lie in the slot."
+    slot: Slot
+    copied: Future[bool]
+    watch: ChangeWatch
+    places: list[Place | None]
+    "For each tensor of the model, then of the optimizer (`tensors_in`): under fsdp, where in the whole tensor it lies."
+
+    @property
+    def torn(self) -> bool:
+        """Whether something is known to have changed while it was copied; an operation counts once it has ended."""
+        return bool(self.watch.changed())
+
+    def release(self) -> None:
+        """Free the slot: the commit thread no longer needs it."""
+        self.slot.uploading = False
 
 
 class SteppedParameters:
@@ -129,7 +128,7 @@ class Snapshots:
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
         "Until the training waits for it: the end of a GPU's copies."
-        self._watch, self._whole = ChangeWatch(()), Future[bool]()
+        self._watch = ChangeWatch(())
         "Of the newest copy."
         self._unsteady: set[int] = set()
         "The `id` of each tensor that has torn a copy."
@@ -205,7 +204,7 @@ class Snapshots:
             target.copy_(tensor, non_blocking=True)  # before whatever comes later in a GPU's queue
         mark = mark_queue([*at_once, *behind])
         slot.uploading, slot.sealing = for_storage, self.memory.shared
-        self._watch, self._whole = ChangeWatch(watched), Future()
+        self._watch = ChangeWatch(watched)
         self._copying = self._copies.submit(self._copy, behind, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
         if mark:  # one that was made at once; nobody waits for that
@@ -216,7 +215,7 @@ class Snapshots:
             seal = functools.partial(self._seal, copied, self._watch, slot, manifest, rest | beside)
             self._sealing = start_thread(seal, "state-seal")
         self._spent += time.perf_counter() - began
-        return Snapshot(manifest, extra_state, state, slot, copied, self._whole, places)
+        return Snapshot(manifest, extra_state, state, slot, copied, self._watch, places)
 
     def reserve(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
@@ -242,9 +241,7 @@ class Snapshots:
             began = time.perf_counter()
             end = self._copying.result()
             self._copying, self._queue_wait = None, QueueWait.begin(end) if end else None
-            changed = self._watch.end()
-            self._unsteady |= changed
-            self._whole.set_result(not changed)
+            self._unsteady |= self._watch.end()
             self._spent += time.perf_counter() - began
 
     def wait_until_complete(self) -> None:

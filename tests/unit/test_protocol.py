@@ -47,7 +47,7 @@ from app.checkpoint.ledger import Ledger
 from app.checkpoint.memory import NodeMemory
 from app.checkpoint.shared_memory import find_snapshot
 from app.checkpoint.slots import LoadedSnapshot
-from app.checkpoint.snapshot import Snapshot
+from app.checkpoint.snapshot import ChangeWatch, Snapshot
 from app.elastic.claim import Start, begin_attempt
 from app.elastic.copies import Machine
 from app.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
@@ -341,7 +341,9 @@ class Protocol(RuleBasedStateMachine):
             if step % SAVE_EVERY == 0:
                 copied: Future[bool] = Future()
                 copied.set_result(True)
-                committer._commit_with_retries(Snapshot(manifest, {}, {"model": content}, slot, copied, copied, []))
+                committer._commit_with_retries(
+                    Snapshot(manifest, {}, {"model": content}, slot, copied, ChangeWatch(()), [])
+                )
 
     def remove(self, process: Process) -> None:
         """`sunspot delete`, until it succeeds or gives up."""

@@ -19,7 +19,7 @@ from app.checkpoint.files import load_state
 from app.checkpoint.layout import Layout, crc32_of, layout_from_json, layout_to_json, read_spans
 from app.checkpoint.shared_upload import SharedWriter, ShareSender
 from app.checkpoint.slots import Slot
-from app.checkpoint.snapshot import Snapshot, in_buffer, size_of, tensors_in
+from app.checkpoint.snapshot import ChangeWatch, Snapshot, in_buffer, size_of, tensors_in
 from app.data.order import Steps
 from app.data.source import EmptySource
 from app.errors import StorageError
@@ -52,7 +52,7 @@ def snapshot_of(name: str = "step-000000000001-0001-a", seed: int = 0) -> Snapsh
     slot.uploading = True
     copied: Future[bool] = Future()
     copied.set_result(True)
-    return Snapshot(Checkpoint(name, 1, 1, 10, 10, 1), {"step": 1}, state, slot, copied, copied, [])
+    return Snapshot(Checkpoint(name, 1, 1, 10, 10, 1), {"step": 1}, state, slot, copied, ChangeWatch(()), [])
 
 
 class Node:

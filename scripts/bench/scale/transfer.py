@@ -28,7 +28,7 @@ import torch
 from app.checkpoint.files import write_whole
 from app.checkpoint.node_state import NodeState
 from app.checkpoint.slots import Slot
-from app.checkpoint.snapshot import Snapshot
+from app.checkpoint.snapshot import ChangeWatch, Snapshot
 from app.run import Run
 from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, find_newest_good, write_manifest
@@ -101,9 +101,8 @@ def _manifest(run: Run) -> Checkpoint:
 
 def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
     """Write a checkpoint of the state, as rank 0's thread does."""
-    whole: Future[bool] = Future()
-    whole.set_result(True)
-    files = write_whole(run, Snapshot(_manifest(run), {}, state, Slot(0, None), copied=whole, whole=whole, places=[]))
+    snapshot = Snapshot(_manifest(run), {}, state, Slot(0, None), Future(), ChangeWatch(()), [])
+    files = write_whole(run, snapshot)
     write_manifest(run, checkpoint := replace(_manifest(run), files=files))
     return checkpoint
 
