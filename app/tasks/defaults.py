@@ -26,6 +26,9 @@ OF_STEP = (
 )
 """PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
 
+MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
+"""Those that set the optimizer's rate when they are made: in a sequence, the steps before them are taken from it."""
+
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     """What the module of a task defines, and the defaults for the rest; raises `SettingsError` as `refuse_unused`."""
@@ -131,7 +134,7 @@ def play(build_scheduler: Callable[..., LRScheduler], settings: Settings) -> Cal
 def can_jump(scheduler: LRScheduler) -> bool:
     """Whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
     if type(scheduler) is SequentialLR:
-        return all(map(can_jump, scheduler._schedulers))
+        return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
     return type(scheduler) in OF_STEP
 
 

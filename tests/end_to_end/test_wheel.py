@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from app import __version__
-from submitter.manifest.profile import manifests
+from submitter.manifest.profile import load_profile, manifests
 from tests.harness import GOLDEN, REPOSITORY
+from tests.harness.manifests import ON_A_CLOUD
 
 SOURCES = ["app", "submitter", "sunspot_client", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
 
@@ -68,7 +69,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_profile_renders_from_any_directory(environment: Path, profile: str, tmp_path: Path) -> None:
-    printed = run(environment / "bin" / "sunspot", "render", "--profile", profile, cwd=tmp_path)
+    named = ON_A_CLOUD if load_profile(profile, {}).cloud else ()
+    printed = run(environment / "bin" / "sunspot", "render", "--profile", profile, *named, cwd=tmp_path)
     assert printed == (GOLDEN / f"{profile}.yaml").read_text()
 
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from app.checkpoint.files import load_state
-from app.errors import DamageError, NotFoundError, SettingsError
+from app.errors import ConflictError, DamageError, NotFoundError, SettingsError
 from app.predict.classifier import Classifier
 from app.run.checkpoints import MANIFEST, find_faults
 from app.settings import Settings
@@ -196,7 +196,8 @@ def test_what_a_checkpoint_hides_is_never_executed(
             assert not find_faults(copied_run.run, copied_run.newest)
         else:
             (copied_run.directory(newest) / file).write_bytes(content)
-        with pytest.raises(DamageError, match="more than tensors" if matching else "damaged"):
+        error = ConflictError if matching else DamageError
+        with pytest.raises(error, match="more than tensors" if matching else "damaged"):
             Classifier("run", newest.name, copied_run.storage)
         assert not trap.exists()
 

@@ -50,7 +50,7 @@ def test_rows_that_led_to_the_newest_checkpoint(tmp_path: Path) -> None:
     write_rows(tmp_path, "2.0-after-1.0-at-3/5-1", 0.0, (2, 3, [1]))
     write_rows(tmp_path, "1.5-after-1.0-at-2/9-0", 0.0, (2, 3, [3, 3, 3]))  # not gone on from
     epochs = of_checkpoints(open_storage(str(tmp_path)), "job")
-    assert epochs == [Epoch(1, 4, 0, 0), Epoch(2, 4, 1, 1), Epoch(3, 1, 0, 0)]
+    assert epochs == [Epoch(1, 4, 0, 0, True), Epoch(2, 4, 1, 1, True), Epoch(3, 1, 0, 0, False)]
     assert of_checkpoints(open_storage(str(tmp_path)), "nothing") == []
 
 
@@ -68,7 +68,7 @@ def test_rows_of_replicas_that_lose_one_and_then_all(tmp_path: Path) -> None:
         )
     ):
         write_rows(tmp_path, f"{start}-after-none-at-0/{name}", float(number), taken)
-    assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 3, 2, 1), Epoch(2, 1, 0, 0)]
+    assert of_replicas(open_storage(str(tmp_path)), "job") == [Epoch(1, 3, 2, 1, True), Epoch(2, 1, 0, 0, False)]
 
 
 def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:

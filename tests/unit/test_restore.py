@@ -330,7 +330,7 @@ def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
     restored = load_start(run, Settings(), begun(run), Found(None, node, NodeParts(None, ["me"])), group, print)
     assert not restored.evaluated
 
-    rest = {"about": {"metrics": {}}, "ledger": [(6, 7, "rows")]}
+    rest = {"about": {"metrics": {}, "total_steps": 10}, "ledger": [(6, 7, "rows")]}
     held: Any = SimpleNamespace(describe=lambda: rest, load=None)
     in_memory = replace(a_start(at(2, 0.0)), snapshot=copy(1, 7), parts=[PartCopy(0, copy(1, 7))])
     restored = load_start(run, Settings(), in_memory, Found(None, node, held), group, print)
@@ -434,7 +434,7 @@ def test_what_came_with_the_state_comes_back(
         slot = memory.free_slot(size_of(structure), needed=True)
         assert slot
         in_buffer(structure, slot.map)["model"]["weight"].fill_(1)
-        beside = {"structure": structure, "about": {"metrics": metrics}, "ledger": list(windows)}
+        beside = {"structure": structure, "about": {"metrics": metrics, "total_steps": 10}, "ledger": list(windows)}
         torch.save(beside, rest := io.BytesIO())
         memory.complete(slot, manifest, rest.getvalue())
     else:
