@@ -258,6 +258,8 @@ class CheckpointCommitter:
         assert self.newest
         try:
             directories, attempts = list_directories(self._run), read_attempts(self._run)
+            if not attempts:
+                return  # the run has just been deleted: the next commit ends by it
             mine = in_lineage(list_checkpoints(self._run, directories), lineage(attempts))
             keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric
             gone = [old.name for old in expired(mine, keep, metric, self._settings.checkpoint_order)]

@@ -446,6 +446,24 @@ def test_what_a_superseded_process_was_about_to_do_is_left_undone(
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == steps
 
 
+def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(run: Run) -> list[Attempt]:
+        for entry in run.storage.list(run.key("attempts")):
+            run.storage.delete(entry.key)
+        return read_attempts(run)
+
+    trainee = Trainee(run)
+    run.storage.write(run.key("checkpoints", "step-00000007-attempt-0001", "model.pt"), b"half")
+    monkeypatch.setattr(app.checkpoint.commit, "read_attempts", late)
+    trainee.train()
+    trainee.save()
+    assert trainee.checkpoints.drain(20)
+    trainee.train()
+    trainee.save()
+    with pytest.raises(SupersededError):
+        trainee.checkpoints.drain(20)
+
+
 def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
     """Unless it might still be completed, and would count; that has a day."""
 
