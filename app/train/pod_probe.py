@@ -7,16 +7,16 @@ from dataclasses import asdict
 from app.errors import run_and_exit
 from app.settings import CommandParser, load_settings
 from app.storage.probe import probe_path
-from app.train.gpu import try_gpu
+from app.train.gpu import try_gpus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the storage of the settings, and a GPU; prints one JSON document."""
-    parser = CommandParser("app.train.pod_probe", "Try the storage of the settings, and a GPU.", ("storage_path",))
-    parser.add_argument("--gpu", action="store_true", help="compute on the GPU")
+    """Try the storage of the settings, and the GPUs; prints one JSON document."""
+    parser = CommandParser("app.train.pod_probe", "Try the storage of the settings, and GPUs.", ("storage_path",))
+    parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on so many GPUs")
     parser.add_argument("--output", metavar="FILE", help="write the result there too")
     words = parser.parse(arguments)
-    checks = [*probe_path(load_settings().storage_path), *([try_gpu()] if words.gpu else [])]
+    checks = [*probe_path(load_settings().storage_path), *([try_gpus(words.gpus)] if words.gpus else [])]
     text = json.dumps([asdict(check) for check in checks])
     print(text)
     if words.output:

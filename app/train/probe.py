@@ -1,8 +1,9 @@
 """Checks before training: every node reads and writes the run's storage, and can compute on the GPUs it promises."""
 
+import math
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -39,7 +40,7 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
     key, content = run.key(f"probe-{uuid.uuid4().hex}"), uuid.uuid4().bytes
     run.storage.write(key, content)
     try:
-        problems = _ask(others, "the storage", probe_here, storage_path, run_name, key, content)
+        problems = _ask("the storage", probe_here, dict.fromkeys(others, (storage_path, run_name, key, content)))
     finally:
         run.storage.delete(key)
     if problems:
@@ -56,8 +57,8 @@ def leave_out_broken_gpus(nodes: list[dict[str, Any]], per_worker: dict[str, flo
     Raises `SunspotError` naming them otherwise: every group of workers would end as it starts. This node, the head,
     cannot be left out.
     """
-    promising = [str(node["NodeID"]) for node in nodes if node["Resources"].get("GPU")]
-    problems = _ask(promising, "their GPUs", find_gpu_problem)
+    promising = {str(node["NodeID"]): (math.ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
+    problems = _ask("their GPUs", find_gpu_problem, promising, calls=1)
     if not problems:
         return
     broken = [node for alike in problems.values() for node in alike]
@@ -73,21 +74,24 @@ Problems = dict[str, list[str]]
 """The nodes that have each problem."""
 
 
-def _ask(nodes: list[str], what: str, act: Callable[..., str], *arguments: object) -> Problems:
-    """What `act` finds wrong on each node; warns of nodes that did not answer, asked about `what`."""
-    task = ray.remote(num_cpus=0, max_retries=1)(act)
+def _ask(what: str, act: Callable[..., str], nodes: Mapping[str, tuple[object, ...]], calls: int = 0) -> Problems:
+    """What `act` finds wrong on each node, given its arguments; warns of nodes that did not answer about `what`.
+
+    A process ends after `calls` answers (0: never): what it has seen of GPUs, a worker after it would see.
+    """
+    task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 
     def ask(node: str) -> tuple[str, str]:
         """The problem of a node, and why it did not say; both empty when it has none."""
         there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
-            return ray.get(there.remote(*arguments), timeout=PROBE_TIMEOUT_S), ""
+            return ray.get(there.remote(*nodes[node]), timeout=PROBE_TIMEOUT_S), ""
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError as error:  # the node is gone, or about to be
             return "", shorten(error)
 
-    answers = dict(zip(nodes, map_parallel(ask, nodes, PROBES_AT_ONCE), strict=True))
+    answers = dict(zip(nodes, map_parallel(ask, list(nodes), PROBES_AT_ONCE), strict=True))
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
         why = answers[silent[0]][1]

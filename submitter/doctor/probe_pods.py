@@ -1,4 +1,4 @@
-"""Tests storage, and a GPU, in two pods like a run's head and workers: same nodes, service account, Secret, network.
+"""Tests storage, and GPUs, in two pods like a run's head and workers: same nodes, service account, Secret, network.
 
 They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
 """
@@ -57,7 +57,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """A pod like the run's head or training workers that tests the storage, and its GPU, instead of running Ray."""
+    """A pod like the run's head or training workers that tests the storage, and its GPUs, instead of running Ray."""
     spec = manifest["spec"]["rayClusterSpec"]
     group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
     template = copy.deepcopy(group["template"])
@@ -67,9 +67,9 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
     pod.pop("topologySpreadConstraints", None)  # it counts the pods of the run
     container = pod["containers"][0]
     pod["containers"] = [container]  # others would keep the pod from ending
-    gpu = ["--gpu"] if int(group.get("resources", {}).get("GPU", 0)) else []
+    gpus = int(group.get("resources", {}).get("GPU", 0))
     container |= {
-        "command": ["python", "-m", "app.train.pod_probe", *gpu, "--output", MESSAGE],
+        "command": ["python", "-m", "app.train.pod_probe", "--gpus", str(gpus), "--output", MESSAGE],
         "terminationMessagePath": MESSAGE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }

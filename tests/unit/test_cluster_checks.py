@@ -492,8 +492,8 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
     }
     assert "nodeSelector" not in head
     assert head["affinity"]["nodeAffinity"]
-    commands = ["--gpu" in pod["containers"][0]["command"] for pod in (head, worker)]
-    assert commands == [False, True], "only workers are promised one"
+    tried = [" ".join(pod["containers"][0]["command"]) for pod in (head, worker)]
+    assert ["--gpus 0 " in tried[0], "--gpus 1 " in tried[1]] == [True, True], "only workers are promised one"
     run = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     assert run["metadata"]["labels"]["sunspot/run"] == "run", "the manifest is not touched"
 

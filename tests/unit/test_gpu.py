@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
-import ctypes
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.storage.probe import Result
 from app.train import gpu
-from app.train.gpu import find_gpu_problem, try_gpu
+from app.train.gpu import find_gpu_problem, try_gpus
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], *, cuda: int = 0, code: int = 0) -> None:
-    """Pretend that torch is of that build, and the driver made for that version of CUDA (0: there is no driver)."""
+class Driver:
+    """NVIDIA's driver for a version of CUDA, and some GPUs; `broken` has the call that fails on one, and its code."""
+
+    def __init__(
+        self, cuda: int, code: int = 0, gpus: int = 1, broken: dict[int, tuple[str, int]] | None = None
+    ) -> None:
+        self._cuda, self._code, self._gpus, self._broken = cuda, code, gpus, broken or {}
+        self._memory: dict[int, int] = {}
+        self.in_use = list[int]()
+
+    def cuInit(self, flags: int) -> int:
+        return self._code
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = self._cuda
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self._gpus
+        return 0
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        assert number < self._gpus
+        device._obj.value = number
+        return self._answer("cuDeviceGet", number)
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        if not (code := self._answer("cuDevicePrimaryCtxRetain", device.value)):
+            self.in_use.append(device.value)
+        return code
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        return 0
+
+    def cuMemAlloc_v2(self, place: Any, size: Any) -> int:
+        return self._answer("cuMemAlloc_v2", self.in_use[-1])
+
+    def cuMemsetD32_v2(self, place: Any, number: Any, count: Any) -> int:
+        assert count.value == 1
+        self._memory[self.in_use[-1]] = number.value
+        return 0
+
+    def cuMemcpyDtoH_v2(self, target: Any, place: Any, size: Any) -> int:
+        if self._broken.get(self.in_use[-1], ("",))[0] != "forgets":
+            target._obj.value = self._memory[self.in_use[-1]]
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:
+        if device.value in self.in_use:
+            self.in_use.remove(device.value)
+        return 0
+
+    def _answer(self, call: str, number: int) -> int:
+        failing, code = self._broken.get(number, ("", 0))
+        return code if call == failing else 0
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, build: dict[str, Any], **driver: Any) -> Driver:
+    """Pretend that torch is of that build, with that driver, if any."""
+    loaded = Driver(**{"cuda": 0, **driver})
 
     def load(name: str) -> Any:
-        if not cuda:
+        if not driver:
             raise OSError(f"{name}: cannot open shared object file")
-        return SimpleNamespace(cuInit=lambda flags: code, cuDriverGetVersion=get_version)
-
-    def get_version(target: Any) -> None:
-        ctypes.cast(target, ctypes.POINTER(ctypes.c_int))[0] = cuda
+        return loaded
 
     monkeypatch.setattr(gpu.runpy, "run_path", lambda path: {"__version__": "2.15.0", **build})
     monkeypatch.setattr(gpu.ctypes, "CDLL", load)
+    return loaded
 
 
 @pytest.mark.parametrize(
@@ -51,5 +105,40 @@ def test_why_torch_would_find_no_gpu(
 
 def test_a_check_fails_with_the_fix_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"cuda": "13.2"})
-    check = try_gpu()
+    check = try_gpus(1)
     assert (check.result, check.fix[:22]) == (Result.FAILED, "install it on the node")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "broken", "told"),
+    [
+        (8, {}, ""),
+        (7, {}, "8 GPUs are promised, and NVIDIA's driver finds 7"),
+        (
+            8,
+            {5: ("cuDevicePrimaryCtxRetain", 999)},
+            "GPU 5 cannot be used (cuDevicePrimaryCtxRetain returned 999)",
+        ),
+        (
+            8,
+            {0: ("forgets", 0), 7: ("cuDeviceGet", 101)},
+            "GPU 0 does not keep what is written into its memory; GPU 7 cannot be used (cuDeviceGet returned 101)",
+        ),
+        (8, {3: ("cuMemAlloc_v2", 2), 4: ("cuDevicePrimaryCtxRetain", 2)}, ""),
+        (9, {8: ("cuDevicePrimaryCtxRetain", 999)}, ""),
+    ],
+    ids=["all work", "one is gone", "one is dead", "two are", "full ones work", "one that is not promised"],
+)
+def test_each_gpu_that_a_node_promises_is_tried(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, broken: dict[int, tuple[str, int]], told: str
+) -> None:
+    driver = pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=gpus, broken=broken)
+    assert find_gpu_problem(8) == told
+    assert not driver.in_use
+
+
+def test_of_several_parts_of_a_gpu_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process one part of a GPU that is divided (MIG), however many its pod has."""
+    pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=1)
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    assert not find_gpu_problem(2)

@@ -27,6 +27,7 @@ class FakeRay:
         self.exceptions = ray.exceptions
         self.most_at_once, self.here = 0, "here"
         self._answer, self._asked, self._lock = answer, 0, threading.Lock()
+        self.arguments: dict[str, tuple[object, ...]] = {}
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: self.here)
@@ -35,7 +36,11 @@ class FakeRay:
         return lambda function: SimpleNamespace(options=self._options)
 
     def _options(self, scheduling_strategy: Any) -> Any:
-        return SimpleNamespace(remote=lambda *_: scheduling_strategy.node_id)
+        def remote(*arguments: object) -> str:
+            self.arguments[scheduling_strategy.node_id] = arguments
+            return str(scheduling_strategy.node_id)
+
+        return SimpleNamespace(remote=remote)
 
     def get(self, node: str, timeout: float) -> str:
         with self._lock:
@@ -111,7 +116,7 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("broken", "head", "least", "left_out"),
-    [("", "c", 16, ""), ("a", "c", 8, "a"), ("ab", "c", 1, None), ("a", "c", 9, None), ("a", "a", 1, None)],
+    [("", "c", 10, ""), ("a", "c", 2, "a"), ("ab", "c", 1, None), ("a", "c", 3, None), ("a", "a", 1, None)],
     ids=["none", "one, and the others do", "all", "too few others", "the head's"],
 )
 def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
@@ -127,10 +132,11 @@ def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
     fake.here = head * 56
     monkeypatch.setattr(probe, "ray", fake)
     monkeypatch.setattr(probe, "drain_nodes", lambda nodes, why: drained.extend(nodes))
-    resources = {"a" * 56: {"GPU": 8.0}, "b" * 56: {"GPU": 8.0}, "c" * 56: {"CPU": 8.0}}
+    resources = {"a" * 56: {"GPU": 8.0}, "b" * 56: {"GPU": 2.0}, "c" * 56: {"CPU": 8.0}}
     nodes = [{"NodeID": node, "Resources": has, "Alive": True} for node, has in resources.items()]
     if left_out is not None:
         leave_out_broken_gpus(nodes, {"GPU": 1.0}, least)
+        assert fake.arguments == {"a" * 56: (8,), "b" * 56: (2,)}, "the GPUs that each node promises"
         assert drained == [node * 56 for node in left_out]
         assert ("1 of 2 nodes with GPUs cannot compute on them, and is left out" in capsys.readouterr().out) == bool(
             left_out
