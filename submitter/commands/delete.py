@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.errors import ClusterError, ConflictError, DamageError, GaveUpError, NotFoundError, StorageError, SunspotError
+from app.errors import (
+    ClusterError,
+    ConflictError,
+    DamageError,
+    GaveUpError,
+    NotFoundError,
+    SettingsError,
+    StorageError,
+    SunspotError,
+)
 from app.formatting import as_bytes, in_words, plural
 from app.run import Run, copies_of
 from app.run.checkpoints import MANIFEST
@@ -105,8 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print all there is of the run and, with `--yes` or the consent of the user at the terminal, remove it.
 
-    Raises `NotFoundError` when nothing is there, `ConflictError` when the run is live or something goes on writing it,
-    `GaveUpError` when its pods do not go, `ClusterError` and `StorageError`, and then says on stderr what is left.
+    Raises `SettingsError` when there is nobody to ask, `NotFoundError` when nothing is there, `ConflictError` when the
+    run is live or something goes on writing it, `GaveUpError` when its pods do not go, `ClusterError` and
+    `StorageError`, and then says on stderr what is left.
     """
     cluster, run, cluster_error = reach_run(args)
     remains = find_remains(cluster, run, cluster_error)
@@ -118,8 +128,13 @@ def run(args: argparse.Namespace) -> None:
             "first, or it is made again, and the run begins anew"
         )
     if not args.yes:
-        if args.json or not _ask(run):
-            _conclude(remains, remains, False, args.json)
+        if args.json:
+            _conclude(remains, remains, False, True)
+        if args.json or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            nobody = "--json asks nobody" if args.json else "there is no terminal to ask at"
+            raise SettingsError(f"nothing was removed, as {nobody}: {_sum_up(remains)}; --yes removes it")
+        if not _ask(run):
+            _conclude(remains, remains, False, False)
             return
         remains = find_remains(cluster, run, cluster_error)  # the answer may have taken an hour
     try:
@@ -269,9 +284,7 @@ def _find_left(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains
 
 
 def _ask(run: Run) -> bool:
-    """Whether the user at the terminal agrees; False without a terminal."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
+    """Whether the user at the terminal agrees."""
     warn(f"remove all of it, for ever? y or {run.name}: ", end="")
     return sys.stdin.readline().strip() in ("y", "yes", run.name)
 

@@ -64,20 +64,24 @@ def in_bucket(bucket_run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
 # ---------------------------------------------------------------------------------------------------- what it asks for
 
 
-def test_without_consent_it_only_shows(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_without_consent_it_only_shows_and_does_not_end_as_if_it_had_removed_it(
+    sunspot: Command, run: Run, cluster: FakeCluster
+) -> None:
     fill(run)
     end_job(cluster)
     before = files_of(run)
-    assert sunspot("delete", "run") == 0
+    assert sunspot("delete", "run") == 2
     assert "RayJob" in sunspot.out
     assert f"{CLUSTER}-worker-1" in sunspot.out
     assert f"in namespace sunspot of http://127.0.0.1:{cluster._port}, and in {run.location}" in sunspot.out
     lines = {line.split()[0]: line for line in sunspot.out.splitlines()}
     assert "2, in 6 files" in lines["checkpoints"]
     assert set(lines) >= {"attempts", "audit", "logs", "metrics", "records", "submissions"}
-    assert f"nothing was removed: 1 RayJob with 2 pods; {len(before)} files, " in sunspot.out
-    assert "--yes removes it" in sunspot.out
-    assert sunspot("delete", "run", "--json") == 0
+    told = f"error: nothing was removed, as there is no terminal to ask at: 1 RayJob with 2 pods; {len(before)} files, "
+    assert told in sunspot.err
+    assert "; --yes removes it\n" in sunspot.err
+    assert sunspot("delete", "run", "--json") == 2
+    assert "nothing was removed, as --json asks nobody" in sunspot.err
     assert (sunspot.json["removed"], sunspot.json["files"]) == (False, len(before))
     assert sunspot.json["bytes"] == sum(entry.size for entry in run.storage.list("run"))
     assert sunspot.json["left"]["files"] == len(before)
@@ -230,7 +234,7 @@ def test_a_borrowed_cluster_stays(sunspot: Command, run: Run, cluster: FakeClust
 def test_a_job_that_a_repository_may_keep_is_told_of(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
-    assert sunspot("delete", "run") == 0
+    assert sunspot("delete", "run") == 2
     assert "GitOps" not in sunspot.err
     cluster.put_job(rayjob("run-2"))
     cluster.set_status("run-2", "Complete", "SUCCEEDED")
