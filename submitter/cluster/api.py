@@ -173,10 +173,10 @@ class Cluster:
             options["gracePeriodSeconds"] = grace_s
         self._delete("pod", pod.name, options)
 
-    def create_pod(self, manifest: dict[str, Any]) -> dict[str, Any]:
+    def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
         """Create a pod with a name nobody else uses; returns it as the API server has it."""
         try:
-            return self._ask("POST", "pods", body=manifest)
+            return self._ask("POST", "pods", query=[("dryRun", "All")] if dry_run else [], body=manifest)
         except RefusedError as error:
             made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
             if made is None:
@@ -372,11 +372,12 @@ class Cluster:
 
     def _refusal(self, method: str, status: int, answer: dict[str, Any], role: str = ROLE) -> RefusedError:
         said = _said(answer)
+        no_right = status == 403 and re.search(r'\bUser "[^"]*" cannot ', said)
         if status == 401:
             text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
-        elif status == 403 and " cannot " in said and role:
+        elif no_right and role:
             text = f"{said}; have the Role {role} of k8s/base bound to you, which grants it"
-        elif status == 403 and " cannot " in said:
+        elif no_right:
             text = f"{said}; ask whoever owns the cluster"
         elif status == 404 and "could not find the requested resource" in said:
             text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"

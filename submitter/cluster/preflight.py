@@ -9,7 +9,7 @@ from app.formatting import plural
 from app.run import Run
 from app.run.identity import read_identity, refuse_changes
 from app.settings import differences
-from submitter.cluster.api import Cluster
+from submitter.cluster.api import Cluster, RefusedError
 from submitter.cluster.views import JobView
 from submitter.manifest.render import image_problem
 
@@ -21,6 +21,9 @@ NEEDED = {
 """What the verbs of `sunspot` do, by API group and resource."""
 
 REVIEWS_AT_ONCE = 8
+
+NOT_WITHOUT_EFFECT = "does not support dry run"
+"""What the API server says of a policy's webhook that it may not ask about a dry run."""
 
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
@@ -36,6 +39,9 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
         if not in_cluster:
             expected = cluster.apply(manifest, dry_run=True)
             in_cluster += find_queue_problem(expected)
+            new = not expected.version  # the pods of one that lives may be all that the quota has room for
+            for problem, passes in find_pod_problems(cluster, manifest) if new else ():
+                (warnings if passes else in_cluster).append(problem)
     except ClusterError as error:
         in_cluster.append(explain_refusal(error))
     in_storage = _find_storage_problems(run)
@@ -56,6 +62,26 @@ def find_queue_problem(expected: JobView) -> list[str]:
         f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota; install Kueue "
         "(with ray.io/rayjob among its integrations, and this namespace managed by it), or leave the queue out"
     ]
+
+
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """What keeps the pods of a RayJob out, each created without effect, and whether it passes when others end.
+
+    Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
+    the operator is refused. Nothing where this user may create no pods.
+    """
+    if not cluster.allows("create", "", "pods"):
+        return
+    for group, template in _templates(manifest).items():
+        name = f"{manifest['metadata']['name']}-{group}"
+        pod = {**template, "apiVersion": "v1", "kind": "Pod", "metadata": {**template["metadata"], "name": name}}
+        try:
+            cluster.create_pod(pod, dry_run=True)
+        except RefusedError as error:
+            full = "exceeded quota" in str(error)
+            fix = "they wait until there is room" if full else "change the profile, or have the namespace allow it"
+            if NOT_WITHOUT_EFFECT not in str(error):
+                yield f"pods of the group {group} would be refused now: {error}; {fix}", full
 
 
 def explain_refusal(error: ClusterError) -> str:
@@ -132,7 +158,7 @@ def _find_storage_problems(run: Run) -> list[str]:
 
 def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Kind and name of the objects that the pods of a RayJob need to start."""
-    for pod in _pods(manifest):
+    for pod in (template["spec"] for template in _templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
         if "priorityClassName" in pod:
@@ -149,14 +175,18 @@ def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _named(variable.get("valueFrom", {}), secretKeyRef="Secret", configMapKeyRef="ConfigMap")
 
 
-def _pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    cluster = manifest["spec"].get("rayClusterSpec", {})
-    groups = [cluster.get("headGroupSpec"), *cluster.get("workerGroupSpecs", ())]
-    return [group["template"]["spec"] for group in groups if group]
+def _templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pod template of each group; none in a cluster that is there already."""
+    cluster = manifest["spec"].get("rayClusterSpec")
+    if not cluster:
+        return {}
+    workers = {group["groupName"]: group["template"] for group in cluster.get("workerGroupSpecs", ())}
+    return {"head": cluster["headGroupSpec"]["template"], **workers}
 
 
 def _containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    return [c for pod in _pods(manifest) for c in (*pod.get("initContainers", ()), *pod["containers"])]
+    pods = [template["spec"] for template in _templates(manifest).values()]
+    return [c for pod in pods for c in (*pod.get("initContainers", ()), *pod["containers"])]
 
 
 def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:

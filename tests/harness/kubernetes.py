@@ -260,8 +260,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == f"{CORE}/pods" and self.command == "POST":
             pod = json.loads(self.body)
             pod["metadata"]["uid"] = f"uid-of-{pod['metadata']['name']}"
-            cluster.pods.append(pod)
-            cluster.on_create(pod)
+            if query.get("dryRun") != "All":
+                cluster.pods.append(pod)
+                cluster.on_create(pod)
             self.reply(201, pod)
         elif path == f"{CORE}/pods":
             names = query["labelSelector"].partition("(")[2].rstrip(")").split(",")

@@ -237,6 +237,13 @@ def fill_quota(used: str, hard: str) -> Any:
             "",
         ),
         (
+            "pods",
+            lambda c: c.on("POST", "/pods?dryRun=All", answer(403, 'pods "x" is forbidden: violates PodSecurity')),
+            "failed",
+            "pods of the group workers would be refused now",
+            "have the namespace allow it",
+        ),
+        (
             "nodes for workers",
             lambda c: c.documents.update({"/api/v1/nodes": {"items": [node(unschedulable=True)]}}),
             "warning",

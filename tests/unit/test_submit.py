@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from app.run.status import RunState, Status, clear_stop, request_stop, stop_requ
 from app.run.submissions import newest_submission, owner_of
 from submitter.cli import main
 from submitter.cluster.api import Cluster
-from tests.harness.kubernetes import CORE, JOBS, FakeCluster, answer, hang_up, pod, rayjob, timestamp
+from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
 
@@ -325,6 +326,62 @@ def test_what_the_api_server_refuses_is_told_in_its_words(cluster: FakeCluster, 
     assert sunspot.submit() == 4
     assert "spec.entrypoint: too long" in sunspot.err
     assert "Traceback" not in sunspot.err
+
+
+def refusing_pods(message: str, status: int = 403) -> Fault:
+    """Refuse pods on the host's network, as admission does in a namespace that is held to `restricted`."""
+
+    def act(handler: Any) -> None:
+        pod = json.loads(handler.body)
+        name = pod["metadata"]["name"]
+        if pod["kind"] == "Pod" and pod["spec"].get("hostNetwork"):
+            handler.refuse(status, message.format(name))
+        else:
+            handler.answer()
+
+    return act
+
+
+FORBIDDEN = 'pods "{}" is forbidden: '
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "code"),
+    [
+        (403, FORBIDDEN + 'violates PodSecurity "restricted:latest": host namespaces (hostNetwork=true)', 4),
+        (403, FORBIDDEN + "maximum cpu usage per Container is 250m, but limit is 500m", 4),
+        (403, FORBIDDEN + "failed quota: corp: must specify limits.cpu for: ray", 4),
+        (403, 'admission webhook "policy.corp" denied the request: pods cannot use the host network', 4),
+        (403, FORBIDDEN + "exceeded quota: team, requested: pods=1, used: pods=9, limited: pods=9", 0),
+        (400, 'admission webhook "old.corp" does not support dry run', 0),
+    ],
+)
+def test_what_keeps_pods_out_is_said_before_a_node_is_paid_for(
+    cluster: FakeCluster, sunspot: Command, tmp_path: Path, status: int, said: str, code: int
+) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: kind\nworker: {pod: {spec: {hostNetwork: true}}}\n")
+    cluster.on("POST", f"{CORE}/pods?dryRun=All", refusing_pods(said, status))
+    assert sunspot.submit("--profile", str(profile)) == code, sunspot.err
+    assert len(cluster.jobs) == (0 if code else 1)
+    assert not cluster.pods
+    told = said.partition("{}")[2] or said
+    if "dry run" in said:
+        assert told not in sunspot.err
+    elif code:
+        assert "1 problem, and nothing was sent:\n  pods of the group workers would be refused" in sunspot.err
+        assert f"{told}; change the profile, or have the namespace allow it" in sunspot.err
+    else:
+        assert "warning: pods of the group workers would be refused now" in sunspot.err
+        assert f"{told}; they wait until there is room" in sunspot.err
+        assert sunspot.submit("--profile", str(profile)) == 0
+        assert "refused" not in sunspot.err, "a run that lives is attached to, whether it would find room anew or not"
+
+
+def test_pods_are_not_tried_by_who_may_not_create_them(cluster: FakeCluster, sunspot: Command) -> None:
+    cluster.forbidden.add("create pods")
+    assert sunspot.submit() == 0, sunspot.err
+    assert not [path for method, path in cluster.requests if method == "POST" and path.startswith(f"{CORE}/pods")]
 
 
 def test_a_queue_has_to_hold_a_new_job_back(cluster: FakeCluster, sunspot: Command) -> None:
