@@ -7,6 +7,7 @@ is imported only when that verb is used, so help and wrong usage answer at once.
 import argparse
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -47,11 +48,20 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     """Do what the command line says, and end the process."""
 
     def program() -> int:
+        _refuse_windows()
         arguments = make_parser(load=False).parse_args(words)
         arguments.begin(arguments)
         return 0
 
     run_and_exit(program)
+
+
+def _refuse_windows() -> None:
+    """Raise `SettingsError` on Windows before anything is imported that is not there."""
+    if os.name == "nt":
+        raise SettingsError(
+            "this is Windows, and sunspot needs Linux or macOS; in WSL (`wsl --install`) all of it works"
+        )
 
 
 def make_parser(load: bool = True) -> argparse.ArgumentParser:

@@ -58,6 +58,25 @@ def sunspot(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sto
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
+WINDOWS = """
+import os, sys
+os.name = "nt"
+for name in ("O_NONBLOCK", "getuid", "getpgid"):
+    delattr(os, name)
+sys.modules.update(dict.fromkeys(["fcntl", "grp", "posix", "pwd", "resource", "termios"]))
+from submitter.cli import main
+main()
+"""
+"""The command, without what Windows has not."""
+
+
+@pytest.mark.parametrize("words", [["list"], ["--help"]])
+def test_on_windows_one_message_says_where_it_works(words: list[str]) -> None:
+    answer = process(*words, program=WINDOWS)
+    said = "error: this is Windows, and sunspot needs Linux or macOS; in WSL (`wsl --install`) all of it works\n"
+    assert (answer.code, answer.out, answer.err) == (2, "", said)
+
+
 def imported_by(*words: str, code: int) -> set[str]:
     """The libraries that a command, which ends with `code`, imports."""
     program = (
