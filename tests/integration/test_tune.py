@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import app.tune.concurrency
+import app.tune.promotion
 from app.errors import ConflictError, DamageError, StorageError, SupersededError
 from app.report.search import render_search
 from app.run import Run, open_run
@@ -340,6 +341,23 @@ def test_a_search_that_was_taken_over_promotes_nothing(run: Run, trial: Run) -> 
     with pytest.raises(SupersededError):
         promote(run, "old", {}, trial, "step-00000005-attempt-0001")
     assert not list_checkpoints(run)
+
+
+def test_a_search_that_is_taken_over_while_it_copies_promotes_nothing(
+    run: Run, trial: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = promote(run, "old", {}, trial, "step-00000010-attempt-0001")
+    copy, taken = app.tune.promotion.upload, list[int]()
+
+    def copy_and_lose(*words: Any) -> Any:
+        if not taken:
+            taken.append(begin_attempt(run, "new", {}, first).number)
+        return copy(*words)
+
+    monkeypatch.setattr("app.tune.promotion.upload", copy_and_lose)
+    with pytest.raises(SupersededError):
+        promote(run, "old", {}, trial, "step-00000005-attempt-0001")
+    assert list_checkpoints(run) == [first], "the new one goes on from it"
 
 
 # -------------------------------------------------------------------------------------------------------------- results

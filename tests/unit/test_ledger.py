@@ -126,6 +126,20 @@ def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: p
     assert all(len(rows) == 2 for rows in recorded(run, 2).values())
 
 
+def test_a_step_that_two_files_have_counts_once(run: Run) -> None:
+    """Storage took a write that it had reported as failed, and the next commit wrote those steps again, and more."""
+    refused = Ledger(None, "attempt-0001", 0, [], True)
+    take(refused, 1, 5)
+    refused.gather(5)
+    refused.write(run)
+    again = Ledger(None, "attempt-0001", 3, [], True)
+    take(again, 4, 8)
+    again.gather(8)
+    again.write(run)
+    assert len(run.storage.list(run.key("audit"))) == 2
+    assert recorded(run, 1) == rows_up_to(8)
+
+
 def test_what_an_attempt_left_unmerged_is_merged_by_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(segments, "SIZES", SIZES)

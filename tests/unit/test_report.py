@@ -389,13 +389,19 @@ def test_many_ranks_attempts_events_and_checkpoints_fit(run: Run) -> None:
         attempt = start(run, "job", origin, at=BEGUN + 100 * number, **attempt_metadata(500))
         write_receipt(run, attempt, number - 1, detail="x" * 5000)
         origin = commit(run, attempt, 5 * number, loss=1 / number).name
-    report(run, attempt, *(record(n, BEGUN + 20_000 + n, ranks=500) for n in range(751, 760)))
+    records = [record(n, BEGUN + 20_000 + n, ranks=500) for n in range(751, 760)]
+    for each in records:
+        each["ranks"][7]["step_time_median_s"], each["ranks"][490]["step_time_median_s"] = 3.0, 0.1
+    report(run, attempt, *records)
     journal = Journal(run, "events", attempt.number)
     for number in range(500):
         journal.append({"event": "hung", "step": 751, "time": float(number), "detail": "y" * 5000})
     journal.flush()
     page = made(run)
     assert "Each rank over the whole run, the 64 slowest of 500" in page.text
+    nodes = re.findall(r"\bnode-\d+\b", page.text)
+    assert "node-7" in nodes
+    assert "node-490" not in nodes, "the fastest of all"
     assert "with its receipt, the newest 100 of 150" in page.text
     assert "Other events, the newest 100 of 500" in page.text
     assert "Left out: 100 older." in page.text
