@@ -255,7 +255,7 @@ def test_what_the_job_before_has_left_is_not_shown_for_the_next_of_its_name(run:
     assert (follower._snapshot.status, follower._snapshot.owner) == (None, "")
 
 
-@pytest.mark.parametrize(("times", "code"), [(3, 0), (99, 4)])
+@pytest.mark.parametrize(("status", "times", "code"), [(401, 3, 0), (403, 3, 0), (401, 99, 4)])
 def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
     cluster: FakeCluster,
     run: Run,
@@ -263,6 +263,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
     job: str,
     when: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
+    status: int,
     times: int,
     code: int,
 ) -> None:
@@ -271,7 +272,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
     monkeypatch.setattr("submitter.cluster.watch.REFUSAL_PAUSES_S", (0.05,) * 3)
 
     def expire() -> None:
-        cluster.on("GET", "rayjobs", answer(401, "Unauthorized"), times=times)
+        cluster.on("GET", "rayjobs", answer(status, "the webhook that reviews tokens failed"), times=times)
         if code == 0:
             set_status(run, RunState.SUCCEEDED)
             cluster.set_status(job, "Complete", "SUCCEEDED")
