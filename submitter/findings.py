@@ -41,6 +41,8 @@ class Diagnosis(enum.StrEnum):
     FAILED = "failed"
     HUNG = "hung"
     "Ranks stopped taking steps, and their stacks were recorded."
+    NO_ROWS = "no rows"
+    "Ranks waited for rows of Ray Data until they were ended like hung ones."
     LOST = "lost"
     "Its processes ended without reporting."
     SILENT = "silent"

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.background import Background
 from app.run import Run
 from app.run.failures import Failure
-from app.run.incidents import Cause
+from app.run.incidents import Cause, blame, starved
 from app.run.status import stop_requested
 
 COMMAND_EVERY_S = 0.5
@@ -62,7 +62,8 @@ class GroupEnd:
     "Of the ranks that could tell."
     state: dict[str, Any] = field(default_factory=dict)
     "The newest, as in `ControlChannel.show`."
-    incident: dict[str, Any] = field(default_factory=dict)
+    hangs: list[dict[str, Any]] = field(default_factory=list)
+    "The events of ranks that hung, without stacks."
     fatal: Exception | None = None
     "The error that ends the training for good."
     gave_up: str = ""
@@ -84,6 +85,10 @@ class ControlChannel:
         self._fatal_error: Exception | None = None
         self._errors: list[RankError] = []
         "Of the newest attempt that failed."
+        self._hangs: list[dict[str, Any]] = []
+        "Of ranks, since a group has begun."
+        self._judged = 0
+        "How many of these are of groups that have been followed by another."
         self._gave_up = ""
         self._restart: dict[str, Any] = {}
         "Why it began; empty once it has taken a step."
@@ -98,6 +103,7 @@ class ControlChannel:
         self._group = group
         self._command = replace(self._command, restart=False, deadline=None, moves=False, save=False)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
+        self._hangs, self._judged = [], 0
         return {**self._restart, "last_state": self._state}
 
     def recovered(self) -> None:
@@ -116,6 +122,15 @@ class ControlChannel:
         """Keep the error that ends a rank."""
         others = [other for other in self._errors if other.failure.attempt == error.failure.attempt]
         self._errors = [*others, error]
+
+    def hung(self, event: dict[str, Any], late: bool) -> None:
+        """Keep what a rank that hung tells of itself, and with it why its group ends; `late`: another has begun."""
+        self._hangs.insert(0 if late else len(self._hangs), event)
+        self._judged += late
+        if self._incident.get("cause") in (None, Cause.HUNG, Cause.NO_ROWS):
+            cause = Cause.NO_ROWS if starved(self._hangs, event["world_size"]) else Cause.HUNG
+            detail = blame(self._hangs, event["world_size"])
+            self._incident = {"noticed": event["time"], **self._incident, "cause": cause, "detail": detail}
 
     def fatal_error(self) -> Exception | None:
         """The error that ends the training for good, if there is one."""
@@ -137,7 +152,12 @@ class ControlChannel:
 
     def group_end(self) -> GroupEnd:
         """What is known of why the newest group ended."""
-        return GroupEnd(self._errors, self._state, self._incident, self._fatal_error, self._gave_up)
+        return GroupEnd(self._errors, self._state, self._hangs[self._judged :], self._fatal_error, self._gave_up)
+
+    def start_again(self, line: str) -> None:
+        """Say why another group starts, and forget what is known of the end of the one before."""
+        self.say(line)
+        self._errors, self._judged = [], len(self._hangs)
 
     def give_up(self, reason: str) -> None:
         """Keep why no other group starts."""

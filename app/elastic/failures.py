@@ -2,7 +2,7 @@
 
 Ray Train asks, in its controller (`ray_internals.asked_of_failures`), about each group that ended without having been
 told to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
-counted, and forgotten with the next checkpoint.
+counted, and forgotten with the next checkpoint; groups to which Ray Data brought no rows are counted apart.
 """
 
 import time
@@ -18,13 +18,17 @@ from ray.exceptions import RayError
 from app.elastic.control import GroupEnd, RankError
 from app.run.attempts import Attempt
 from app.run.failures import INSTALLED, OURS, Failure, describe_failure
-from app.run.incidents import Cause
+from app.run.incidents import BRING_ROWS, blame, starved
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
 
 ASK_TIMEOUT_S = 10.0
 """Limit of one question to the control channel, which answers at once unless it is gone."""
+
+MAX_STARVED = 10
+"""Groups in a row, without a new checkpoint, to which Ray Data may bring no rows. Each has waited HANG_TIMEOUT_S, and
+for its first ones FIRST_STEP_S more (watchdog.py): in all for hours."""
 
 MAX_REASON = 200
 """Characters kept of one error."""
@@ -64,12 +68,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 class FailureJudge:
     """Decides whether a worker group is followed by another.
 
-    At most `max_failures` are, in a row without a new checkpoint.
+    At most `max_failures` are, in a row without a new checkpoint, and as many as MAX_STARVED that got no rows.
     """
 
     def __init__(self, control: Any, max_failures: int) -> None:
         self._control, self._max = control, max_failures
-        self._failures, self._committed = 0, -1
+        self._failures = self._starved = 0
+        self._committed = -1
+        "Step of the newest checkpoint."
         self._before: tuple[object, ...] | None = None
         "What the group before failed with, if all of its ranks did so alike."
 
@@ -78,20 +84,29 @@ class FailureJudge:
         end = self._ask(errors)
         if end.fatal:  # it says more, and no restart can fix it
             return False
+        what, (goes_on, why) = describe(end, errors), self._judge(end)
+        tell = self._control.start_again if goes_on else self._control.give_up
+        tell.remote(f"{what}{why}")
+        return goes_on
+
+    def _judge(self, end: GroupEnd) -> tuple[bool, str]:
+        """Whether another group starts, and why not, or how often one still may."""
         if (committed := end.state.get("committed", 0)) > self._committed:
-            self._failures, self._committed = 0, committed
-        self._failures += 1
+            self._failures, self._starved, self._committed = 0, 0, committed
         alike, before = in_user_code_alike(end.errors), self._before
         self._before = alike
-        what, left = describe(end, errors), self._max - self._failures
         if alike and (alike == before or not any(error.taken for error in end.errors)):
-            self._control.give_up.remote(f"{what}; all ranks ended so, and would again")
-        elif left < 0:
-            self._control.give_up.remote(f"{what}; no new checkpoint since the MAX_FAILURES={self._max} losses before")
-        else:
-            self._control.say.remote(f"{what}; starting again, {left} of {self._max} MAX_FAILURES left")
-            return True
-        return False
+            return False, "; all ranks ended so, and would again"
+        if end.hangs and starved(end.hangs, end.hangs[0]["world_size"]):
+            self._starved += 1
+            if self._starved > MAX_STARVED:
+                return False, f". {BRING_ROWS}; no new checkpoint since {MAX_STARVED} groups before got none either"
+            left = f"{MAX_STARVED - self._starved} of {MAX_STARVED} such times left"
+            return True, f". {BRING_ROWS}; starting again, {left}, and MAX_FAILURES is not charged"
+        self._failures += 1
+        if self._failures > self._max:
+            return False, f"; no new checkpoint since the MAX_FAILURES={self._max} losses before"
+        return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
 
     def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
         """What the control channel knows; of a program's errors, once all ranks have told theirs, or OTHERS_S later."""
@@ -119,7 +134,10 @@ def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """One line: what ended which ranks. An error that only follows from another's end is left out."""
+    """One line: what ended which ranks. An error that only follows from another's end is left out.
+
+    Of ranks that hung, and ended themselves, it says which the others waited for.
+    """
     told = [one.failure for one in end.errors]
     told = [failure for failure in told if not failure.consequence] or told
     parts: dict[str, list[int]] = {}
@@ -127,13 +145,17 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
         parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
     known, step = {failure.rank for failure in told}, end.state.get("step", 0)
     for rank, error in errors.items():
+        if end.hangs:  # the ranks have ended themselves
+            continue
         if isinstance(error, RayError) and rank not in known:
-            hung = end.incident.get("cause") == Cause.HUNG
-            why = "hung, and was ended (its stacks: `sunspot events --stacks`)" if hung else f"lost: {reason(error)}"
-            parts.setdefault(f"{why}, after step {step}", []).append(rank)
+            parts.setdefault(f"lost: {reason(error)}, after step {step}", []).append(rank)
         elif not known:  # it ended before it could tell
             parts.setdefault(reason(error), []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items())
+    lines = [f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items()]
+    if end.hangs:
+        where = blame(end.hangs, end.hangs[0]["world_size"])
+        lines.append(f"{where}, after step {end.hangs[0]['step']} (stacks: `sunspot events --stacks`)")
+    return "; ".join(lines)
 
 
 def describe_failure_in_line(failure: Failure) -> str:

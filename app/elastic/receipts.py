@@ -9,7 +9,7 @@ from app.elastic.claim import Start
 from app.elastic.failures import reason
 from app.elastic.restore import State
 from app.run.attempts import Attempt
-from app.run.incidents import FORKED, Cause, Receipt, find_hangs, read_receipts, suspects, worker_seconds
+from app.run.incidents import FORKED, Cause, Receipt, read_receipts, worker_seconds
 from app.run.status import Status
 
 RESTARTING = "the worker group ends, for a restart"
@@ -50,7 +50,7 @@ def make_receipt(
         attempt=attempt.number,
         since=since,
         cause=cause,
-        detail=_detail(cause, start, incident),
+        detail=_detail(cause, incident),
         noticed=incident.get("noticed"),
         save_began=incident.get("save_began"),
         committed=incident.get("committed"),
@@ -77,20 +77,9 @@ def _cause(before: list[Attempt], incident: dict[str, Any]) -> Cause:
     return Cause.WORKER_LOST if before else Cause.BEGIN
 
 
-def _detail(cause: Cause, start: Start, incident: dict[str, Any]) -> str:
-    if cause is Cause.HUNG:
-        return _blame(start)
+def _detail(cause: Cause, incident: dict[str, Any]) -> str:
     order = ("loss", "detail") if cause is Cause.WORKER_LOST else ("detail", "loss")
     return next((str(incident[name]) for name in order if incident.get(name)), "")
-
-
-def _blame(start: Start) -> str:
-    """Which rank hung, and where; all ranks, when none can be singled out."""
-    hung = [event for event in find_hangs(start.events) if event["attempt"] == start.before[-1].number]
-    blamed = suspects(hung, start.before[-1].metadata["world_size"])
-    details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
-    silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {event["rank"] for event in hung}]
-    return "; ".join([*details, *silent])
 
 
 def first_incident(attempts: list[Attempt], before: Status | None) -> dict[str, Any]:

@@ -58,19 +58,27 @@ COLLECTIVES = (
 )
 """In the paths of code that waits for other ranks; DDP exchanges gradients inside backward()."""
 
-BENEATH = re.compile(r"/ray/_private/|/threading\.py$")
+LOADING = "/ray/data/"
+"""In the paths of code that waits for rows which Ray Data reads."""
+
+BENEATH = re.compile(r"/ray/_private/|/(threading|queue)\.py$")
 """The paths of code that waits for anything."""
+
+
+OnHang = Callable[[dict[str, Any], bool], Any]
+"""Gets the event of a rank that hung, and whether it is of the attempt before, and so comes late."""
 
 
 class Watchdog:
     """Ends this process when the thread that made it has taken no step for `timeout_s` seconds (0: never).
 
-    Before that, an event goes to this rank's journal and its text to `on_hang`, which is also called for a rank of the
-    attempt before that left only its stacks on this node.
+    Before that, an event goes to this rank's journal and to `on_hang`, which is also called for a rank of the attempt
+    before that left only its stacks on this node.
     """
 
-    def __init__(self, run: Run, attempt: Attempt, rank: int, timeout_s: float, on_hang: Callable[[str], Any]) -> None:
+    def __init__(self, run: Run, attempt: Attempt, rank: int, timeout_s: float, on_hang: OnHang) -> None:
         self._run, self._attempt, self._rank = run, attempt.number, rank
+        self._world_size = attempt.metadata.get("world_size", 0)
         self._timeout_s, self._on_hang = timeout_s, on_hang
         self._training_thread = threading.get_ident()
         self._step, self._last_heartbeat = attempt.step, time.monotonic()
@@ -144,6 +152,7 @@ class Watchdog:
         return {
             "attempt": self._attempt,
             "rank": self._rank,
+            "world_size": self._world_size,
             "step": self._step,
             "beat": time.time() - (time.monotonic() - self._last_heartbeat),
             "thread": self._training_thread,
@@ -157,7 +166,7 @@ class Watchdog:
             event = describe(self._header(), path.read_text(errors="replace"), time.time())
             reports: list[Callable[[], Any]] = [
                 lambda: print(f"{event['detail']}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
-                lambda: self._on_hang(event["detail"]),
+                lambda: self._on_hang(event, False),
                 lambda: _record(self._run, event, path),
             ]
             threads = [
@@ -183,11 +192,13 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
     stacks = [f"Training thread (most recent call first):\n{training}"]
     stacks += [f"Thread {number:#x} (most recent call first):\n{text}" for number, text in threads.items()]
     frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', training, re.MULTILINE)
-    waiting = any(part in next((file for file, *_ in frames if not BENEATH.search(file)), "") for part in COLLECTIVES)
+    innermost = next((file for file, *_ in frames if not BENEATH.search(file)), "")
+    waiting, loading = any(part in innermost for part in COLLECTIVES), LOADING in innermost
+    does = "waits for other ranks" if waiting else "waits for rows of Ray Data" if loading else "stands"
     detail = f"rank {header['rank']}: no step for {max(0, now - header['beat']):.0f} s"
     if frames:
         file, line, function = next((frame for frame in frames if not INSTALLED.search(frame[0])), frames[0])
-        detail += f"; {'waits for other ranks' if waiting else 'stands'} in {function} at {file}:{line}"
+        detail += f"; {does} in {function} at {file}:{line}"
     if parts[0].startswith("Timeout"):
         detail += ", and kept all its other threads from running"
     return {
@@ -196,13 +207,15 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
         "time": now,
         "event": HUNG,
         "rank": header["rank"],
+        "world_size": header["world_size"],
         "detail": detail,
         "waiting": waiting,
+        "loading": loading,
         "stacks": "".join(stacks)[:MAX_STACKS],
     }
 
 
-def upload_dumps(run: Run, attempt: int, on_hang: Callable[[str], Any]) -> None:
+def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
     """Record the hangs whose stacks ranks of earlier attempts left on this node."""
     for path in _folder().glob(f"{_prefix(run)}*"):
         name = re.fullmatch(r"([0-9]{1,9})-.*", path.name.removeprefix(_prefix(run)))
@@ -216,7 +229,7 @@ def upload_dumps(run: Run, attempt: int, on_hang: Callable[[str], Any]) -> None:
                 event = describe(json.loads(header), dump, path.stat().st_mtime)
                 _record(run, event, path)
                 if since == 1:
-                    on_hang(event["detail"])
+                    on_hang(event, True)
             path.unlink(missing_ok=True)
 
 

@@ -6,7 +6,7 @@ by a later receipt.
 """
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -41,6 +41,8 @@ class Cause(enum.StrEnum):
     WORKER_LOST = "worker lost"
     "A worker's process ended, but not its node."
     HUNG = "hung rank"
+    NO_ROWS = "no rows"
+    "Ranks that waited for rows of Ray Data until they were ended like hung ones."
     DRIVER_LOST = "driver lost"
     "The driver before ended without a status: its head or its node was lost."
     RESUMED = "resumed"
@@ -215,7 +217,15 @@ def without_receipts(attempts: list[Attempt]) -> list[int]:
 
 
 HUNG = "hung"
-"""The `event` of a rank that stopped taking steps: `rank`, `detail`, `waiting` (for the other ranks), `stacks`."""
+"""The `event` of a rank that stopped taking steps: `rank`, `world_size`, `detail`, `waiting` (for the other ranks),
+`loading` (it waited for rows of Ray Data), `stacks`."""
+
+BRING_ROWS = (
+    "Ray Data brought no rows: the pods that read them are gone or busy, or its object store is full (see `kubectl get "
+    "pods` and the dashboard); what helps is CPUs that are not reclaimed (data_workers in the profile), or a longer "
+    "HANG_TIMEOUT_S"
+)
+"""Why ranks got no rows, and what helps."""
 
 
 def find_hangs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -232,3 +242,19 @@ def suspects(events: Iterable[dict[str, Any]], world_size: int) -> list[int]:
     """
     waiting = {event["rank"]: event["waiting"] for event in find_hangs(events)}
     return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
+
+
+def starved(hung: Sequence[dict[str, Any]], world_size: int) -> bool:
+    """Whether those ranks of one attempt that blocked the others waited for rows of Ray Data, and so did not hang."""
+    loading = {event["rank"] for event in hung if event.get("loading")}
+    blamed = suspects(hung, world_size)
+    return bool(blamed) and loading.issuperset(blamed)
+
+
+def blame(events: Iterable[dict[str, Any]], world_size: int) -> str:
+    """Which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
+    hung = sorted(find_hangs(events), key=lambda event: event["rank"])
+    blamed = suspects(hung, world_size)
+    details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
+    silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {event["rank"] for event in hung}]
+    return "; ".join([*details, *silent])

@@ -52,7 +52,6 @@ from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
 from app.run.failures import record_failure
 from app.run.history import Journal
-from app.run.incidents import Cause
 from app.settings import Settings, differences
 from app.tasks import Task, load_task
 from app.train.backend import processes_up
@@ -95,8 +94,8 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         print(f"warning: {text}", flush=True)
         control.say.remote(f"warning: {text}")
 
-    def note_hang(detail: str) -> None:  # the events of all ranks tell which one is to blame
-        control.note.remote(cause=Cause.HUNG, noticed=time.time())
+    def note_hang(event: dict[str, Any], late: bool) -> None:  # those of all ranks tell which one is to blame
+        control.hung.remote({name: value for name, value in event.items() if name != "stacks"}, late)
 
     if ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S):
         yield None

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
 import tempfile
+import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import ray.train
 import torch
 
+from app.background import start_thread
 from app.data.order import Steps, run_order
 from app.data.ray_loader import RayLoader, StepStreams
+from app.elastic.watchdog import describe
 from tests.unit.test_ray_loader import visited
 
 GROUPS, WORKERS = (1000,) * 20, 3
@@ -64,3 +69,31 @@ def test_each_worker_gets_its_rows_and_each_group_is_read_once_an_epoch(
     reads = Counter(int(path.name.split("-")[0]) for path in tmp_path.iterdir())
     begun = [window for window in order.windows(1) if window.last > first * batch]
     assert reads == Counter(range(len(GROUPS))) + Counter(group for window in begun for group in window.groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_rank_that_waits_for_rows_is_not_taken_for_hung(
+    held_out: bool, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No node has the CPUs that reading takes, as when its pods were reclaimed."""
+    steps, source = Steps(sum(GROUPS), 50), cast(Any, WatchedSource(str(tmp_path)))
+    streams = StepStreams(source, source, steps, 7, steps.per_epoch, lambda: 0, reading_cpus=1000)
+    shards = {name: streams.configure({name: None}, 1)[0][name] for name in ("train", "test")}
+    monkeypatch.setattr(ray.train, "get_dataset_shard", shards.get)
+    loader, thread = RayLoader(steps, 1, 0, torch.device("cpu"), has_test=True), list[int]()
+
+    def take_first() -> None:
+        thread.append(threading.get_ident())
+        next(loader.test(50) if held_out else loader.train(1, 0, 1))
+
+    start_thread(take_first, "training")
+    about, until = {"attempt": 1, "rank": 0, "world_size": 1, "step": 0, "beat": 0.0}, time.monotonic() + 30
+    loading = False
+    while not loading and time.monotonic() < until:
+        time.sleep(1)
+        with (tmp_path / "stacks").open("w+") as file:
+            faulthandler.dump_traceback(file)
+            event = describe({**about, "thread": thread[0]}, (tmp_path / "stacks").read_text(), 300.0)
+        loading = event["loading"] and ("take_first" if held_out else "_next_part") in event["detail"]
+    assert "rank 0: no step for 300 s; waits for rows of Ray Data in " in event["detail"]

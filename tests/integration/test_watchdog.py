@@ -18,7 +18,7 @@ from app.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
 from app.run import Run, open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
-from app.run.incidents import suspects
+from app.run.incidents import starved, suspects
 from tests.harness import REPOSITORY
 
 TIMEOUT_S = 2.0
@@ -31,8 +31,8 @@ from app.run.attempts import Attempt
 storage, rank = sys.argv[1], int(sys.argv[2])
 hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S = 1, 2, 2
 run = open_run(storage, "run")
-def on_hang(detail):
-    print(f"told: {detail}", flush=True)
+def on_hang(event, late):
+    print(f"told: {event['detail']}", flush=True)
 def train():
     with hang.Watchdog(run, Attempt(3, "job", None, 40), rank, TIMEOUT_S, on_hang) as watchdog:
         do_train(watchdog)
@@ -179,17 +179,21 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
     assert code == 1, output
     assert read_journal(run, "events") == [], "who wrote this?"
 
-    told: list[str] = []
-    upload_dumps(run, 3, told.append)
+    told: list[tuple[str, bool]] = []
+
+    def tell(event: dict[str, Any], late: bool) -> None:
+        told.append((event["detail"], late))
+
+    upload_dumps(run, 3, tell)
     assert read_journal(run, "events") == [], "an attempt took what its own ranks may still need"
-    with Watchdog(run, Attempt(4, "job", None, 40), 0, 300, told.append):
+    with Watchdog(run, Attempt(4, "job", None, 40), 0, 300, tell):
         pass
     [event] = read_journal(run, "events")
     assert (event["attempt"], event["rank"], event["step"], event["event"]) == (3, 1, 41, "hung")
     assert "kept all its other threads from running" in event["detail"]
     assert event["stacks"].startswith("Training thread")
     assert "in do_train" in event["stacks"]
-    assert told == [event["detail"]]
+    assert told == [(event["detail"], True)]
     assert left_behind(run) == []
 
 
@@ -208,8 +212,8 @@ def test_storage_and_a_control_channel_that_hang_keep_no_rank_from_ending(run: R
     assert code == 1
     assert output.count("asked") == 2
     assert seconds < 20
-    told: list[str] = []
-    upload_dumps(run, 9, told.append)
+    told: list[object] = []
+    upload_dumps(run, 9, lambda *event: told.append(event))
     assert [event["step"] for event in read_journal(run, "events")] == [41], "what storage did not take was lost"
     assert told == [], "an incident of long ago was told as the newest"
 
@@ -281,6 +285,9 @@ def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path:
     assert suspects(events, 2) == [1]
 
 
+RANKS, ROWS = "other ranks", "rows of Ray Data"
+
+
 def dump(*threads: list[str], first: int = 1) -> str:
     """What faulthandler writes of threads 1, 2, ..., each a list of files."""
     return "".join(
@@ -289,18 +296,18 @@ def dump(*threads: list[str], first: int = 1) -> str:
     )
 
 
-ABOUT = {"attempt": 3, "rank": 1, "step": 41, "beat": 1000.0, "thread": 2}
+ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "thread": 2}
 
 
 @pytest.mark.parametrize(
-    ("files", "waiting", "place"),
+    ("files", "waits_for", "place"),
     [
-        (["/w/app/tasks/mnist.py"], False, "/w/app/tasks/mnist.py"),
-        (["/usr/lib/python3.11/socket.py", "/w/my_task.py"], False, "/w/my_task.py"),
-        (["/v/site-packages/torch/distributed/distributed_c10d.py", "/w/app/metrics.py"], True, "/w/app/metrics.py"),
-        (["/w/app/parallel.py", "/w/app/train/loop.py"], True, "/w/app/parallel.py"),
-        (["/v/site-packages/torch/autograd/graph.py", "/w/app/train/loop.py"], True, "/w/app/train/loop.py"),
-        (["/w/my_layer.py", "/v/site-packages/torch/autograd/graph.py", "/w/a.py"], False, "/w/my_layer.py"),
+        (["/w/app/tasks/mnist.py"], "", "/w/app/tasks/mnist.py"),
+        (["/usr/lib/python3.11/socket.py", "/w/my_task.py"], "", "/w/my_task.py"),
+        (["/v/site-packages/torch/distributed/distributed_c10d.py", "/w/app/metrics.py"], RANKS, "/w/app/metrics.py"),
+        (["/w/app/parallel.py", "/w/app/train/loop.py"], RANKS, "/w/app/parallel.py"),
+        (["/v/site-packages/torch/autograd/graph.py", "/w/app/train/loop.py"], RANKS, "/w/app/train/loop.py"),
+        (["/w/my_layer.py", "/v/site-packages/torch/autograd/graph.py", "/w/a.py"], "", "/w/my_layer.py"),
         (
             [
                 "/usr/lib/python3.11/threading.py",
@@ -308,17 +315,19 @@ ABOUT = {"attempt": 3, "rank": 1, "step": 41, "beat": 1000.0, "thread": 2}
                 "/v/site-packages/ray/train/collective.py",
                 "/w/app/worker.py",
             ],
-            True,
+            RANKS,
             "/w/app/worker.py",
         ),
-        (["/v/site-packages/boto3/x.py", "/v/site-packages/ray/train/run.py"], False, "/v/site-packages/boto3/x.py"),
+        (["/v/site-packages/boto3/x.py", "/v/site-packages/ray/train/run.py"], "", "/v/site-packages/boto3/x.py"),
+        (["/usr/lib/python3.11/queue.py", "/v/site-packages/ray/data/iterator.py", "/w/step.py"], ROWS, "/w/step.py"),
+        (["/w/my_collate.py", "/v/site-packages/ray/data/iterator.py", "/w/step.py"], "", "/w/my_collate.py"),
     ],
 )
-def test_where_a_rank_stands(files: list[str], waiting: bool, place: str) -> None:
+def test_where_a_rank_stands(files: list[str], waits_for: str, place: str) -> None:
     event = describe(ABOUT, dump(["/main.py"], files), 1300.4)
-    verb = "waits for other ranks" if waiting else "stands"
+    verb = f"waits for {waits_for}" if waits_for else "stands"
     assert event["detail"] == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
-    assert event["waiting"] is waiting
+    assert (event["waiting"], event["loading"]) == (waits_for == RANKS, waits_for == ROWS)
 
 
 def test_stacks_are_bounded_and_begin_with_the_training_thread() -> None:
@@ -331,6 +340,25 @@ def test_stacks_are_bounded_and_begin_with_the_training_thread() -> None:
 
 def test_a_rank_without_stacks_is_described_all_the_same() -> None:
     assert describe(ABOUT, "", 1300)["detail"] == "rank 1: no step for 300 s"
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "found"),
+    [
+        ({0: ROWS, 1: ROWS}, True),
+        ({0: RANKS, 1: ROWS}, True),
+        ({0: RANKS, 1: RANKS}, False),
+        ({0: "", 1: ROWS}, False),
+        ({1: ROWS}, False),
+    ],
+    ids=["all", "one, and the other waits for it", "none", "beside a hung one", "beside a silent one"],
+)
+def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int, str], found: bool) -> None:
+    events = [
+        {"event": "hung", "rank": rank, "waiting": what == RANKS, "loading": what == ROWS, "detail": ""}
+        for rank, what in waits_for.items()
+    ]
+    assert starved(events, 2) == found
 
 
 @pytest.mark.parametrize(

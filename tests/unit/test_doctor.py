@@ -21,7 +21,7 @@ from app.run.attempts import Attempt, give_up_damaged, read_attempts
 from app.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
 from app.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
 from app.run.history import Journal
-from app.run.incidents import Cause
+from app.run.incidents import BRING_ROWS, Cause
 from app.run.ranks import with_columns
 from app.run.status import RunState, Status, restore_status
 from submitter.doctor.pending import parse_refusals
@@ -457,6 +457,20 @@ def test_ranks_that_hung(run: Run, sunspot: Command) -> None:
     after = start(run, "job", commit(run, attempt, 5).name, tier="storage")
     write_receipt(run, after, 1, Cause.HUNG)
     assert findings(sunspot)["hung"]["severity"] == "warning", "it was started again"
+
+
+def test_ranks_that_got_no_rows(run: Run, sunspot: Command) -> None:
+    attempt = trains(run)
+    for rank in (0, 1):
+        journal = Journal(run, "events", attempt.number)
+        detail = f"rank {rank}: no step for 300 s; waits for rows of Ray Data in _next_part at ray_loader.py:7"
+        event = {"event": "hung", "step": 7, "time": time.time(), "rank": rank, "detail": detail, "waiting": False}
+        journal.append({**event, "loading": True, "stacks": ""})
+        journal.flush()
+    found = findings(sunspot)
+    assert "hung" not in found
+    assert "waits for rows of Ray Data" in found["no rows"]["evidence"]
+    assert found["no rows"]["advice"] == BRING_ROWS
 
 
 # -------------------------------------------------------------------------------------------------------------- failed

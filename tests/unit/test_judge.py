@@ -11,8 +11,8 @@ import torch
 from ray.exceptions import RayActorError
 
 from app.elastic import failures
-from app.elastic.control import GroupEnd, RankError
-from app.elastic.failures import FailureJudge, describe_end
+from app.elastic.control import ControlChannel, GroupEnd, RankError
+from app.elastic.failures import MAX_STARVED, FailureJudge, describe_end
 from app.errors import SettingsError
 from app.run.attempts import Attempt
 from app.run.failures import Failure
@@ -33,7 +33,7 @@ class Control:
     def __getattr__(self, name: str) -> Any:
         answers = {
             "group_end": lambda: self.end,
-            "say": self.said.append,
+            "start_again": self.said.append,
             "give_up": self.gave_up_for.append,
         }
         return SimpleNamespace(remote=answers[name])
@@ -50,8 +50,13 @@ def failed(*ranks: int, world_size: int = 2, step: int = 0, taken: int = 0, **ch
     return [RankError(Failure(**kind | {"rank": rank, "step": step}), world_size, taken, outside) for rank in ranks]
 
 
-def told(errors: list[RankError], committed: int = 0, **incident: Any) -> GroupEnd:
-    return GroupEnd(errors, {"step": 53, "committed": committed}, incident)
+def told(errors: list[RankError], committed: int = 0, hangs: list[dict[str, Any]] | None = None) -> GroupEnd:
+    return GroupEnd(errors, {"step": 53, "committed": committed}, hangs or [])
+
+
+def hung(rank: int, waiting: bool = False, loading: bool = False) -> dict[str, Any]:
+    about = {"event": "hung", "attempt": 1, "step": 53, "time": 100.0, "rank": rank, "world_size": 2}
+    return {**about, "waiting": waiting, "loading": loading, "detail": f"rank {rank}: no step for 300 s"}
 
 
 def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: Control) -> None:
@@ -104,10 +109,61 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
     assert "MAX_FAILURES=1" in control.gave_up_for[0]
 
 
-def test_a_hung_rank_is_called_so(control: Control) -> None:
-    control.end = told([], cause=Cause.HUNG)
+def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> None:
+    control.end = told([], hangs=[hung(0, waiting=True), hung(1)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
-    assert control.said[0].startswith("rank 0, 1: hung, and was ended")
+    assert control.said == [
+        "rank 1: no step for 300 s, after step 53 (stacks: `sunspot events --stacks`); starting again, 2 of 3 "
+        "MAX_FAILURES left"
+    ]
+
+
+def test_a_rank_that_left_no_word_is_named(control: Control) -> None:
+    control.end = told([], hangs=[hung(0, waiting=True)])
+    assert FailureJudge(control, 3)({0: LOST, 1: LOST})
+    assert control.said[0].startswith("rank 1: left no word, after step 53")
+
+
+def test_groups_without_rows_are_counted_apart(control: Control) -> None:
+    """The pods that read for Ray Data may be reclaimed for longer than ranks may hang."""
+    judge = FailureJudge(control, 0)
+    for committed in (0, 100):  # a checkpoint lets them begin again
+        control.end = told([], committed, [hung(0, waiting=True), hung(1, loading=True)])
+        for left in reversed(range(MAX_STARVED)):
+            assert judge({0: LOST, 1: LOST})
+            assert control.said[-1].startswith("rank 1: no step for 300 s, after step 53")
+            assert "Ray Data brought no rows" in control.said[-1]
+            assert control.said[-1].endswith(
+                f"{left} of {MAX_STARVED} such times left, and MAX_FAILURES is not charged"
+            )
+    assert not judge({0: LOST, 1: LOST})
+    assert "Ray Data brought no rows" in control.gave_up_for[0]
+    control.end = told([], 200)
+    assert not judge({1: LOST}), "another loss is charged, and MAX_FAILURES is 0"
+
+
+def test_what_ended_one_group_is_not_told_of_the_next() -> None:
+    control = ControlChannel.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
+    control.failed(failed(0)[0])
+    control.hung(hung(0, waiting=True), late=False)
+    assert (len(control.group_end().errors), len(control.group_end().hangs)) == (1, 1)
+    control.start_again("rank 0: NameError")
+    control.hung(hung(1), late=True)
+    assert control.group_end() == GroupEnd()
+    incident = control.begin({"attempt": 2, "world_size": 2, "nodes": {}})
+    assert (incident["cause"], incident["detail"]) == (Cause.HUNG, "rank 1: no step for 300 s"), "for the receipt"
+
+
+def test_the_receipt_of_a_group_without_rows_says_so() -> None:
+    control = ControlChannel.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
+    control.hung(hung(0, waiting=True), late=False)
+    control.hung(hung(1, loading=True), late=False)
+    incident = control.begin({"attempt": 2, "world_size": 2, "nodes": {}})
+    assert (incident["cause"], incident["detail"], incident["noticed"]) == (
+        Cause.NO_ROWS,
+        "rank 1: no step for 300 s",
+        100.0,
+    )
 
 
 def test_what_follows_from_anothers_end_is_not_told(control: Control) -> None:

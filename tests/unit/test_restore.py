@@ -43,7 +43,7 @@ from app.run.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from app.run.incidents import HUNG, Cause, Receipt
+from app.run.incidents import Cause, Receipt
 from app.run.status import RunState, Status
 from app.settings import Settings
 from app.storage.local import LocalStorage
@@ -523,18 +523,6 @@ def test_a_loss_while_workers_make_way_is_a_loss() -> None:
     assert make_receipt(now, State(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
     receipt = make_receipt(now, State(taken=98.0), {**growth, "loss": "rank 1: died"}, 110.0)
     assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
-
-
-def test_the_rank_that_hung_is_blamed_not_those_that_waited() -> None:
-    def hung(rank: int, waiting: bool) -> dict[str, Any]:
-        return {"event": HUNG, "attempt": 1, "rank": rank, "waiting": waiting, "detail": f"rank {rank} stands"}
-
-    events = [hung(0, True), hung(1, False)]
-    now = a_start(at(2, 105), at(1, 10), events=events)
-    receipt = make_receipt(now, State(taken=98.0), {"cause": Cause.HUNG}, 110.0)
-    assert receipt.detail == "rank 1 stands"
-    now = a_start(at(2, 105), at(1, 10), events=events[:1])
-    assert make_receipt(now, State(taken=98.0), {"cause": Cause.HUNG}, 110.0).detail == "rank 1: left no word"
 
 
 def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from app.formatting import in_words
-from app.run.incidents import find_hangs, suspects
+from app.run.incidents import BRING_ROWS, find_hangs, starved, suspects
 from app.run.status import RunState
 from submitter.doctor.training.case import Case, cut
 from submitter.findings import Diagnosis, Finding, Severity
@@ -14,7 +14,9 @@ first step, which waits for compilation and for Ray Data's first rows."""
 
 
 def find_hung(case: Case) -> Iterator[Finding]:
-    """Ranks that took no step until their watchdogs ended them, in the newest attempt with any."""
+    """Ranks that took no step until their watchdogs ended them, in the newest attempt with any; they hung, or got no
+    rows.
+    """
     hung = find_hangs(case.view.events)
     if not hung:
         return
@@ -30,7 +32,10 @@ def find_hung(case: Case) -> Iterator[Finding]:
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
     others = f"; rank{'s' * (len(waiting) != 1)} {', '.join(map(str, waiting))} waited for it" if waiting else ""
     again = any(receipt.attempt > number for receipt in case.view.receipts)
+    kind = Diagnosis.NO_ROWS if starved(its, world) else Diagnosis.HUNG
     advice = "look at that call: a read without a time limit, a lock, or a collective that not all ranks enter"
+    if kind is Diagnosis.NO_ROWS:
+        advice = BRING_ROWS
     advice += "; its workers were started again" if again else ""
     details = {
         "attempt": number,
@@ -42,7 +47,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     traces = tuple(f"rank {event['rank']}: {event['detail']}\n{event.get('stacks') or ''}" for event in its)
     severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
     evidence = f"after step {its[0]['step']}, {'; '.join(said)}{others}"
-    yield Finding(Diagnosis.HUNG, severity, evidence, advice, details, cost=0.9, traces=traces)
+    yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 
 
 def find_stillness(case: Case) -> Iterator[Finding]:
@@ -79,7 +84,8 @@ def find_stillness(case: Case) -> Iterator[Finding]:
         timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
         evidence = f"no step for {in_words(still_s)}, after step {status.step} or a little later{usual}"
-        advice = "it may wait for storage; otherwise a rank hangs: "
+        rows = ", or for Ray Data, whose reading pods are gone or pending" if case.setting("loader") == "ray" else ""
+        advice = f"it may wait for storage{rows}; otherwise a rank hangs: "
         advice += (
             f"when none goes on for {timeout_s:.0f} s, all leave their stacks and are started again (HANG_TIMEOUT_S)"
             if timeout_s
