@@ -99,8 +99,9 @@ class CheckpointCommitter:
         self._order = order or CommitOrder()
         self._waiting: list[Snapshot] = []
         "Those not begun, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
-        self._committing = False
-        self._closing = False
+        self._committing = self._closing = False
+        self._dropped = False
+        "Whether the newest snapshot that was begun is torn, and so never committed."
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._outage = Outage()
@@ -143,7 +144,7 @@ class CheckpointCommitter:
             self._changed.notify_all()
             done = self._changed.wait_for(lambda: self._error or not self.busy, timeout_s)
         self.raise_if_failed()
-        return bool(done)
+        return bool(done) and not self._dropped
 
     def close(self) -> None:
         """`drain`, and end the thread."""
@@ -243,12 +244,13 @@ class CheckpointCommitter:
 
     def _drops(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot is torn, and so never to be committed."""
-        if snapshot.torn:
+        self._dropped = snapshot.torn
+        if self._dropped:
             detail = (
                 "weights changed while they were copied, and not by the optimizer; from here on they are copied at once"
             )
             self._record("checkpoint dropped", snapshot.manifest.step, detail)
-        return snapshot.torn
+        return self._dropped
 
     def _delete_expired(self) -> None:
         """Keep the best and the newest, and nothing that killed attempts left incomplete.

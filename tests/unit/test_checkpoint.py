@@ -289,7 +289,7 @@ def test_a_commit_waits_for_no_step_and_counts_only_what_nobody_changed(
 
     monkeypatch.setattr(trainee.checkpoints._committer, "_before_commit", change_meanwhile)
     trainee.save()
-    assert trainee.checkpoints.drain(timeout_s=20)
+    assert trainee.checkpoints.drain(timeout_s=20) != changes, "a notice would say that it was committed"
     assert bool(list_checkpoints(run)) != changes
     assert not list_directories(run) or not changes, "nor is there anything left of it"
     assert any("checkpoint dropped at step 2" in warning for warning in trainee.warnings) == changes
