@@ -52,6 +52,8 @@ class RankError:
     "Steps that its group had taken."
     from_outside: bool
     "It is no error of the program, but of a network, a disk, memory or a device."
+    from_memory: bool = False
+    "Its group began from a copy in memory."
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Ray Train asks, in its controller (`ray_internals.asked_of_failures`), about each group that ended without having been
 told to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
-counted, and forgotten with the next checkpoint; groups to which Ray Data brought no rows are counted apart.
+counted, and forgotten with the next checkpoint. Groups to which Ray Data brought no rows are counted apart, and so are
+those that a copy in memory keeps from a step, until it is passed over for storage (copies.py).
 """
 
 import time
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from ray.exceptions import RayError
 
 from app.elastic.control import GroupEnd, RankError
+from app.elastic.copies import RESTORES
 from app.run.attempts import Attempt
 from app.run.failures import INSTALLED, OURS, Failure, describe_failure
-from app.run.incidents import BRING_ROWS, blame, starved
+from app.run.incidents import BRING_ROWS, TIER, blame, starved
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
@@ -56,6 +58,7 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int) -> Ra
         world_size=attempt.metadata["world_size"],
         taken=step - attempt.step,
         from_outside=any(isinstance(one, FROM_OUTSIDE) for one in _chain(error)),
+        from_memory=attempt.metadata.get(TIER) == "memory",
     )
 
 
@@ -68,12 +71,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 class FailureJudge:
     """Decides whether a worker group is followed by another.
 
-    At most `max_failures` are, in a row without a new checkpoint, and as many as MAX_STARVED that got no rows.
+    At most `max_failures` are, in a row without a new checkpoint, besides MAX_STARVED that got no rows, and RESTORES
+    that came to no step from a copy in memory.
     """
 
     def __init__(self, control: Any, max_failures: int) -> None:
         self._control, self._max = control, max_failures
-        self._failures = self._starved = 0
+        self._failures = self._starved = self._restores = 0
         self._committed = -1
         "Step of the newest checkpoint."
         self._before: tuple[object, ...] | None = None
@@ -84,15 +88,17 @@ class FailureJudge:
         end = self._ask(errors)
         if end.fatal:  # it says more, and no restart can fix it
             return False
-        what, (goes_on, why) = describe(end, errors), self._judge(end)
+        lost = any(isinstance(error, RayError) for error in errors.values())
+        what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
         tell = self._control.start_again if goes_on else self._control.give_up
         tell.remote(f"{what}{why}")
         return goes_on
 
-    def _judge(self, end: GroupEnd) -> tuple[bool, str]:
+    def _judge(self, end: GroupEnd, lost: bool) -> tuple[bool, str]:
         """Whether another group starts, and why not, or how often one still may."""
         if (committed := end.state.get("committed", 0)) > self._committed:
-            self._failures, self._starved, self._committed = 0, 0, committed
+            self._failures = self._starved = self._restores = 0
+            self._committed = committed
         alike, before = in_user_code_alike(end.errors), self._before
         self._before = alike
         if alike and (alike == before or not any(error.taken for error in end.errors)):
@@ -103,6 +109,11 @@ class FailureJudge:
                 return False, f". {BRING_ROWS}; no new checkpoint since {MAX_STARVED} groups before got none either"
             left = f"{MAX_STARVED - self._starved} of {MAX_STARVED} such times left"
             return True, f". {BRING_ROWS}; starting again, {left}, and MAX_FAILURES is not charged"
+        stepless = bool(end.errors) and all(one.from_memory and not one.taken for one in end.errors)
+        if stepless and not lost and self._restores < RESTORES:
+            self._restores += 1
+            again = "once more from that copy" if self._restores < RESTORES else "from storage"
+            return True, f"; it came to no step from a copy in memory, so another starts {again}, at no charge"
         self._failures += 1
         if self._failures > self._max:
             return False, f"; no new checkpoint since the MAX_FAILURES={self._max} losses before"

@@ -16,7 +16,7 @@ from app.elastic.failures import MAX_STARVED, FailureJudge, describe_end
 from app.errors import SettingsError
 from app.run.attempts import Attempt
 from app.run.failures import Failure
-from app.run.incidents import Cause
+from app.run.incidents import TIER, Cause
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
 LOST = RayActorError(error_msg="The actor died because its node has died.\nmore")
@@ -45,9 +45,9 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Control:
 
 
 def failed(*ranks: int, world_size: int = 2, step: int = 0, taken: int = 0, **changed: Any) -> list[RankError]:
-    outside = changed.pop("from_outside", False)
+    of = {name: changed.pop(name, False) for name in ("from_outside", "from_memory")}
     kind = BUG.__dict__ | changed
-    return [RankError(Failure(**kind | {"rank": rank, "step": step}), world_size, taken, outside) for rank in ranks]
+    return [RankError(Failure(**kind | {"rank": rank, "step": step}), world_size, taken, **of) for rank in ranks]
 
 
 def told(errors: list[RankError], committed: int = 0, hangs: list[dict[str, Any]] | None = None) -> GroupEnd:
@@ -142,6 +142,26 @@ def test_groups_without_rows_are_counted_apart(control: Control) -> None:
     assert not judge({1: LOST}), "another loss is charged, and MAX_FAILURES is 0"
 
 
+def test_a_copy_in_memory_that_no_group_gets_going_from_costs_no_failure(control: Control) -> None:
+    """The third group begins from storage, however few failures are allowed."""
+    judge = FailureJudge(control, 0)
+    for again in ("once more from that copy", "from storage"):
+        control.end = told(failed(0, from_memory=True))
+        assert judge({0: RuntimeError()})
+        assert control.said[-1].endswith(f"so another starts {again}, at no charge")
+    assert not judge({0: RuntimeError()}), "it failed on something else"
+
+
+@pytest.mark.parametrize(
+    ("errors", "lost"),
+    [(failed(0, from_memory=True, taken=1), False), (failed(0), False), (failed(0, from_memory=True), True)],
+    ids=["took a step", "from storage", "a rank was lost"],
+)
+def test_other_failures_are_charged(control: Control, errors: list[RankError], lost: bool) -> None:
+    control.end = told(errors)
+    assert not FailureJudge(control, 0)({0: RuntimeError()} | ({1: LOST} if lost else {}))
+
+
 def test_what_ended_one_group_is_not_told_of_the_next() -> None:
     control = ControlChannel.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
     control.failed(failed(0)[0])
@@ -189,9 +209,10 @@ def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None
     ],
 )
 def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) -> None:
-    attempt = Attempt(1, "me", None, 40, metadata={"world_size": 2})
+    attempt = Attempt(1, "me", None, 40, metadata={"world_size": 2, TIER: "memory"})
     end = describe_end(error, attempt, 1, 50)
     assert (end.from_outside, end.taken, end.world_size, end.failure.rank) == (from_outside, 10, 2, 1)
+    assert end.from_memory
     wrapped = RuntimeError("cannot load")
     wrapped.__cause__ = error
     assert describe_end(wrapped, attempt, 1, 50).from_outside == from_outside
