@@ -183,7 +183,9 @@ def test_a_run_is_submitted_where_the_other_verbs_look_for_it(
         assert f"there is no namespace {asked}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["status", "wait", "stop", "delete", "dashboard", "chaos --kind kill", "doctor"])
+@pytest.mark.parametrize(
+    "verb", ["status", "wait", "logs -f", "stop", "resume", "delete", "dashboard", "chaos --kind kill", "doctor"]
+)
 def test_what_is_no_namespace_is_refused_before_anything_is_asked(
     cluster: FakeCluster, sunspot: Command, verb: str
 ) -> None:

@@ -829,6 +829,7 @@ def test_a_job_for_a_cluster_that_runs() -> None:
             for image in ("a b", "UPPER/x:1/", "http://reg/x:1", "x@sha256:123", "x:1\n", "reg/UPPER:1")
         ),
         ("kind", {}, {"generation": 0}, "generation 0: set it to a whole number from 1"),
+        ("kind", {}, {"namespace": "../../x"}, "namespace='../../x': set it to the name of a namespace"),
         ("kind", {}, {"cluster": ""}, "cluster '': set it to the name of a RayCluster"),
         ("kind", {}, {"image": ""}, "image='': set it to the reference of an image"),
         ("kind", {}, {"namespace": "A_b"}, "namespace='A_b': set it to the name of a namespace"),
