@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+LIMIT_S = 120.0
+"""The longest that forked ranks may take: those that hang tell where, and end."""
 
 
 @pytest.fixture
@@ -24,26 +30,39 @@ def group(tmp_path: Path) -> Iterator[object]:
 
 
 def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[Any]:
-    """What `act(group)` returns in each of `count` forked processes, the ranks of a group."""
+    """What `act(group)` returns in each of `count` forked processes, the ranks of a group.
+
+    Fails with the stacks of a rank that has returned nothing after LIMIT_S.
+    """
     import torch
     import torch.distributed as dist
 
     def work(rank: int, sender: Any) -> None:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=stacks[rank])
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "ranks"), count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
         sender.send(act(dist.group.WORLD))
 
     context = multiprocessing.get_context("fork")
+    stacks = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115  # gone with the last process
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     ranks = [context.Process(target=work, args=(rank, sender)) for rank, (_, sender) in enumerate(pipes)]
     for rank in ranks:
         rank.start()
     for _, sender in pipes:
         sender.close()
-    found = [receiver.recv() for receiver, _ in pipes]
+    found = []
+    with contextlib.suppress(EOFError):  # that one has ended, and sent nothing
+        found.extend(receiver.recv() for receiver, _ in pipes)
+    for rank in ranks[len(found) + 1 :]:
+        rank.kill()
     for rank in ranks:
         rank.join()
+    if missing := stacks[len(found) :]:
+        missing[0].seek(0)
+        told = missing[0].read().decode() or "it raised what stderr tells"
+        pytest.fail(f"rank {len(found)} of {count} has returned nothing: {told}", pytrace=False)
     return found
 
 
@@ -58,6 +77,7 @@ def fork_ranks(count: int, act: Callable[[int], None], exit_code: int = 0) -> No
             continue
         # PyTorch replaces the forked pool of threads at its next use, and aborts if two threads are the next.
         torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         act(rank)
         os._exit(0)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [exit_code] * count, act

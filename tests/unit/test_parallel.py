@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ from app.plan import Plan
 from app.run import open_run
 from app.run.checkpoints import list_checkpoints
 from app.settings import Settings
+from tests.harness import process_group
+from tests.harness.process_group import in_processes
 from tests.harness.runs import start
 
 LIMIT_S = 1.5
@@ -208,3 +211,18 @@ def test_a_model_without_values_has_all_else() -> None:
 @pytest.mark.parametrize("table", ["drawn", "derived", "looked at"])
 def test_a_model_that_may_be_another_without_values_gets_them(table: str) -> None:
     assert build_without_values(lambda: Odd(table=table)) is None
+
+
+def test_a_rank_of_a_test_that_hangs_ends_and_tells_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "LIMIT_S", 3.0)
+
+    def wait_for_ever(_: object) -> None:
+        threading.Event().wait()
+
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 0 of 1 has returned nothing: Timeout.*wait_for_ever"):
+        in_processes(tmp_path, 1, wait_for_ever)
+
+
+def test_a_rank_of_a_test_that_raises_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised what stderr tells"):
+        in_processes(tmp_path, 2, lambda group: 1 / dist.get_rank(group))
