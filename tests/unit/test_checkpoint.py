@@ -46,6 +46,7 @@ from app.run.attempts import Attempt, checkpoint_name, claim, lineage, read_atte
 from app.run.checkpoints import (
     MANIFEST,
     Checkpoint,
+    delete_checkpoint,
     expired,
     find_faults,
     find_newest_good,
@@ -938,6 +939,17 @@ def test_what_storage_has_not_verified_is_read_back(s3_run: Run, s3_proxy: Fault
     trainee.checkpoints.close(finished=True)
     assert find_faults(s3_run, newest(s3_run)) == []
     assert "model.pt: other bytes came back" in trainee.warnings[0]
+
+
+def test_a_checkpoint_of_any_number_of_files_is_deleted_by_three_requests(s3_run: Run, s3_proxy: FaultProxy) -> None:
+    """For its manifest, for what else is there, and for all of that; 64 ranks make 193 files."""
+    files = [MANIFEST, *(f"__{number}_0.distcp" for number in range(20))]
+    for file in files:
+        s3_run.storage.write(s3_run.key("checkpoints", "step-00000001-attempt-0001", file), b"content")
+    before = len(s3_proxy.requests)
+    delete_checkpoint(s3_run, "step-00000001-attempt-0001")
+    assert len(s3_proxy.requests) - before == 3
+    assert not s3_run.storage.list(s3_run.key("checkpoints"))
 
 
 def test_loading_checks_the_bytes(run: Run) -> None:
