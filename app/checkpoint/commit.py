@@ -40,14 +40,16 @@ from app.storage.retry import Outage
 POLL_S = 0.1
 """Between two looks at what rank 0 has begun, while there is a snapshot to begin."""
 
-BEGUN = "sunspot-commit"
+BEGUN, WRITTEN = "sunspot-commit", "sunspot-written-{}"
+"""Keys of the group's store: the step of the snapshot that rank 0 has begun, and the checkpoint all parts of which are
+in storage."""
 
 
 class CommitOrder:
     """Has all ranks commit the same snapshots, of which each has a part: those that rank 0 begins.
 
     Rank 0 tells the others by the store in which the group has met: no thread waits in a collective call for a rank
-    that may have died.
+    that may have died, and no rank but rank 0 lists what is in storage by now.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -70,10 +72,25 @@ class CommitOrder:
         """The last step whose snapshot may be begun: on rank 0 any, on others the newest that rank 0 has begun."""
         if self._group is None or self.leads:
             return math.inf
+        begun = self._told(BEGUN)
+        return -math.inf if begun is None else int(begun)
+
+    def tell_written(self, name: str) -> None:
+        """On rank 0, let the others know that all parts of a checkpoint are in storage."""
+        if self._group:
+            self._group.get_group_store().set(WRITTEN.format(name), "")
+
+    def is_written(self, name: str) -> bool:
+        """Whether rank 0 has told so."""
+        return self._told(WRITTEN.format(name)) is not None
+
+    def _told(self, key: str) -> bytes | None:
+        """What rank 0 has told; None: nothing yet."""
+        assert self._group
         store = self._group.get_group_store()
         with suppress(dist.DistError):  # rank 0 is gone, and the group with it
-            return int(store.get(BEGUN)) if store.check([BEGUN]) else -math.inf
-        return -math.inf
+            return store.get(key) if store.check([key]) else None
+        return None
 
 
 class CheckpointCommitter:

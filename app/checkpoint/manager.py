@@ -115,11 +115,13 @@ class CheckpointManager:
             write = partial(write_with_weights, write_states)
         if more_files:
             write = partial(write_with_more, write, more_files)
+        order = CommitOrder(group if self._sharded else None)
         if self._sharded:
-            write = PartWriter(rank, world_size, parameter_names(model, optimizer), self._settings, warn, more_files)
+            names = parameter_names(model, optimizer)
+            write = PartWriter(rank, world_size, names, self._settings, warn, more_files, order)
         if rank == 0 or self._sharded:
             before_commit = self._write_history if rank == 0 else lambda: None
-            events, order = self._journals.get("events"), CommitOrder(group if self._sharded else None)
+            events = self._journals.get("events")
             self._committer = CheckpointCommitter(
                 run, attempt, self._settings, write, before_commit, events, warn, order
             )

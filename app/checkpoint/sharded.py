@@ -27,10 +27,11 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from app.checkpoint.commit import CommitOrder
 from app.checkpoint.files import Files, load_state, load_weights, upload, upload_state
 from app.checkpoint.names import fill, keys_of, leaves_of, make_outline
 from app.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
@@ -71,9 +72,10 @@ class PartWriter:
         settings: Settings,
         warn: Callable[[str], Any],
         more_files: MoreFiles | None = None,
+        order: CommitOrder | None = None,
     ) -> None:
         """`names`: the parameters', in the optimizer's order (`parameter_names`); `more_files`: of the last one."""
-        self._more_files = more_files
+        self._more_files, self._order = more_files, order or CommitOrder()
         self._rank, self._world_size, self._names = rank, world_size, names
         self._timeout_s, self._warn = settings.storage_timeout_s + LATE_S, warn
         self._safetensors = settings.weights == "safetensors"
@@ -88,11 +90,11 @@ class PartWriter:
         safetensors = self._safetensors and snapshot.manifest.finished
         self._write_once(run, name, INDEX, lambda: write_part(run, snapshot, self._names, rank))
         if safetensors:
-            self._wait_for(run, name, INDEX)
+            self._wait_for_parts(run, name)
             self._write_once(run, name, WEIGHTS, lambda: write_weights(run, snapshot, rank, world_size))
         if rank:
             return None
-        self._wait_for(run, name, WEIGHTS if safetensors else INDEX)
+        self._wait_for_indexes(run, name, WEIGHTS if safetensors else INDEX)
         files = write_common(run, snapshot, self._names, world_size, safetensors)
         if self._more_files and snapshot.manifest.finished:
             if safetensors:  # ranks have written the values
@@ -111,16 +113,31 @@ class PartWriter:
             self._took_s = time.monotonic() - began
             self._written = [own, *self._written[:1]]
 
-    def _wait_for(self, run: Run, name: str, index: str) -> None:
+    def _wait_for_parts(self, run: Run, name: str) -> None:
+        """Return once all ranks have written their parts: rank 0 looks for them, and tells the others."""
+        if self._rank == 0:
+            self._wait_for_indexes(run, name, INDEX)
+            self._order.tell_written(name)
+        else:
+            told = "rank 0 has not seen the parts of all ranks"
+            self._wait(name, lambda: "" if self._order.is_written(name) else told)
+
+    def _wait_for_indexes(self, run: Run, name: str, index: str) -> None:
         """Return once all ranks have written their index."""
-        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
-        while True:
+
+        def find_missing() -> str:
             there = {entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("checkpoints", name))}
-            missing = [rank for rank in range(self._world_size) if index.format(rank) not in there]
-            if not missing:
-                return
+            missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
+            return f"no part of ranks {', '.join(missing)}" if missing else ""
+
+        self._wait(name, find_missing)
+
+    def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
+        """Return once nothing is missing of a checkpoint."""
+        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
+        while missing := find_missing():
             waited = time.monotonic() - began
-            text = f"{name}: no part of ranks {', '.join(map(str, missing))} after {waited:.0f} s"
+            text = f"{name}: {missing} after {waited:.0f} s"
             if waited > limit_s:
                 raise RuntimeError(text)
             if waited > WARN_AFTER_S and not warned:
@@ -160,17 +177,18 @@ def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> Non
 
 def write_weights(run: Run, snapshot: Snapshot, rank: int, world_size: int) -> None:
     """Write one rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
-    name = snapshot.manifest.name
-    files, pieces = read_indexes(run, name, world_size)
-    whole, mine = whole_model(pieces), Files()
-    for number, (file, tensors) in enumerate(plan_shards(whole).items()):
-        if number % world_size == rank:
-            into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
-            wanted = [piece for piece in pieces if piece.name in into]
-            read_into(run, replace(snapshot.manifest, files=files), wanted, into)
-            state = {tensor: into[f"model.{tensor}"] for tensor in tensors}
-            mine[file] = upload_shard(run, name, file, state)
-    run.storage.write(run.key("checkpoints", name, WEIGHTS.format(rank)), to_json({"files": mine}))
+    name, written = snapshot.manifest.name, Files()
+    whole = whole_model(read_indexes(run, name, 1)[1])
+    mine = list(plan_shards(whole).items())[rank::world_size]
+    if mine:  # there may be more ranks than files: only those that write one read what all ranks have
+        files, pieces = read_indexes(run, name, world_size)
+    for file, tensors in mine:
+        into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
+        wanted = [piece for piece in pieces if piece.name in into]
+        read_into(run, replace(snapshot.manifest, files=files), wanted, into)
+        state = {tensor: into[f"model.{tensor}"] for tensor in tensors}
+        written[file] = upload_shard(run, name, file, state)
+    run.storage.write(run.key("checkpoints", name, WEIGHTS.format(rank)), to_json({"files": written}))
 
 
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
@@ -234,25 +252,40 @@ def is_sharded(checkpoint: Checkpoint) -> bool:
     return INDEX.format(0) in checkpoint.files
 
 
-def load_model(run: Run, checkpoint: Checkpoint) -> Any:
+class Contents(NamedTuple):
+    """What a checkpoint in parts holds."""
+
+    pieces: list[Piece]
+    outline: Any
+    "The state, with the names of its tensors in their places."
+
+
+def read_contents(run: Run, checkpoint: Checkpoint) -> Contents:
+    """What a checkpoint in parts holds: a request for each rank that wrote it. Raises `DamageError`."""
+    return Contents(read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"])
+
+
+def load_model(run: Run, checkpoint: Checkpoint, contents: Contents | None = None) -> Any:
     """The model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
     if "model.pt" in checkpoint.files:
         return load_state(run, checkpoint, "model.pt")
-    return load_whole(run, checkpoint, ["model"])["model"]
+    return load_whole(run, checkpoint, contents or read_contents(run, checkpoint), ["model"])["model"]
 
 
-def load_whole(run: Run, checkpoint: Checkpoint, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
     """The whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
-    pieces, outline = read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
+    pieces, outline = contents
     return {kind: _read_whole(run, checkpoint, pieces, outline[kind]) for kind in kinds}
 
 
-def load_parts(run: Run, checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_parts(
+    run: Run, checkpoint: Checkpoint, contents: Contents, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Read this rank's part of a sharded model and its optimizer, however many ranks wrote the checkpoint.
 
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
-    pieces, outline = read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"]
+    pieces, outline = contents
 
     def read(into: dict[str, torch.Tensor]) -> None:
         read_into(run, checkpoint, pieces, into)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from app.checkpoint.sharded import is_sharded, load_model, load_parts, load_whole
+from app.checkpoint.sharded import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
 from app.checkpoint.slots import as_bytes
 from app.checkpoint.snapshot import in_buffer
 from app.checkpoint.weights import read_weights
@@ -58,17 +58,10 @@ def load_start(
     if not start.checkpoint:
         return State(model=read_init(settings, group, warn)) if settings.init_from else State()
     checkpoint = start.checkpoint
-
-    def together(read: Callable[[], Any]) -> Any:
-        limit_s = settings.storage_timeout_s
-        return finish_together(group, lambda: retry_storage(read, limit_s, "reading a checkpoint", warn))
-
-    if not is_sharded(checkpoint):
-        state = found.state.load(checkpoint)
-    elif settings.parallel == "fsdp":
-        state = {"load_parts": lambda *into: together(lambda: load_parts(run, checkpoint, *into))}
+    if is_sharded(checkpoint):
+        state = _load_sharded(run, settings, checkpoint, group, warn)
     else:
-        state = together(lambda: load_whole(run, checkpoint))
+        state = found.state.load(checkpoint)
     return State(
         **state,
         evaluated=checkpoint.evaluated,
@@ -77,6 +70,24 @@ def load_start(
         tier="storage",
         total_steps=checkpoint.total_steps,
     )
+
+
+def _load_sharded(
+    run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup, warn: Callable[[str], Any]
+) -> dict[str, Any]:
+    """A checkpoint in parts, on every rank; rank 0 alone reads what is in them, which is a request for each part."""
+
+    def patiently(read: Callable[[], Any]) -> Any:
+        return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint", warn)
+
+    contents = from_rank_0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
+
+    def load(*into: Any) -> None:
+        finish_together(group, lambda: patiently(lambda: load_parts(run, checkpoint, contents, *into)))
+
+    if settings.parallel == "fsdp":
+        return {"load_parts": load}
+    return finish_together(group, lambda: patiently(lambda: load_whole(run, checkpoint, contents)))
 
 
 def _load_snapshot(start: Start, found: Found) -> State:
@@ -110,8 +121,11 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None, warn: Callabl
     return finish_together(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what, warn))
 
 
-def choose_init(settings: Settings) -> Checkpoint | str:
-    """What INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file."""
+def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
+    """What INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file.
+
+    With a checkpoint that is in parts only comes what they hold.
+    """
     wanted = settings.init_from
     if not wanted.startswith("run:"):
         storage, file = _init_file(settings)
@@ -123,16 +137,16 @@ def choose_init(settings: Settings) -> Checkpoint | str:
     checkpoint, _ = find_newest_good(other, read_attempts(other))
     if not checkpoint:
         raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
-    return checkpoint
+    return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
 
 
-def load_init(settings: Settings, chosen: Checkpoint | str) -> Any:
+def load_init(settings: Settings, chosen: tuple[Checkpoint, Contents | None] | str) -> Any:
     """The state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
     wanted, content = settings.init_from, bytearray()
     replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"
     try:
-        if isinstance(chosen, Checkpoint):
-            return load_model(_init_run(settings), chosen)
+        if isinstance(chosen, tuple):
+            return load_model(_init_run(settings), *chosen)
         storage, file = _init_file(settings)
         sha256 = storage.digest(file, content.extend)[1]
     except NotFoundError as error:

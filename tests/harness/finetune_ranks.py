@@ -22,7 +22,7 @@ import transformers
 
 from app.checkpoint import CheckpointManager
 from app.checkpoint.files import load_state, load_weights
-from app.checkpoint.sharded import is_sharded, load_parts
+from app.checkpoint.sharded import is_sharded, load_parts, read_contents
 from app.data.order import Steps
 from app.data.source import read_rows
 from app.parallel import build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
@@ -96,7 +96,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
         state = load_state(run, checkpoint, "optimizer.pt")
         optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
     elif checkpoint:
-        load_parts(run, checkpoint, model, optimizer)
+        load_parts(run, checkpoint, read_contents(run, checkpoint), model, optimizer)
 
     plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare(model, settings)
     worker: Any = SimpleNamespace(plan=plan, task=task, world_size=group.ranks, device=torch.device("cpu"))

@@ -28,7 +28,7 @@ import app.checkpoint.weights
 from app.checkpoint import CheckpointManager, NodeMemory
 from app.checkpoint.node_parts import NodeParts
 from app.checkpoint.node_state import NodeState
-from app.checkpoint.sharded import is_sharded, load_parts, load_whole
+from app.checkpoint.sharded import Contents, is_sharded, load_parts, load_whole, read_contents
 from app.checkpoint.shared_memory import find_parts, find_snapshot
 from app.checkpoint.slots import as_bytes
 from app.data.order import Steps
@@ -106,7 +106,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=group.ranks)
     settings, device = settings_of(group.parallel, weights=group.weights), torch.device("cpu")
     source, _ = gpt.find_sources(settings)
-    origin: tuple[Run, Any] | None = None
+    origin: tuple[Run, Any, Contents] | None = None
     whole: dict[str, Any] = {}
     if group.origin:
         run = open_run(root, group.origin[0])
@@ -120,9 +120,9 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
         if not is_sharded(checkpoint):
             whole = node.load(checkpoint)
         elif group.parallel == "ddp":
-            whole = load_whole(run, checkpoint)
+            whole = load_whole(run, checkpoint, read_contents(run, checkpoint))
         else:
-            origin = (run, checkpoint)
+            origin = (run, checkpoint, read_contents(run, checkpoint))
 
     model = build_without_values(lambda: gpt.build_model(settings, source)) if origin else None
     assert (model is not None) == bool(origin)

@@ -31,7 +31,7 @@ import app.checkpoint.snapshot
 from app.checkpoint import CheckpointManager
 from app.checkpoint.files import load_state
 from app.checkpoint.pieces import Piece, group_neighbours, read_index, read_into
-from app.checkpoint.sharded import load_model, load_parts, load_whole
+from app.checkpoint.sharded import load_model, load_parts, load_whole, read_contents
 from app.checkpoint.shared_memory import find_parts
 from app.checkpoint.weights import refuse_other_than_tensors
 from app.data.order import Steps
@@ -111,7 +111,7 @@ def test_parts_load_at_any_world_size(groups: Path) -> None:
     run, final = of(groups, "fsdp")
     assert [attempt.metadata["world_size"] for attempt in read_attempts(run)] == [2, 1, 3]
     assert_close(load_model(run, final), load_model(*of(groups, "ddp")), **TOLERANCE)
-    ours = load_whole(run, final)["optimizer"]
+    ours = load_whole(run, final, read_contents(run, final))["optimizer"]
     theirs = load_state(*of(groups, "ddp"), "optimizer.pt")
     assert ours["param_groups"] == theirs["param_groups"]
     assert ours["state"].keys() == theirs["state"].keys()
@@ -126,7 +126,7 @@ def test_the_last_checkpoint_has_the_whole_model_too(groups: Path) -> None:
     assert "model.pt" in final.files
     assert not {"model.pt", "optimizer.pt"} & early.files.keys()
     whole = torch.load(run.storage.locate(run.key("checkpoints", final.name, "model.pt")), weights_only=True)
-    assert_close(whole, load_whole(run, final)["model"], rtol=0, atol=0)
+    assert_close(whole, load_whole(run, final, read_contents(run, final))["model"], rtol=0, atol=0)
     gpt.build_model(settings_of("ddp"), gpt.find_sources(settings_of("ddp"))[0]).load_state_dict(whole)
 
 
@@ -213,7 +213,7 @@ def test_another_run_begins_with_parts(copied: Run) -> None:
     assert_close(given, load_model(copied, early), rtol=0, atol=0)
     model = nn.Linear(2, 2)
     with pytest.raises(ConflictError, match="do not fit"):
-        load_parts(copied, early, model, torch.optim.SGD(model.parameters()))
+        load_parts(copied, early, read_contents(copied, early), model, torch.optim.SGD(model.parameters()))
 
 
 @pytest.mark.parametrize("file", ["__1_1.distcp", "part-00001.json", ".metadata", "model.pt"])
@@ -232,7 +232,7 @@ def test_a_damaged_part_is_found_and_passed_over(file: str, copied: Run, sunspot
     assert passed_over[0].startswith(f"{final.name}: damaged, {file}")
     if file != ".metadata":  # which is for others to read
         with pytest.raises(DamageError, match=file):
-            load_model(copied, final) if file == "model.pt" else load_whole(copied, final)
+            load_model(copied, final) if file == "model.pt" else load_whole(copied, final, read_contents(copied, final))
 
 
 def test_only_the_bytes_that_are_needed_are_read(copied: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +524,7 @@ def test_a_killed_run_goes_on_at_another_world_size_with_the_weights_of_ddp(prog
     assert_close(load_model(run, ours), load_model(ddp, theirs), rtol=0, atol=1e-6)
     # From there on the ranks were three, and Adam makes something of every rounding.
     assert newest(run).metrics["test_loss"] == pytest.approx(newest(ddp).metrics["test_loss"], rel=1e-3)
-    assert_close(weights(run), load_whole(run, newest(run))["model"], rtol=0, atol=0)
+    assert_close(weights(run), load_whole(run, newest(run), read_contents(run, newest(run)))["model"], rtol=0, atol=0)
 
 
 @pytest.mark.slow

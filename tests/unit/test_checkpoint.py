@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -29,6 +30,7 @@ import app.checkpoint.commit
 import app.checkpoint.files
 import app.checkpoint.sharded
 import app.checkpoint.snapshot
+import app.elastic.restore
 import app.storage.local
 import app.storage.retry
 from app.checkpoint import CheckpointManager, versions
@@ -38,6 +40,7 @@ from app.checkpoint.node_state import NodeState
 from app.checkpoint.sharded import PartWriter, load_model, read_indexes, write_part
 from app.data.order import Steps
 from app.data.source import EmptySource
+from app.elastic.restore import load_start, read_init
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from app.parallel import Place
 from app.plan import Plan
@@ -677,6 +680,57 @@ def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> No
     assert len(steps) > 1
     assert steps[-1] == 15
     assert_whole(run, steps)
+
+
+def noted(asked: list[str], request: Callable[..., Any]) -> Callable[..., Any]:
+    """A request to storage that notes what it is for."""
+    return lambda key, *more: asked.append(key.rpartition("/")[2]) or request(key, *more)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp", "as INIT_FROM"])
+def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: Run, two_ranks: Any) -> None:
+    """There is an index of each rank that wrote it: 64 ranks would make 4,096 requests."""
+
+    def act(rank: Ranks, number: int) -> set[str]:
+        rank.save(1)
+        rank.checkpoints.close(finished=True)
+        dist.barrier()
+        opened, world, its = list[str](), dist.group.WORLD, Run(rank.storage, "run")
+        rank.storage.open = noted(opened, rank.storage.open)  # type: ignore[method-assign]
+        assert world
+        if how == "as INIT_FROM":
+            app.elastic.restore._init_run = lambda _: its
+            weight = read_init(Settings(init_from="run:run"), world, print)["weight"]
+        else:
+            start: Any = SimpleNamespace(checkpoint=list_checkpoints(run)[0], snapshot=None)
+            state = load_start(its, Settings(parallel=how), start, Mock(), world, print)
+            model = torch.nn.Linear(2, 6, bias=False)
+            if state.load_parts:
+                state.load_parts(model, torch.optim.SGD(model.parameters()))
+            weight = model.weight if state.load_parts else state.model["weight"]
+        assert weight.tolist() == [[1.0, 1.0]] * 6
+        return {file for file in opened if file.startswith(("part-", "extra"))}
+
+    assert two_ranks(act) == [{"extra_state.pt", "part-00000.json", "part-00001.json"}, set()]
+
+
+def test_one_rank_looks_for_all_whether_the_parts_of_the_last_checkpoint_are_there(run: Run, two_ranks: Any) -> None:
+    """And of more ranks than there are files of safetensors, only those that write one read what all have."""
+
+    def act(rank: Ranks, number: int) -> list[str]:
+        asked = list[str]()
+        rank.storage.steps = (100,) if number == 0 else ()
+        rank.storage.list = noted(asked, rank.storage.list)  # type: ignore[method-assign]
+        rank.storage.open = noted(asked, rank.storage.open)  # type: ignore[method-assign]
+        threading.Timer(0.5, rank.storage.let_go.set).start()
+        rank.save(100)
+        rank.checkpoints.close(finished=True)
+        return [key for key in asked if key.startswith(("step-", "part-"))]
+
+    first, second = two_ranks(act, weights="safetensors")
+    assert second == ["step-00000100-attempt-0001", "part-00000.json"]
+    assert set(first) == {*second, "part-00001.json"}
+    assert_whole(run, [100])
 
 
 def test_a_second_try_of_a_part_writes_none_of_its_files_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
