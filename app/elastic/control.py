@@ -54,6 +54,10 @@ class RankError:
     "It is no error of the program, but of a network, a disk, memory or a device."
     from_memory: bool = False
     "Its group began from a copy in memory."
+    node: str = ""
+    "Ray's id of its node."
+    cuda_error: int | None = None
+    "CUDA's code, if it is an error of CUDA other than too little memory."
 
 
 @dataclass(frozen=True)
@@ -94,19 +98,23 @@ class ControlChannel:
         self._gave_up = ""
         self._restart: dict[str, Any] = {}
         "Why it began; empty once it has taken a step."
+        self._left_out: list[dict[str, Any]] = []
+        "Nodes left out since the newest group began."
 
     # ------------------------------------------------------------------------------------------------- by the workers
 
     def begin(self, group: dict[str, Any]) -> dict[str, Any]:
         """Register a new worker group: its `attempt`, `world_size` and `nodes` (Ray's id for each rank).
 
-        Returns the facts of the incident that ended the group before, and that group's `last_state`.
+        Returns the facts of the incident that ended the group before, that group's `last_state`, and, as `left_out`,
+        the `detail` and `time` of each node left out since it began.
         """
         self._group = group
         self._command = replace(self._command, restart=False, deadline=None, moves=False, save=False)
         self._restart, self._incident = {**self._incident, **self._restart}, {}
         self._hangs, self._judged = [], 0
-        return {**self._restart, "last_state": self._state}
+        left_out, self._left_out = self._left_out, []
+        return {**self._restart, "last_state": self._state, "left_out": left_out}
 
     def recovered(self) -> None:
         """Close the incident: the new group has taken its first step."""
@@ -165,6 +173,10 @@ class ControlChannel:
         """Keep why no other group starts."""
         self._gave_up = reason
 
+    def over(self) -> None:
+        """The newest group has ended: what becomes of its nodes now is no event for it."""
+        self._group = {}
+
     # -------------------------------------------------------------------------------------------------- by the driver
 
     def stop(self) -> None:
@@ -185,8 +197,12 @@ class ControlChannel:
         """Add facts of the open incident; what was noted first stands."""
         self._incident = {**facts, **self._incident}
 
+    def leave_out(self, lines: list[str]) -> None:
+        """Keep which nodes were left out, and why, for the events."""
+        self._left_out += [{"detail": line, "time": time.time()} for line in lines]
+
     def group(self) -> dict[str, Any]:
-        """The newest worker group; empty before the first, and once it was asked to end."""
+        """The newest worker group; empty before the first, and once it was asked to end or has failed for a GPU."""
         return self._group
 
     def fetch(self) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:

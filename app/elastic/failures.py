@@ -7,7 +7,7 @@ those that a copy in memory keeps from a step, until it is passed over for stora
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +18,11 @@ from ray.exceptions import RayError
 
 from app.elastic.control import GroupEnd, RankError
 from app.elastic.copies import RESTORES
+from app.errors import SunspotError, shorten
 from app.run.attempts import Attempt
 from app.run.failures import INSTALLED, OURS, Failure, describe_failure
 from app.run.incidents import BRING_ROWS, TIER, blame, starved
+from app.train.gpu import OUT_OF_MEMORY
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
@@ -47,19 +49,33 @@ FROM_OUTSIDE = (
 """Errors of networks, disks, memory and devices: they may be gone the next time, even if all ranks meet them alike."""
 
 
+LeaveOut = Callable[[list[RankError]], list[str]]
+"""Leaves out the nodes that these errors show to be broken, and returns a line on each."""
+
+
 class WorkersFailedError(Exception):
     """The workers failed, and no other group starts: the text says what ended which ranks, on one line."""
 
 
-def describe_end(error: Exception, attempt: Attempt, rank: int, step: int) -> RankError:
-    """What a rank tells of the error that ends it after `step`."""
+def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
+    """What a rank on `node` tells of the error that ends it after `step`."""
     return RankError(
         failure=describe_failure(error, attempt.number, rank, step),
         world_size=attempt.metadata["world_size"],
         taken=step - attempt.step,
         from_outside=any(isinstance(one, FROM_OUTSIDE) for one in _chain(error)),
         from_memory=attempt.metadata.get(TIER) == "memory",
+        node=node,
+        cuda_error=find_cuda_error(error),
     )
+
+
+def find_cuda_error(error: Exception) -> int | None:
+    """CUDA's code (0: not known), if an error of CUDA is behind this one; None: there is none, or too little memory."""
+    if any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error)):
+        return None
+    codes = [getattr(one, "error_code", 0) for one in _chain(error) if isinstance(one, torch.AcceleratorError)]
+    return None if OUT_OF_MEMORY in codes else next(iter(codes), None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -72,11 +88,12 @@ class FailureJudge:
     """Decides whether a worker group is followed by another.
 
     At most `max_failures` are, in a row without a new checkpoint, besides MAX_STARVED that got no rows, and RESTORES
-    that came to no step from a copy in memory.
+    that came to no step from a copy in memory. `leave_out` is called before each; what it raises as `SunspotError` ends
+    the run.
     """
 
-    def __init__(self, control: Any, max_failures: int) -> None:
-        self._control, self._max = control, max_failures
+    def __init__(self, control: Any, max_failures: int, leave_out: LeaveOut = lambda errors: []) -> None:
+        self._control, self._max, self._leave_out = control, max_failures, leave_out
         self._failures = self._starved = self._restores = 0
         self._committed = -1
         "Step of the newest checkpoint."
@@ -90,6 +107,8 @@ class FailureJudge:
             return False
         lost = any(isinstance(error, RayError) for error in errors.values())
         what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
+        if goes_on:
+            goes_on, why = self._leave_out_broken(end, why)
         tell = self._control.start_again if goes_on else self._control.give_up
         tell.remote(f"{what}{why}")
         return goes_on
@@ -118,6 +137,17 @@ class FailureJudge:
         if self._failures > self._max:
             return False, f"; no new checkpoint since the MAX_FAILURES={self._max} losses before"
         return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
+
+    def _leave_out_broken(self, end: GroupEnd, why: str) -> tuple[bool, str]:
+        """Leave out the nodes that the errors show to be broken: whether another group starts, and all that is told."""
+        try:
+            left_out = self._leave_out(end.errors)
+        except SunspotError as error:
+            return False, f"; {error}"
+        except Exception as error:  # another Ray may raise anything
+            return True, f"; whether a GPU is broken is not known: {shorten(error)}{why}"
+        self._control.leave_out.remote(left_out)
+        return True, "".join(f"; {line}" for line in left_out) + why
 
     def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
         """What the control channel knows; of a program's errors, once all ranks have told theirs, or OTHERS_S later."""

@@ -1,6 +1,5 @@
-"""Checks before training: every node reads and writes the run's storage, and can compute on the GPUs it promises."""
+"""Asks nodes what is wrong there; before training, whether every one reads and writes the run's storage."""
 
-import math
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -9,13 +8,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from app.elastic.nodes import find_room
 from app.errors import StorageError, SunspotError, shorten
 from app.formatting import plural
-from app.ray_internals import drain_nodes
 from app.run import open_run
 from app.storage.base import map_parallel
-from app.train.gpu import find_gpu_problem
 
 PROBE_TIMEOUT_S = 120
 """How long a node may take to answer; it starts a process for that."""
@@ -40,41 +36,22 @@ def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, obje
     key, content = run.key(f"probe-{uuid.uuid4().hex}"), uuid.uuid4().bytes
     run.storage.write(key, content)
     try:
-        problems = _ask("the storage", probe_here, dict.fromkeys(others, (storage_path, run_name, key, content)))
+        problems = ask_nodes("the storage", probe_here, dict.fromkeys(others, (storage_path, run_name, key, content)))
     finally:
         run.storage.delete(key)
     if problems:
         raise StorageError(
-            f"{run.location}: {_count(problems)} of {plural(len(others), 'other node')} cannot use it: "
-            f"{_list(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., gs://... or "
-            "az://..., or a file system that all nodes share"
+            f"{run.location}: {count_nodes(problems)} of {plural(len(others), 'other node')} cannot use it: "
+            f"{list_problems(problems)}. With workers on several nodes, SUNSPOT_STORAGE_PATH must be s3://..., "
+            "gs://... or az://..., or a file system that all nodes share"
         )
-
-
-def leave_out_broken_gpus(nodes: list[dict[str, Any]], per_worker: dict[str, float], least: int) -> None:
-    """Drain the nodes on whose GPUs torch cannot compute, as long as the others have room for the `least` workers.
-
-    Raises `SunspotError` naming them otherwise: every group of workers would end as it starts. This node, the head,
-    cannot be left out.
-    """
-    promising = {str(node["NodeID"]): (math.ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
-    problems = _ask("their GPUs", find_gpu_problem, promising, calls=1)
-    if not problems:
-        return
-    broken = [node for alike in problems.values() for node in alike]
-    others = [node for node in nodes if node["NodeID"] not in broken]
-    told = f"{_count(problems)} of {plural(len(promising), 'node')} with GPUs cannot compute on them"
-    if ray.get_runtime_context().get_node_id() in broken or sum(find_room(others, per_worker).values()) < least:
-        raise SunspotError(f"{told}: {_list(problems)}")
-    print(f"warning: {told}, and {'are' if len(broken) > 1 else 'is'} left out: {_list(problems)}", flush=True)
-    drain_nodes(broken, "its GPU cannot be used")
 
 
 Problems = dict[str, list[str]]
 """The nodes that have each problem."""
 
 
-def _ask(what: str, act: Callable[..., str], nodes: Mapping[str, tuple[object, ...]], calls: int = 0) -> Problems:
+def ask_nodes(what: str, act: Callable[..., str], nodes: Mapping[str, tuple[object, ...]], calls: int = 0) -> Problems:
     """What `act` finds wrong on each node, given its arguments; warns of nodes that did not answer about `what`.
 
     A process ends after `calls` answers (0: never): what it has seen of GPUs, a worker after it would see.
@@ -106,11 +83,13 @@ def _ask(what: str, act: Callable[..., str], nodes: Mapping[str, tuple[object, .
     return problems
 
 
-def _count(problems: Problems) -> int:
+def count_nodes(problems: Problems) -> int:
+    """How many nodes have one."""
     return sum(map(len, problems.values()))
 
 
-def _list(problems: Problems) -> str:
+def list_problems(problems: Problems) -> str:
+    """`1a2b, 3c4d: this; 5e6f: that`."""
     return "; ".join(f"{_name(nodes)}: {problem}" for problem, nodes in list(problems.items())[:PROBLEMS_SHOWN])
 
 

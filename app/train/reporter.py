@@ -80,6 +80,8 @@ class Reporter:
         workers = len(start.nodes)
         control.say.remote(f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
         self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
+        for node in self._incident.get("left_out", []):
+            journals["events"].append({"event": "node left out", "step": start.attempt.step, **node})
 
     def due(self) -> bool:
         """Whether a record of the metric history is due."""

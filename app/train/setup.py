@@ -142,7 +142,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             yield worker
         except Exception as error:
             if RESTARTING not in str(error):  # then training goes on with the next group
-                record_end(error, run, control, attempt, rank, watchdog.step)
+                record_end(error, run, control, start, rank, watchdog.step)
             raise
 
 
@@ -167,7 +167,7 @@ def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:
     return NodeMemory(run.location, warn if first else print)  # what holds for one of a node holds for all
 
 
-def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank: int, step: int) -> None:
+def record_end(error: Exception, run: Run, control: Any, start: Start, rank: int, step: int) -> None:
     """Record the error that ends this worker, unless another process owns the run.
 
     One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
@@ -178,7 +178,8 @@ def record_end(error: Exception, run: Run, control: Any, attempt: Attempt, rank:
         tell_driver(fatal, control)
     if isinstance(fatal, SupersededError):
         return
-    end = describe_end(error, attempt, rank, step)
+    attempt = start.attempt
+    end = describe_end(error, attempt, rank, step, start.nodes[rank])
     control.failed.remote(end)
 
     def record() -> None:

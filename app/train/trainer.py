@@ -40,9 +40,10 @@ from app.run.status import Status
 from app.settings import Settings
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
+from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start
 from app.train.library import choose_trainer
 from app.train.loop import train_loop
-from app.train.probe import leave_out_broken_gpus, probe_all_nodes
+from app.train.probe import probe_all_nodes
 from app.warm import keeper
 
 DRIVER_TRIES = 3
@@ -155,8 +156,8 @@ def fit_once(
     resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
     for reason in resources.reasons:
         print(f"  {reason}", flush=True)
-    if resources.use_gpu:
-        leave_out_broken_gpus(nodes, resources.per_worker, settings.num_workers.least)
+    needed = Needed(resources.per_worker, settings.num_workers.least)
+    left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
     with (
         exported_run(settings.run_name),
         open_control() as control,
@@ -166,9 +167,11 @@ def fit_once(
         tempfile.TemporaryDirectory() as scratch,
     ):
         control.note.remote(**incident)
+        control.leave_out.remote(left_out)
         trainer = make_trainer(plan, owner, driver, resources, control, scratch)
         try:
-            with asked_of_failures(FailureJudge(control, settings.max_failures)):
+            judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed))
+            with asked_of_failures(judge):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 start_thread(trainer.fit, "trainer").result()
         finally:  # workers know more of their end than Ray does

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from app.elastic import failures
 from app.elastic.control import ControlChannel, GroupEnd, RankError
 from app.elastic.failures import MAX_STARVED, FailureJudge, describe_end
-from app.errors import SettingsError
+from app.errors import SettingsError, SunspotError
 from app.run.attempts import Attempt
 from app.run.failures import Failure
 from app.run.incidents import TIER, Cause
@@ -27,6 +27,7 @@ class Control:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.end, self.said, self.gave_up_for = GroupEnd(), list[str](), list[str]()
+        self.left_out = list[str]()
         monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
         monkeypatch.setattr(failures, "OTHERS_S", 0.0)
 
@@ -35,6 +36,7 @@ class Control:
             "group_end": lambda: self.end,
             "start_again": self.said.append,
             "give_up": self.gave_up_for.append,
+            "leave_out": self.left_out.extend,
         }
         return SimpleNamespace(remote=answers[name])
 
@@ -216,3 +218,64 @@ def test_what_may_be_gone_the_next_time(error: Exception, from_outside: bool) ->
     wrapped = RuntimeError("cannot load")
     wrapped.__cause__ = error
     assert describe_end(wrapped, attempt, 1, 50).from_outside == from_outside
+
+
+def cuda_error(code: int | None, cause: Exception | None = None) -> Exception:
+    """torch's, as its C++ makes it."""
+    error: Any = torch.AcceleratorError("CUDA error")
+    if code is not None:
+        error.error_code = code
+    error.__cause__ = cause
+    return error  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (cuda_error(719), 719),
+        (cuda_error(None), 0),
+        (cuda_error(2), None),
+        (torch.OutOfMemoryError(), None),
+        (cuda_error(719, torch.OutOfMemoryError()), None),
+        (RuntimeError("CUDA error: unspecified launch failure"), None),
+    ],
+    ids=["a code", "none", "too little memory", "torch's own", "after too little memory", "words"],
+)
+def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code: int | None) -> None:
+    attempt = Attempt(1, "me", None, 40, metadata={"world_size": 2})
+    end = describe_end(error, attempt, 1, 50, "a node")
+    assert (end.cuda_error, end.node) == (code, "a node")
+    wrapped = RuntimeError("cannot load")
+    wrapped.__context__ = error
+    assert describe_end(wrapped, attempt, 1, 50).cuda_error == code
+
+
+def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
+    control.end = told(failed(1, type="AcceleratorError", message="CUDA error", from_outside=True))
+    asked = list[list[RankError]]()
+
+    def leave_out(errors: list[RankError]) -> list[str]:
+        asked.append(errors)
+        return ["node a left out: GPU 3 cannot be used"]
+
+    assert FailureJudge(control, 3, leave_out)({1: RuntimeError()})
+    assert asked == [control.end.errors]
+    assert control.left_out == ["node a left out: GPU 3 cannot be used"]
+    end = "; node a left out: GPU 3 cannot be used; starting again, 2 of 3 MAX_FAILURES left"
+    assert control.said[0].endswith(end)
+
+
+def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None:
+    def refuse(errors: list[RankError]) -> list[str]:
+        raise SunspotError("a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
+
+    assert not FailureJudge(control, 3, refuse)({1: LOST})
+    assert control.gave_up_for[0].endswith("; a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
+
+
+def test_what_another_ray_raises_while_nodes_are_left_out_ends_no_run(control: Control) -> None:
+    def fail(errors: list[RankError]) -> list[str]:
+        raise AttributeError("drain_node")
+
+    assert FailureJudge(control, 3, fail)({1: LOST})
+    assert "; whether a GPU is broken is not known: drain_node; starting again" in control.said[0]

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from uuid import uuid4
 
 import pytest
 import ray.exceptions
 
-from app.errors import StorageError, SunspotError
+from app.errors import StorageError
 from app.train import probe
-from app.train.probe import leave_out_broken_gpus, probe_all_nodes
-
-Answer = Callable[[str], str]
-
-
-class FakeRay:
-    """Asks `answer` for what each node says."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.exceptions = ray.exceptions
-        self.most_at_once, self.here = 0, "here"
-        self._answer, self._asked, self._lock = answer, 0, threading.Lock()
-        self.arguments: dict[str, tuple[object, ...]] = {}
-
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: self.here)
-
-    def remote(self, **_: Any) -> Callable[[Any], Any]:
-        return lambda function: SimpleNamespace(options=self._options)
-
-    def _options(self, scheduling_strategy: Any) -> Any:
-        def remote(*arguments: object) -> str:
-            self.arguments[scheduling_strategy.node_id] = arguments
-            return str(scheduling_strategy.node_id)
-
-        return SimpleNamespace(remote=remote)
-
-    def get(self, node: str, timeout: float) -> str:
-        with self._lock:
-            self._asked += 1
-            self.most_at_once = max(self.most_at_once, self._asked)
-        try:
-            return self._answer(node)
-        finally:
-            with self._lock:
-                self._asked -= 1
+from app.train.probe import probe_all_nodes
+from tests.harness.asked_nodes import Answer, FakeRay
 
 
 def probe_fakes(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int, answer: Answer) -> FakeRay:
@@ -112,39 +74,6 @@ def test_a_defect_of_the_check_itself_is_not_hidden(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ray.exceptions.RayTaskError):
         probe_fakes(monkeypatch, tmp_path, 3, answer)
-
-
-@pytest.mark.parametrize(
-    ("broken", "head", "least", "left_out"),
-    [("", "c", 10, ""), ("a", "c", 2, "a"), ("ab", "c", 1, None), ("a", "c", 3, None), ("a", "a", 1, None)],
-    ids=["none", "one, and the others do", "all", "too few others", "the head's"],
-)
-def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
-    broken: str,
-    head: str,
-    least: int,
-    left_out: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    drained: list[str] = []
-    fake = FakeRay(lambda node: "no driver" if node[0] in broken else "")
-    fake.here = head * 56
-    monkeypatch.setattr(probe, "ray", fake)
-    monkeypatch.setattr(probe, "drain_nodes", lambda nodes, why: drained.extend(nodes))
-    resources = {"a" * 56: {"GPU": 8.0}, "b" * 56: {"GPU": 2.0}, "c" * 56: {"CPU": 8.0}}
-    nodes = [{"NodeID": node, "Resources": has, "Alive": True} for node, has in resources.items()]
-    if left_out is not None:
-        leave_out_broken_gpus(nodes, {"GPU": 1.0}, least)
-        assert fake.arguments == {"a" * 56: (8,), "b" * 56: (2,)}, "the GPUs that each node promises"
-        assert drained == [node * 56 for node in left_out]
-        assert ("1 of 2 nodes with GPUs cannot compute on them, and is left out" in capsys.readouterr().out) == bool(
-            left_out
-        )
-        return
-    with pytest.raises(SunspotError, match=r"of 2 nodes with GPUs cannot compute on them: .*: no driver"):
-        leave_out_broken_gpus(nodes, {"GPU": 1.0}, least)
-    assert not drained
 
 
 def test_a_cluster_of_one_node_is_asked_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

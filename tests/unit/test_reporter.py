@@ -41,7 +41,8 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     """Twelve steps of an epoch of four, reported at its ends; a loop of its own may name its losses as it likes."""
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(app.train.worker.ray.train, "report", reported.append)
-    incident = {"cause": Cause.BEGIN, "detail": "", "noticed": None, "save_began": None, "committed": None}
+    incident: dict[str, Any] = {"cause": Cause.BEGIN, "detail": "", "noticed": None, "save_began": None}
+    incident |= {"committed": None, "left_out": [{"detail": "node a left out: GPU 3 cannot be used", "time": 1.5}]}
     monkeypatch.setattr(app.train.reporter.ray, "get", lambda *_, **__: incident | {"world_before": 0, "paused_s": 0.0})
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
@@ -77,6 +78,10 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     ]
     assert not any("ranks" in record for record in records)
     assert newest_record(run, spans) == records[-1]
+    events = {event["event"]: event for event in read_journal(run, "events", spans)}
+    assert (events["node left out"]["detail"], events["node left out"]["time"]) == tuple(
+        incident["left_out"][0].values()
+    )
     assert {**reported[0], "attempt": 1} == records[0]
     ranks = list(each_rank_record(run, spans))
     assert [(record["step"], record["ranks"]["rows"], record["ranks"]["steps_s"]) for record in ranks] == [

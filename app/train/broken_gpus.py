@@ -1,0 +1,111 @@
+"""Leaves out nodes whose GPUs cannot be used: when a run starts, and when one breaks while it trains.
+
+A node is left out by draining it: nothing begins there any more, and it ends once it is idle.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import ray
+
+from app.elastic.control import CONTROL_TIMEOUT_S, RankError
+from app.elastic.nodes import find_room
+from app.errors import SunspotError
+from app.formatting import plural
+from app.ray_internals import drain_nodes, draining_nodes, reachable_nodes
+from app.train.gpu import find_gpu_problem
+from app.train.probe import Problems, ask_nodes, count_nodes, list_problems
+
+OF_HARDWARE = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
+"""CUDA's codes of errors that no program makes, after which a GPU may still answer."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What a run needs of the nodes that stay."""
+
+    per_worker: dict[str, float]
+    "Resources of each worker."
+    least: int
+    "The fewest workers."
+
+    def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], told: str) -> None:
+        """Raise `SunspotError`, which begins with `told`, unless the run does without the broken ones of these nodes.
+
+        It cannot do without this one, the head.
+        """
+        if ray.get_runtime_context().get_node_id() in broken:
+            raise SunspotError(f"{told}; the head cannot be left out")
+        room = sum(find_room([dict(node) for node in nodes if node["NodeID"] not in broken], self.per_worker).values())
+        if room < self.least:
+            raise SunspotError(
+                f"{told}; the other nodes have room for {room} of at least {plural(self.least, 'worker')}"
+            )
+
+
+def find_broken_gpus(nodes: Sequence[Mapping[str, Any]]) -> Problems:
+    """What is wrong with the GPUs that these nodes promise."""
+    promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
+    return ask_nodes("their GPUs", find_gpu_problem, promised, calls=1)
+
+
+def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> list[str]:
+    """Leave out the nodes with broken GPUs, and return a line on each; raises like `Needed.refuse_loss`."""
+    problems = find_broken_gpus(nodes)
+    if not problems:
+        return []
+    promising = sum(bool(node["Resources"].get("GPU")) for node in nodes)
+    told = f"{count_nodes(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
+    needed.refuse_loss(_nodes_in(problems), nodes, f"{told}: {list_problems(problems)}")
+    verb = "are" if count_nodes(problems) > 1 else "is"
+    print(f"warning: {told}, and {verb} left out: {list_problems(problems)}", flush=True)
+    return _leave_out(problems)
+
+
+@dataclass(frozen=True)
+class BrokenInTraining:
+    """Leaves out the nodes on which a GPU has ended a rank; for Ray Train's controller, before the next group."""
+
+    control: Any
+    needed: Needed
+
+    def __call__(self, errors: Sequence[RankError]) -> list[str]:
+        """Given the errors of a group's ranks, return a line on each node that is left out.
+
+        An error of CUDA may be the program's, too. So the driver of such a node is asked, as at the start: seconds that
+        only a group with such an error waits. Raises like `Needed.refuse_loss`, where a GPU cannot be used any more;
+        one that still answers is tried again instead.
+        """
+        codes = {error.node: error.cuda_error for error in errors if error.cuda_error is not None}
+        if not codes:
+            return []
+        gone = draining_nodes()
+        nodes = reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in gone])
+        problems = find_broken_gpus([node for node in nodes if node["NodeID"] in codes])
+        dead = _nodes_in(problems)
+        for node in nodes:
+            id = node["NodeID"]
+            if id not in dead and (what := OF_HARDWARE.get(codes.get(id) or 0)):
+                problems.setdefault(f"its GPU had {what}", []).append(id)
+        if not problems:
+            return []
+        try:
+            self.needed.refuse_loss(_nodes_in(problems), nodes, f"a GPU broke: {list_problems(problems)}")
+        except SunspotError:
+            if dead:
+                raise
+            return []
+        # Before it drains: to a group that still counted, that would be a notice.
+        ray.get(self.control.over.remote(), timeout=CONTROL_TIMEOUT_S)
+        return _leave_out(problems)
+
+
+def _leave_out(problems: Problems) -> list[str]:
+    drain_nodes(_nodes_in(problems), "its GPU cannot be used")
+    return [f"node {node[:12]} left out: {problem}" for problem, nodes in problems.items() for node in nodes]
+
+
+def _nodes_in(problems: Problems) -> list[str]:
+    return [node for nodes in problems.values() for node in nodes]

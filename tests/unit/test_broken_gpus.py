@@ -1,0 +1,135 @@
+"""Nodes whose GPUs cannot be used are left out, when a run starts and when one breaks in training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from app.elastic.control import RankError
+from app.errors import SunspotError
+from app.run.failures import Failure
+from app.train import broken_gpus, probe
+from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start
+from tests.harness.asked_nodes import FakeRay
+
+A, B, C = "a" * 56, "b" * 56, "c" * 56
+
+
+class Cluster:
+    """Nodes A of 8 GPUs, B of 2 and C of none; those in `broken` say that there is no driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken, self.done = "", list[tuple[str, ...]]()
+        self.ray = FakeRay(lambda node: "no driver" if node[0] in self.broken else "")
+        resources = {A: {"GPU": 8.0}, B: {"GPU": 2.0}, C: {"CPU": 8.0}}
+        self.nodes = [{"NodeID": node, "Resources": has, "Alive": True} for node, has in resources.items()]
+        monkeypatch.setattr(probe, "ray", self.ray)
+        monkeypatch.setattr(broken_gpus, "ray", self.ray)
+        monkeypatch.setattr(self.ray, "nodes", lambda: self.nodes, raising=False)
+        monkeypatch.setattr(broken_gpus, "reachable_nodes", list)
+        monkeypatch.setattr(broken_gpus, "draining_nodes", dict)
+        monkeypatch.setattr(broken_gpus, "drain_nodes", lambda nodes, why: self.done.append(tuple(nodes)))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("broken", "least", "left_out"),
+    [("", 10, ""), ("a", 2, A)],
+    ids=["none", "one, and the others do"],
+)
+def test_a_node_whose_gpu_cannot_be_used_is_left_out_where_the_others_do(
+    broken: str, least: int, left_out: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.broken = broken
+    lines = leave_out_at_start(cluster.nodes, Needed({"GPU": 1.0}, least))
+    assert cluster.ray.arguments == {A: (8,), B: (2,)}, "the GPUs that each node promises"
+    assert cluster.done == ([(left_out,)] if left_out else [])
+    assert lines == ([f"node {left_out[:12]} left out: no driver"] if left_out else [])
+    warned = "1 of 2 nodes with GPUs cannot compute on them, and is left out" in capsys.readouterr().out
+    assert warned == bool(left_out)
+
+
+@pytest.mark.parametrize(
+    ("broken", "head", "least", "why"),
+    [
+        ("ab", C, 1, "the other nodes have room for 0 of at least 1 worker"),
+        ("a", C, 3, "the other nodes have room for 2 of at least 3 workers"),
+        ("a", A, 1, "the head cannot be left out"),
+    ],
+    ids=["all", "too few others", "the head's"],
+)
+def test_a_run_that_needs_the_nodes_does_not_begin(
+    broken: str, head: str, least: int, why: str, cluster: Cluster
+) -> None:
+    cluster.broken, cluster.ray.here = broken, head
+    with pytest.raises(SunspotError, match=rf"of 2 nodes with GPUs cannot compute on them: .*: no driver; {why}"):
+        leave_out_at_start(cluster.nodes, Needed({"GPU": 1.0}, least))
+    assert not cluster.done
+
+
+@pytest.fixture
+def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTraining:
+    def over() -> str:
+        cluster.done.append(("the group is over",))
+        return B  # of a node that is well
+
+    monkeypatch.setattr(ray, "nodes", lambda: cluster.nodes)
+    control: Any = SimpleNamespace(over=SimpleNamespace(remote=over))
+    return BrokenInTraining(control, Needed({"GPU": 1.0}, 2))
+
+
+def ended(**cuda_errors: int | None) -> list[RankError]:
+    """A rank on each of these nodes, with CUDA's code of the error that ended it."""
+    failure = Failure(1, 0, 7, "AcceleratorError", "", "")
+    return [RankError(failure, 2, 7, True, node=node * 56, cuda_error=code) for node, code in cuda_errors.items()]
+
+
+@pytest.mark.parametrize(
+    ("codes", "broken", "told"),
+    [
+        ({"a": 719, "b": None}, "a", "no driver"),
+        ({"a": 0}, "a", "no driver"),
+        ({"a": 214}, "", "its GPU had an uncorrectable error of its memory (ECC)"),
+    ],
+    ids=["launch failure, and dead since", "no code", "answers after an ECC error"],
+)
+def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
+    codes: dict[str, int | None], broken: str, told: str, cluster: Cluster, training: BrokenInTraining
+) -> None:
+    cluster.broken = broken
+    assert training(ended(**codes)) == [f"node {A[:12]} left out: {told}"]
+    assert cluster.done == [("the group is over",), (A,)], "a drain of a group's node would be a notice"
+
+
+@pytest.mark.parametrize(
+    ("codes", "asked"),
+    [({"a": 710, "b": 700}, {A, B}), ({"a": None, "b": None}, set())],
+    ids=["the program's error", "no error of CUDA"],
+)
+def test_a_gpu_that_answers_is_not_broken(
+    codes: dict[str, int | None], asked: set[str], cluster: Cluster, training: BrokenInTraining
+) -> None:
+    assert not training(ended(**codes))
+    assert set(cluster.ray.arguments) == asked
+    assert not cluster.done
+
+
+def test_a_dead_gpu_that_the_run_needs_ends_it(cluster: Cluster, training: BrokenInTraining) -> None:
+    cluster.broken = "ab"
+    told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; the other nodes have room for 0 of at least 2 workers"
+    with pytest.raises(SunspotError, match=told):
+        training(ended(a=719, b=719))
+    assert not cluster.done
+
+
+def test_a_gpu_that_answers_and_is_needed_is_tried_again(cluster: Cluster, training: BrokenInTraining) -> None:
+    """Then MAX_FAILURES bounds the tries."""
+    assert not training(ended(a=214, b=220))
+    assert not cluster.done
