@@ -53,19 +53,19 @@ class NodeEvent:
 class NodeMonitor:
     """Finds at most one event for each worker group, which ends then.
 
-    `reachable` filters nodes for those that answer; `lag_s` is how far Ray Train's view of the nodes may be behind;
-    `choice` chooses among groups of nodes, if there are several.
+    `usable` filters nodes for those that a group may start on, as they answer; `lag_s` is how far Ray Train's view of
+    the nodes may be behind; `choice` chooses among groups of nodes, if there are several.
     """
 
     def __init__(
         self,
         resources_per_worker: dict[str, float],
         workers: Workers,
-        reachable: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
+        usable: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
         lag_s: float = 0.0,
         choice: GroupChoice | None = None,
     ) -> None:
-        self._per_worker, self._most, self._reachable = resources_per_worker, workers.most, reachable
+        self.per_worker, self._most, self._usable = resources_per_worker, workers.most, usable
         self._settled_s = SETTLED_S + lag_s
         self._choice = choice
         self._group_of: dict[str, str] = {}
@@ -85,7 +85,7 @@ class NodeMonitor:
         `group` is `ControlChannel.group()`, `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in
         seconds of a monotonic clock.
         """
-        room = find_room([node for node in nodes if node["NodeID"] not in draining], self._per_worker)
+        room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
             self._room, self._since, self._tries = room, now, 0
         if self._choice:
@@ -110,7 +110,7 @@ class NodeMonitor:
         used = set(group["nodes"].values())
         spare = find_spare(self._room, self._group_of, self.asked, used)
         others = [node for node in nodes if node["NodeID"] not in spare]
-        if used.isdisjoint(spare) or self._possible(self._reachable(others)) < group["world_size"]:
+        if used.isdisjoint(spare) or self._possible(self._usable(others)) < group["world_size"]:
             return None
         return NodeEvent(Cause.MOVED, f"from {_name(used & set(spare), group)}", spare=tuple(spare))
 
@@ -121,7 +121,7 @@ class NodeMonitor:
             return None
         if now - self._since < self._settled_s * BACKOFF_FACTOR**self._tries:
             return None
-        possible = self._possible(self._reachable(nodes))  # Ray may not know yet that a node is lost
+        possible = self._possible(self._usable(nodes))  # Ray may not know yet that a node is lost
         if size >= possible:
             return None
         self._since, self._tries = now, self._tries + 1
@@ -211,20 +211,13 @@ def _describe(asked: dict[str, int]) -> str:
 
 
 @contextmanager
-def watch_nodes(
-    control: Any,
-    resources_per_worker: dict[str, float],
-    workers: Workers,
-    lag_s: float,
-    choice: GroupChoice | None = None,
-) -> Iterator[None]:
+def watch_nodes(control: Any, monitor: NodeMonitor) -> Iterator[None]:
     """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
 
     A lost node is only noted: Ray Train restarts the group itself. When this node, the head, is to go, the group saves;
-    it trains on until the head takes everything with it. `lag_s` and `choice` as for `NodeMonitor`.
+    it trains on until the head takes everything with it.
     """
     here = ray.get_runtime_context().get_node_id()
-    monitor = NodeMonitor(resources_per_worker, workers, reachable_nodes, lag_s, choice)
     checked = time.monotonic()
     warned = False
     leaving = False
@@ -240,7 +233,7 @@ def watch_nodes(
                 control.save.remote()
                 print("the head was told to go: the workers save, and a new head continues from there", flush=True)
             if monitor.asked != asked:
-                ask_of_groups(resources_per_worker, monitor.asked)
+                ask_of_groups(monitor.per_worker, monitor.asked)
                 asked = monitor.asked
                 print(f"asked for {_describe(asked)}", flush=True)
             if event:

@@ -1,17 +1,19 @@
-"""Leaves out nodes whose GPUs cannot be used: when a run starts, and when one breaks while it trains.
+"""Leaves out nodes whose GPUs cannot be used: when a run starts, when they join it, and when one breaks as it trains.
 
 A node is left out by draining it: nothing begins there any more, and it ends once it is idle.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 import ray
 
+from app.background import Background
 from app.elastic.control import CONTROL_TIMEOUT_S, RankError
-from app.elastic.nodes import find_room
+from app.elastic.nodes import NODE_CHECK_EVERY_S, find_room
 from app.errors import SunspotError
 from app.formatting import plural
 from app.ray_internals import drain_nodes, draining_nodes, reachable_nodes
@@ -62,6 +64,40 @@ def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> li
     verb = "are" if count_nodes(problems) > 1 else "is"
     print(f"warning: {told}, and {verb} left out: {list_problems(problems)}", flush=True)
     return _leave_out(problems)
+
+
+@contextmanager
+def new_nodes_tried(
+    control: Any, nodes: Sequence[Mapping[str, Any]]
+) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
+    """Leave out nodes that join with broken GPUs while the context lasts; `nodes` have been tried before.
+
+    Yields a filter for nodes (as in `ray.nodes()`) that are reachable and have been tried: with it, a group grows by no
+    others. That costs the training nothing. A node is asked as it joins, which takes it a few seconds, while the others
+    train, and room for more workers must last as long anyway (`nodes.SETTLED_S`). A group that waits for nodes does not
+    wait for this: Ray may start it on one that turns out to be broken, and starts it again without.
+    """
+    tried = {str(node["NodeID"]) for node in nodes}
+
+    def look() -> None:
+        draining = draining_nodes()
+        known = {*tried, *draining}
+        joined = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known]
+        if not joined:
+            return
+        try:
+            if problems := find_broken_gpus(joined):
+                lines = _leave_out(problems)
+                control.leave_out.remote(lines)
+                print(f"warning: {'; '.join(lines)}", flush=True)
+        finally:
+            tried.update(str(node["NodeID"]) for node in joined)
+
+    def usable(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [node for node in reachable_nodes(nodes) if node["NodeID"] in tried]
+
+    with Background(NODE_CHECK_EVERY_S, look):
+        yield usable
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import functools
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
@@ -17,7 +17,7 @@ from app.data.source import rows_in
 from app.elastic.control import CONTROL_TIMEOUT_S, GroupEnd, StopRequest, open_control, watch_stop
 from app.elastic.failures import FailureJudge, WorkersFailedError
 from app.elastic.groups import GroupChoice
-from app.elastic.nodes import wait_for_nodes, watch_nodes
+from app.elastic.nodes import NodeMonitor, wait_for_nodes, watch_nodes
 from app.elastic.receipts import FailureRecorder, first_incident
 from app.errors import SunspotError
 from app.observe.progress import shown_progress
@@ -40,7 +40,7 @@ from app.run.status import Status
 from app.settings import Settings
 from app.storage.deadline import within
 from app.storage.retry import retry_storage
-from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start
+from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from app.train.library import choose_trainer
 from app.train.loop import train_loop
 from app.train.probe import probe_all_nodes
@@ -163,7 +163,8 @@ def fit_once(
         open_control() as control,
         shown_progress(control, plan.total_steps, plan.steps.per_epoch),
         watch_stop(run, control, stop_request),
-        watch_nodes(control, resources.per_worker, settings.num_workers, lag_s, choice),
+        new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
+        watch_nodes(control, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)),
         tempfile.TemporaryDirectory() as scratch,
     ):
         control.note.remote(**incident)

@@ -311,7 +311,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
     control: Any = FakeControl()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
-        watch_nodes(control, PER_WORKER, Workers(1, 3), 0.0),
+        watch_nodes(control, NodeMonitor(PER_WORKER, Workers(1, 3), ray_internals.reachable_nodes)),
     ):
         control.trains = group(1, a.node_id)
         reserve("train-test", 3, PER_WORKER)

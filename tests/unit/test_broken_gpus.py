@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ from app.elastic.control import RankError
 from app.errors import SunspotError
 from app.run.failures import Failure
 from app.train import broken_gpus, probe
-from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start
+from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from tests.harness.asked_nodes import FakeRay
 
 A, B, C = "a" * 56, "b" * 56, "c" * 56
@@ -23,7 +26,9 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken, self.done = "", list[tuple[str, ...]]()
-        self.ray = FakeRay(lambda node: "no driver" if node[0] in self.broken else "")
+        self.answer = threading.Event()
+        self.answer.set()
+        self.ray = FakeRay(self._say)
         resources = {A: {"GPU": 8.0}, B: {"GPU": 2.0}, C: {"CPU": 8.0}}
         self.nodes = [{"NodeID": node, "Resources": has, "Alive": True} for node, has in resources.items()]
         monkeypatch.setattr(probe, "ray", self.ray)
@@ -32,6 +37,10 @@ class Cluster:
         monkeypatch.setattr(broken_gpus, "reachable_nodes", list)
         monkeypatch.setattr(broken_gpus, "draining_nodes", dict)
         monkeypatch.setattr(broken_gpus, "drain_nodes", lambda nodes, why: self.done.append(tuple(nodes)))
+
+    def _say(self, node: str) -> str:
+        assert self.answer.wait(10)
+        return "no driver" if node[0] in self.broken else ""
 
 
 @pytest.fixture
@@ -133,3 +142,46 @@ def test_a_gpu_that_answers_and_is_needed_is_tried_again(cluster: Cluster, train
     """Then MAX_FAILURES bounds the tries."""
     assert not training(ended(a=214, b=220))
     assert not cluster.done
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    until = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
+    told = list[str]()
+    control: Any = SimpleNamespace(leave_out=SimpleNamespace(remote=told.extend))
+    every = [node["NodeID"] for node in cluster.nodes]
+
+    def usable() -> list[str]:
+        return [node["NodeID"] for node in filtered(cluster.nodes)]
+
+    cluster.broken = "b"
+    joining, cluster.nodes = cluster.nodes[1:], cluster.nodes[:1]
+    with new_nodes_tried(control, cluster.nodes) as filtered:
+        cluster.answer.clear()
+        cluster.nodes += joining
+        wait_until(lambda: cluster.ray.arguments)
+        assert usable() == [A]
+        assert not told
+        cluster.answer.set()
+        wait_until(lambda: usable() == every)
+        time.sleep(0.1)
+    assert cluster.ray.arguments == {B: (2,)}, "the first is known, and the last promises none"
+    assert told == [f"node {B[:12]} left out: no driver"]
+    assert cluster.done == [(B,)], "once, and no group was told that it is over"
+    assert capsys.readouterr().out == f"warning: node {B[:12]} left out: no driver\n"
+
+
+def test_a_node_that_is_about_to_go_is_not_tried(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(broken_gpus, "draining_nodes", lambda: {B: None})
+    with new_nodes_tried(SimpleNamespace(), []) as filtered:
+        wait_until(lambda: [node["NodeID"] for node in filtered(cluster.nodes)] == [A, C])
+    assert set(cluster.ray.arguments) == {A}

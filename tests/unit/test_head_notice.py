@@ -37,7 +37,7 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
         while len(looks) < until:
             time.sleep(0.01)
 
-    with nodes.watch_nodes(control, {"CPU": 1.0}, Workers(1, 1), 0.0):
+    with nodes.watch_nodes(control, nodes.NodeMonitor({"CPU": 1.0}, Workers(1, 1), list)):
         draining["another"] = None
         wait_for_looks()
         assert not saves
