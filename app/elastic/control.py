@@ -98,6 +98,8 @@ class ControlChannel:
         self._gave_up = ""
         self._restart: dict[str, Any] = {}
         "Why it began; empty once it has taken a step."
+        self._free_memory: dict[str, int] = {}
+        "Of each GPU, as the newest group began on it."
         self._left_out: list[dict[str, Any]] = []
         "Nodes left out since the newest group began."
 
@@ -119,6 +121,14 @@ class ControlChannel:
     def recovered(self) -> None:
         """Close the incident: the new group has taken its first step."""
         self._restart = {}
+
+    def free_memory(self, gpu: str) -> int:
+        """The bytes that were free on a GPU when the newest group began on it; 0: none has."""
+        return self._free_memory.get(gpu, 0)
+
+    def keep_free_memory(self, gpu: str, size: int) -> None:
+        """Keep how many bytes are free on a GPU as a group begins on it."""
+        self._free_memory[gpu] = size
 
     def command(self) -> Command:
         """The newest command."""

@@ -55,6 +55,7 @@ from app.run.history import Journal
 from app.settings import Settings, differences
 from app.tasks import Task, load_task
 from app.train.backend import processes_up
+from app.train.device_memory import await_device_memory
 from app.train.forward import compile_model
 from app.train.reporter import Reporter, first_status, show_claim
 from app.train.worker import Worker
@@ -219,6 +220,7 @@ def make_worker(
     rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
     task = load_task(settings)
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
+        await_device_memory(device, start.nodes[rank], control, partial(finish_together, group))
         model = build_model(plan, task, state, attempt, world_size, device)
         optimizer, average = build_optimizer(settings, task, model, state)
         loader = make_loader(plan, world_size, rank, device, group)

@@ -176,13 +176,15 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     monkeypatch.setattr(setup, "open_journals", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
     monkeypatch.setattr("ray.train.torch.get_device", anything)
-    for name in ("build_model", "build_optimizer", "make_loader"):
+    slow = ("await_device_memory", "build_model", "build_optimizer", "make_loader")
+    for name in slow:
         monkeypatch.setattr(setup, name, takes_long(name))
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
-    start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={})
+    start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
     group: Any = None
     setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None, print)
-    assert paused == {"build_model": True, "build_optimizer": True, "make_loader": True}
+    assert paused == dict.fromkeys(slow, True)
+    assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 
 
 @pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])

@@ -1,0 +1,76 @@
+"""The wait for a GPU's memory that the worker group before held, with stand-ins for CUDA and its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from app.train import device_memory
+from app.train.device_memory import DEVICE_WAIT_S, await_device_memory
+
+GB = 10**9
+
+
+class Gpu:
+    """One of 80 GB, of which `taken` says what others have at a time; and the control channel, and time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.kept = 1000.0, dict[str, int]()
+        self.taken: Callable[[float], float] = lambda waited_s: 0
+        self._began = 0.0
+        monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB - self._taken_now(), 80 * GB))
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        monkeypatch.setattr(device_memory, "time", clock)
+        self.control: Any = SimpleNamespace(
+            free_memory=SimpleNamespace(remote=lambda gpu: self.kept.get(gpu, 0)),
+            keep_free_memory=SimpleNamespace(remote=self.kept.__setitem__),
+        )
+
+    def _taken_now(self) -> int:
+        return int(self.taken(self.now - self._began) * GB)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def begin_group(self, taken: Callable[[float], float], device: str = "cuda:0") -> float:
+        """How long it waits, when others have so many GB after so many seconds."""
+        self.taken, self._began = taken, self.now
+        await_device_memory(torch.device(device), "node", self.control, lambda act: act())
+        return self.now - self._began
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def test_a_group_waits_until_the_old_ones_memory_is_back(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.begin_group(lambda waited_s: 0.5) == 0, "the first group on a node waits for nobody"
+    assert not capsys.readouterr().out
+    waited_s = gpu.begin_group(lambda waited_s: max(0.5, 60 - 20 * waited_s))
+    assert 2.5 < waited_s < 3.5
+    begin, end = capsys.readouterr().out.splitlines()
+    assert begin.startswith(
+        "cuda:0: 20 GB of its memory are free, 79.5 GB were when the group before began; waiting up"
+    )
+    assert end == "cuda:0: 79.5 GB of its memory are free"
+    assert gpu.begin_group(lambda waited_s: 1.0) == 0, "a little more is no group's"
+
+
+def test_what_another_program_keeps_is_waited_for_once(gpu: Gpu) -> None:
+    assert gpu.begin_group(lambda waited_s: 30) == 0
+    assert gpu.begin_group(lambda waited_s: 30) == 0, "it had it before"
+    assert gpu.begin_group(lambda waited_s: 50) == pytest.approx(DEVICE_WAIT_S, abs=0.5)
+    assert gpu.begin_group(lambda waited_s: 50) == 0
+
+
+def test_on_a_cpu_nothing_is_waited_for(gpu: Gpu) -> None:
+    assert gpu.begin_group(lambda waited_s: pytest.fail("asked"), "cpu") == 0
+    assert not gpu.kept
