@@ -88,6 +88,26 @@ def test_a_notice_costs_no_step_and_a_lost_worker_those_since_the_copy_in_memory
 
 
 @pytest.mark.slow
+def test_a_node_whose_gpu_breaks_is_left_out_and_the_rest_trains(
+    program: Program, make_data: MakeData, ray_address: str
+) -> None:
+    run = the_run(program)
+    settings = {**ELASTIC, "TASK": "tests.tasks.broken_gpu", "DATASET": make_data(20_000, row_group=1000)}
+    with start_node(ray_address, **WORKER_NODE) as broken:
+        process = program.start(**settings)
+        output = process.communicate(timeout=240)[0]
+        left_out = f"node {broken.node_id[:12]} left out: its GPU had an uncorrectable error of its memory (ECC)"
+        assert process.returncode == 0, output
+        assert f"{left_out}; starting again, 2 of 3 MAX_FAILURES left" in output
+    begin, lost = receipts_of(run)
+    assert (begin.world_after, lost.world_after, lost.cause) == (2, 1, Cause.WORKER_LOST)
+    assert [event["detail"] for event in read_journal(run, "events") if event["event"] == "node left out"] == [left_out]
+    assert newest(run).step == 1000
+    assert_complete(run)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
 def test_a_node_that_comes_is_used_and_costs_no_step(program: Program, make_data: MakeData, ray_address: str) -> None:
     run = the_run(program)
     process = program.start(**ELASTIC, DATASET=make_data(60_000, row_group=1000))

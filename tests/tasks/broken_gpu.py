@@ -1,0 +1,30 @@
+"""The small task, slowed down, which meets an error of the GPU's memory on any node but the head."""
+
+from __future__ import annotations
+
+import ray
+import torch
+
+from app.data.source import Batch
+from tests.tasks import slow
+from tests.tasks.tiny import build_model, build_optimizer, schedule
+
+__all__ = ["build_model", "build_optimizer", "loss", "schedule"]
+
+BREAKS_AT = 40
+calls = 0
+
+
+def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    global calls
+    calls += 1
+    if calls == BREAKS_AT and not on_head():
+        error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+        error.error_code = 214  # type: ignore[attr-defined]  # as torch's C++ sets it
+        raise error
+    return slow.loss(model, batch)
+
+
+def on_head() -> bool:
+    here = ray.get_runtime_context().get_node_id()
+    return any("node:__internal_head__" in node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
