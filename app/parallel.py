@@ -39,6 +39,9 @@ Result = TypeVar("Result")
 ROUND_S = 5.0
 """Seconds between two words of workers that wait for each other: far below the limit of any collective."""
 
+_listeners: list[Callable[[], Any]] = []
+"""They hear of each round (`rounds_told_to`)."""
+
 ASK_EVERY_S = 0.1
 """Seconds between two decisions of rank 0: little beside what a notice leaves."""
 
@@ -455,6 +458,18 @@ def any_rank(group: dist.ProcessGroup, *mine: bool) -> list[bool]:
     return [bool(flag) for flag in flags.tolist()]
 
 
+@contextmanager
+def rounds_told_to(listener: Callable[[], Any]) -> Iterator[None]:
+    """Call `listener` after each round of `finish_together` while the context lasts: all workers have taken part in it,
+    and so are alive, however long one of them takes.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 def finish_together(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result:
     """What `act` returns, once it has returned on all workers, which call this together; `group` None: a worker alone.
 
@@ -470,6 +485,8 @@ def finish_together(group: dist.ProcessGroup | None, act: Callable[[], Result]) 
         if finished and (error := mine.exception()):
             raise error
         [waiting] = any_rank(group, not finished)
+        for listener in _listeners:
+            listener()
         if not waiting:
             return mine.result()
 

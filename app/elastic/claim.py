@@ -99,7 +99,7 @@ def agree_on_start(
     nodes = gather_objects(node, group)
     state, node_parts = NodeState(run, group, nodes), NodeParts(group, nodes)
     looks = settings.snapshot_cost and state.reads
-    found = find_snapshot(run.location) if looks else None
+    found = finish_together(group, lambda: find_snapshot(run.location) if looks else None)  # which reads it
     parts = find_parts(run.location) if looks and settings.parallel == "fsdp" else ()
     held = found.held if found else None
     mine = Machine(socket.gethostname(), node, held, find_heartbeats(run.location), parts, app.warm.forked)

@@ -195,7 +195,8 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
     lines = [f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items()]
     if end.hangs:
         where = blame(end.hangs, end.hangs[0]["world_size"])
-        lines.append(f"{where}, after step {end.hangs[0]['step']} (stacks: `sunspot events --stacks`)")
+        step = max(step, *(event["step"] for event in end.hangs))
+        lines.append(f"{where}, after step {step} (stacks: `sunspot events --stacks`)")
     return "; ".join(lines)
 
 

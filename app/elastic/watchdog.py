@@ -28,7 +28,7 @@ from typing import Any
 
 from app.errors import SunspotError
 from app.run import SHARED_MEMORY, Run
-from app.run.attempts import Attempt
+from app.run.attempts import Attempt, newest_number
 from app.run.failures import INSTALLED
 from app.run.history import Journal
 from app.run.incidents import HUNG
@@ -36,6 +36,9 @@ from app.storage.deadline import within
 
 FIRST_STEP_S = 600
 """Added to the timeout of the first step, which waits for imports, compilation, and Ray Data's first rows."""
+
+START_S = 10
+"""Added to the timeout until an attempt is claimed: the others give a word of themselves each ROUND_S (parallel.py)."""
 
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the last heartbeat."""
@@ -45,6 +48,10 @@ REPORT_S = 20
 
 LINGER_S = 5
 """Between a rank's report and its exit, which ends the others too: they hang since the same step, and report now."""
+
+STARTS, STALE_S = "start", 60
+"""In the names of files of ranks whose group has claimed no attempt; their age at which their processes are gone, which
+write them each second."""
 
 MAX_STACKS = 20_000
 """Characters of stacks in an event, for the sake of the journal; the training thread comes first."""
@@ -73,15 +80,17 @@ class Watchdog:
     """Ends this process when the thread that made it has taken no step for `timeout_s` seconds (0: never).
 
     Before that, an event goes to this rank's journal and to `on_hang`, which is also called for a rank of the attempt
-    before that left only its stacks on this node.
+    before that left only its stacks on this node. Until the group has claimed an attempt, in which no rank takes a step
+    either, a word of the others counts as one.
     """
 
-    def __init__(self, run: Run, attempt: Attempt, rank: int, timeout_s: float, on_hang: OnHang) -> None:
-        self._run, self._attempt, self._rank = run, attempt.number, rank
-        self._world_size = attempt.metadata.get("world_size", 0)
+    def __init__(self, run: Run, rank: int, world_size: int, timeout_s: float, on_hang: OnHang) -> None:
+        self._run, self._rank, self._world_size = run, rank, world_size
         self._timeout_s, self._on_hang = timeout_s, on_hang
         self._training_thread = threading.get_ident()
-        self._step, self._last_heartbeat = attempt.step, time.monotonic()
+        self._attempt = self._step = 0
+        self._path = _folder() / f"{_prefix(run)}{STARTS}-{rank:04d}"
+        self._last_heartbeat = time.monotonic()
         self._started = self._paused = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -91,8 +100,21 @@ class Watchdog:
         """Optimizer steps taken."""
         return self._step
 
+    def claimed(self, attempt: Attempt) -> None:
+        """Record what the group has agreed on: from here on its first step is waited for."""
+        with contextlib.suppress(SunspotError):
+            dumps = functools.partial(upload_dumps, self._run, attempt.number, self._on_hang)
+            within(REPORT_S, "recording an earlier hang", dumps)
+        self._step = attempt.step
+        path = _folder() / f"{_prefix(self._run)}{attempt.number:04d}-{self._rank:04d}"
+        with contextlib.suppress(FileNotFoundError):  # there is none, or it looked like one of a killed process
+            self._path.rename(path)
+        self._path = path
+        self.heartbeat()
+        self._attempt = attempt.number
+
     def heartbeat(self, step: int | None = None) -> None:
-        """Record progress: `step` optimizer steps are taken, or (None) some rows were evaluated."""
+        """Record progress: `step` optimizer steps are taken, or (None) some rows evaluated, or others heard of."""
         self._last_heartbeat = time.monotonic()
         if step is not None:
             self._step, self._started = step, True
@@ -108,13 +130,9 @@ class Watchdog:
             self._paused = False
 
     def __enter__(self) -> Watchdog:
-        with contextlib.suppress(SunspotError):
-            dumps = functools.partial(upload_dumps, self._run, self._attempt, self._on_hang)
-            within(REPORT_S, "recording an earlier hang", dumps)
         self._last_heartbeat = time.monotonic()
         if self._timeout_s:
-            path = _folder() / f"{_prefix(self._run)}{self._attempt:04d}-{self._rank:04d}"
-            self._file = path.open("wb+", buffering=0)
+            self._file = self._path.open("wb+", buffering=0)
             # A forked child has the timer's lock but not its thread, and would wait for it at its end.
             os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
             self._thread.start()
@@ -127,12 +145,14 @@ class Watchdog:
             self._closing.set()
             self._thread.join()  # never returns once it has begun to report
             self._file.close()
-            Path(self._file.name).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         try:
             while not self._closing.wait(min(CHECK_EVERY_S, self._timeout_s / 10)):
-                allowed_s = self._timeout_s + (FIRST_STEP_S if self._paused or not self._started else 0)
+                first = self._attempt and not self._started
+                allowed_s = self._timeout_s + (FIRST_STEP_S if self._paused or first else 0)
+                allowed_s += 0 if self._attempt else START_S
                 # After the other ranks have reported, and before they exit.
                 self._set_timer(allowed_s + LINGER_S / 2)
                 if not self._paused and time.monotonic() - self._last_heartbeat > allowed_s:
@@ -162,12 +182,11 @@ class Watchdog:
         self._set_timer(REPORT_S + LINGER_S)  # should this hang, too
         try:
             faulthandler.dump_traceback(self._file)
-            path = Path(self._file.name)
-            event = describe(self._header(), path.read_text(errors="replace"), time.time())
+            event = describe(self._header(), self._path.read_text(errors="replace"), time.time())
             reports: list[Callable[[], Any]] = [
                 lambda: print(f"{event['detail']}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
                 lambda: self._on_hang(event, False),
-                lambda: _record(self._run, event, path),
+                lambda: _record(self._run, event, self._path),
             ]
             threads = [
                 threading.Thread(target=report, daemon=True) for report in reports
@@ -195,7 +214,10 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
     innermost = next((file for file, *_ in frames if not BENEATH.search(file)), "")
     waiting, loading = any(part in innermost for part in COLLECTIVES), LOADING in innermost
     does = "waits for other ranks" if waiting else "waits for rows of Ray Data" if loading else "stands"
-    detail = f"rank {header['rank']}: no step for {max(0, now - header['beat']):.0f} s"
+    silent_s, starting = max(0, now - header["beat"]), not header["attempt"]
+    detail = f"rank {header['rank']}: {'not all ranks answered' if starting else 'no step'} for {silent_s:.0f} s"
+    if starting:
+        detail += ", while the group agreed on its start"
     if frames:
         file, line, function = next((frame for frame in frames if not INSTALLED.search(frame[0])), frames[0])
         detail += f"; {does} in {function} at {file}:{line}"
@@ -211,6 +233,7 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
         "detail": detail,
         "waiting": waiting,
         "loading": loading,
+        "starting": starting,
         "stacks": "".join(stacks)[:MAX_STACKS],
     }
 
@@ -218,6 +241,9 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
 def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
     """Record the hangs whose stacks ranks of earlier attempts left on this node."""
     for path in _folder().glob(f"{_prefix(run)}*"):
+        with contextlib.suppress(OSError):
+            if path.name.startswith(f"{_prefix(run)}{STARTS}") and time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
         name = re.fullmatch(r"([0-9]{1,9})-.*", path.name.removeprefix(_prefix(run)))
         since = attempt - int(name[1]) if name else 0
         if since <= 0:
@@ -234,8 +260,9 @@ def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
 
 
 def _record(run: Run, event: dict[str, Any], path: Path) -> None:
-    journal = Journal(run, "events", event["attempt"])
-    journal.append(event)
+    attempt = event["attempt"] or newest_number(run)  # of a group that has claimed none yet: the one that it follows
+    journal = Journal(run, "events", attempt)
+    journal.append({**event, "attempt": attempt})
     journal.flush()
     path.unlink(missing_ok=True)
 

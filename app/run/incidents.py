@@ -218,7 +218,8 @@ def without_receipts(attempts: list[Attempt]) -> list[int]:
 
 HUNG = "hung"
 """The `event` of a rank that stopped taking steps: `rank`, `world_size`, `detail`, `waiting` (for the other ranks),
-`loading` (it waited for rows of Ray Data), `stacks`."""
+`loading` (it waited for rows of Ray Data), `starting` (its group had not claimed an attempt yet: it is recorded with
+the one before), `stacks`."""
 
 BRING_ROWS = (
     "Ray Data brought no rows: the pods that read them are gone or busy, or its object store is full (see `kubectl get "

@@ -5,7 +5,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import takewhile
@@ -43,6 +43,7 @@ from app.parallel import (
     finish_together,
     gather_objects,
     has_several,
+    rounds_told_to,
     shard_model,
     shard_optimizer_state,
 )
@@ -101,29 +102,30 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     if ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S):
         yield None
         return
-    memory = open_memory(run, settings, warn)
-    dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
-    try:
-        start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
-    except SunspotError as error:
-        tell_driver(error, control)
-        raise
-    if start is None:
-        yield None
-        return
-    if memory:
-        memory.keep(start.snapshot.checkpoint if start.snapshot else None)
-    attempt, rank = start.attempt, ray.train.get_context().get_world_rank()
-    if rank == 0:
-        show_claim(run, first_status(start, plan))
+    rank, world_size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     with ExitStack() as stack:
-        stack.enter_context(shipped_worker_output(run, attempt.number, rank))
-        watchdog = Watchdog(run, attempt, rank, settings.hang_timeout_s, note_hang)
+        watchdog = Watchdog(run, rank, world_size, settings.hang_timeout_s, note_hang)
+        stack.enter_context(watchdog)
+        stack.enter_context(rounds_told_to(watchdog.heartbeat))
+        memory = open_memory(run, settings, warn)
+        dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
-            stack.enter_context(watchdog)
-            # From storage the state may take as long as it needs; from a node's memory, a frozen node would hold all.
-            with watchdog.paused() if not start.snapshot else nullcontext():
-                state = load_start(run, settings, start, found, group, warn)
+            start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
+        except SunspotError as error:
+            tell_driver(error, control)
+            raise
+        if start is None:
+            yield None
+            return
+        attempt = start.attempt
+        watchdog.claimed(attempt)
+        if memory:
+            memory.keep(start.snapshot.checkpoint if start.snapshot else None)
+        if rank == 0:
+            show_claim(run, first_status(start, plan))
+        stack.enter_context(shipped_worker_output(run, attempt.number, rank))
+        try:
+            state = load_start(run, settings, start, found, group, warn)
             worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
             place = f"{worker.device} of {socket.gethostname()}"
             print(

@@ -16,7 +16,7 @@ import pytest
 from app.elastic import watchdog as hang
 from app.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
 from app.run import Run, open_run
-from app.run.attempts import Attempt
+from app.run.attempts import Attempt, claim
 from app.run.history import Journal, read_journal
 from app.run.incidents import starved, suspects
 from tests.harness import REPOSITORY
@@ -29,12 +29,14 @@ from app.elastic import watchdog as hang
 from app.run import open_run
 from app.run.attempts import Attempt
 storage, rank = sys.argv[1], int(sys.argv[2])
-hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S = 1, 2, 2
+hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S, hang.START_S = 1, 2, 2, 0
 run = open_run(storage, "run")
 def on_hang(event, late):
     print(f"told: {event['detail']}", flush=True)
 def train():
-    with hang.Watchdog(run, Attempt(3, "job", None, 40), rank, TIMEOUT_S, on_hang) as watchdog:
+    with hang.Watchdog(run, rank, 2, TIMEOUT_S, on_hang) as watchdog:
+        if CLAIMS:
+            watchdog.claimed(Attempt(3, "job", None, 40))
         do_train(watchdog)
     print("trained", flush=True)
 def run_rank():
@@ -54,11 +56,17 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def start_rank(
-    run: Run, train: str, rank: int = 1, timeout_s: float = TIMEOUT_S, begin: str = "run_rank()"
+    run: Run,
+    train: str,
+    rank: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    begin: str = "run_rank()",
+    claims: bool = True,
 ) -> subprocess.Popen[str]:
-    """Run the body of `do_train(watchdog)` as a rank of attempt 3, which begins at step 40."""
+    """Run the body of `do_train(watchdog)` as a rank of attempt 3, which begins at step 40; or of none yet."""
     body = textwrap.indent(textwrap.dedent(train), "    ")
-    program = f"{RANK.replace('TIMEOUT_S', str(timeout_s), 1)}\ndef do_train(watchdog):\n{body}\n{begin}\n"
+    rank_program = RANK.replace("TIMEOUT_S", str(timeout_s), 1).replace("CLAIMS", str(claims))
+    program = f"{rank_program}\ndef do_train(watchdog):\n{body}\n{begin}\n"
     return subprocess.Popen(
         [sys.executable, "-c", program, run.location.removesuffix("/run"), str(rank)],
         cwd=REPOSITORY,
@@ -159,6 +167,25 @@ def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
+def test_a_rank_that_hears_nothing_of_the_others_before_an_attempt_is_claimed_ends(run: Run) -> None:
+    """Without the time that a first step may take; it is recorded with the attempt before."""
+    claim(run, [], Attempt(1, "job", None, 0))
+    waits = """
+        for _ in range(6):  # rounds in which rank 0 reads
+            time.sleep(0.5)
+            watchdog.heartbeat()
+        time.sleep(1000)
+    """
+    code, output, _ = run_rank(run, waits, claims=False)
+    assert code == 1, output
+    [event] = read_journal(run, "events")
+    assert (event["attempt"], event["rank"], event["world_size"], event["starting"]) == (1, 1, 2, True)
+    assert event["detail"].startswith(
+        "rank 1: not all ranks answered for 2 s, while the group agreed on its start; stands in do_train at "
+    )
+    assert left_behind(run) == []
+
+
 @pytest.mark.slow
 def test_a_pause_ends(run: Run) -> None:
     code, output, _ = run_rank(
@@ -186,8 +213,8 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
 
     upload_dumps(run, 3, tell)
     assert read_journal(run, "events") == [], "an attempt took what its own ranks may still need"
-    with Watchdog(run, Attempt(4, "job", None, 40), 0, 300, tell):
-        pass
+    with Watchdog(run, 0, 2, 300, tell) as watchdog:
+        watchdog.claimed(Attempt(4, "job", None, 40))
     [event] = read_journal(run, "events")
     assert (event["attempt"], event["rank"], event["step"], event["event"]) == (3, 1, 41, "hung")
     assert "kept all its other threads from running" in event["detail"]
@@ -243,7 +270,7 @@ def test_a_forked_child_ends_as_it_would_without_a_watchdog(run: Run) -> None:
 
 
 def test_a_heartbeat_costs_next_to_nothing(run: Run) -> None:
-    with Watchdog(run, Attempt(1, "job", None, 0), 0, 300, print) as watchdog:
+    with Watchdog(run, 0, 2, 300, print) as watchdog:
         began = time.perf_counter()
         for step in range(10_000):
             watchdog.heartbeat(step)

@@ -459,6 +459,22 @@ def test_ranks_that_hung(run: Run, sunspot: Command) -> None:
     assert findings(sunspot)["hung"]["severity"] == "warning", "it was started again"
 
 
+def test_a_rank_that_froze_as_a_group_started(run: Run, sunspot: Command) -> None:
+    """Its group had claimed no attempt, so nobody knows where it ran."""
+    attempt = trains(run)
+    journal = Journal(run, "events", attempt.number)
+    detail = "rank 0: not all ranks answered for 300 s, while the group agreed on its start; waits for other ranks"
+    event = {"event": "hung", "step": 0, "time": time.time(), "rank": 0, "detail": detail, "waiting": True}
+    journal.append({**event, "world_size": 3, "starting": True, "stacks": ""})
+    journal.flush()
+    hung = findings(sunspot)["hung"]
+    assert hung["ranks"] == [1, 2]
+    assert hung["places"] == [{"rank": rank, "host": None, "node": None} for rank in (1, 2)]
+    assert hung["evidence"].startswith(
+        "as the group after attempt 1 began, rank 1: left no word: stopped, or lost with"
+    )
+
+
 def test_ranks_that_got_no_rows(run: Run, sunspot: Command) -> None:
     attempt = trains(run)
     for rank in (0, 1):

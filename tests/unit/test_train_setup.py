@@ -145,8 +145,9 @@ class Watched:
 
     entered = paused_now = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Watched:
         self.entered = True
+        return self
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -157,6 +158,10 @@ class Watched:
         self.paused_now = False
 
     step = 0
+
+    def claimed(self, attempt: Attempt) -> None: ...
+
+    def heartbeat(self) -> None: ...
 
 
 def anything(*_: object, **__: object) -> Any:
@@ -188,15 +193,18 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])
-def test_a_node_that_freezes_while_it_sends_its_copy_is_a_hang(snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage has a limit of its own."""
+def test_a_node_that_freezes_while_a_group_starts_is_a_hang(snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it agrees on where to start, sends its copy, or reads from storage, which has a limit of its own."""
     watched, seen = Watched(), list[bool]()
 
     def load_start(*_: object) -> Any:
         seen.append(watched.entered and not watched.paused_now)
         raise SettingsError("far enough")
 
-    start = SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=snapshot)
+    def agree_on_start(*_: object) -> Any:
+        seen.append(watched.entered and not watched.paused_now)
+        return SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=snapshot), None
+
     for name in (
         "open_run",
         "quiet_ray_train",
@@ -208,7 +216,7 @@ def test_a_node_that_freezes_while_it_sends_its_copy_is_a_hang(snapshot: Any, mo
     ):
         monkeypatch.setattr(setup, name, anything)
     monkeypatch.setattr(setup, "open_memory", lambda *_: None)
-    monkeypatch.setattr(setup, "agree_on_start", lambda *_: (start, None))
+    monkeypatch.setattr(setup, "agree_on_start", agree_on_start)
     monkeypatch.setattr(setup, "shipped_worker_output", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(setup, "Watchdog", lambda *_: watched)
     monkeypatch.setattr(setup, "load_start", load_start)
@@ -220,4 +228,4 @@ def test_a_node_that_freezes_while_it_sends_its_copy_is_a_hang(snapshot: Any, mo
     config["control"].fatal_error = SimpleNamespace(remote=anything)
     with pytest.raises(SettingsError), setup.join_run({**config, "threads": 1, "collective_timeout_s": 300}):
         pytest.fail("it went on")
-    assert seen == [bool(snapshot)]
+    assert seen == [True, True]

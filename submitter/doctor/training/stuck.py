@@ -22,11 +22,13 @@ def find_hung(case: Case) -> Iterator[Finding]:
         return
     number = max(event["attempt"] for event in hung)
     its = sorted((event for event in hung if event["attempt"] == number), key=lambda event: event["rank"])
-    world = next((a.metadata.get("world_size", 0) for a in case.view.attempts if a.number == number), 0)
+    starting = any(event.get("starting") for event in its)  # of the group after that attempt, whose hosts are not known
+    claimed = next((a.metadata.get("world_size", 0) for a in case.view.attempts if a.number == number), 0)
+    of, world = (0, its[0]["world_size"]) if starting else (number, claimed)
     blamed = suspects(its, world)
     words = {event["rank"]: event["detail"].partition(": ")[2] for event in its}
     said = [
-        f"{case.name(number, rank)}: {words.get(rank, 'left no word: stopped, or lost with its node')}"
+        f"{case.name(of, rank)}: {words.get(rank, 'left no word: stopped, or lost with its node')}"
         for rank in blamed or words
     ]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
@@ -41,12 +43,13 @@ def find_hung(case: Case) -> Iterator[Finding]:
         "attempt": number,
         "step": its[0]["step"],
         "ranks": blamed or list(words),
-        "places": [case.place(number, rank) for rank in blamed or words],
+        "places": [case.place(of, rank) for rank in blamed or words],
         "calls": {str(rank): text for rank, text in words.items()},
     }
     traces = tuple(f"rank {event['rank']}: {event['detail']}\n{event.get('stacks') or ''}" for event in its)
     severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
-    evidence = f"after step {its[0]['step']}, {'; '.join(said)}{others}"
+    when = f"as the group after attempt {number} began" if starting else f"after step {its[0]['step']}"
+    evidence = f"{when}, {'; '.join(said)}{others}"
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 
 
