@@ -74,6 +74,8 @@ class GroupEnd:
     "The error that ends the training for good."
     gave_up: str = ""
     "Why no other group starts; empty if one may."
+    nodes: dict[int, str] = field(default_factory=dict)
+    "Ray's id of each rank's node, unless the group was asked to end."
 
 
 @ray.remote(num_cpus=0)
@@ -172,7 +174,8 @@ class ControlChannel:
 
     def group_end(self) -> GroupEnd:
         """What is known of why the newest group ended."""
-        return GroupEnd(self._errors, self._state, self._hangs[self._judged :], self._fatal_error, self._gave_up)
+        hangs, nodes = self._hangs[self._judged :], self._group.get("nodes", {})
+        return GroupEnd(self._errors, self._state, hangs, self._fatal_error, self._gave_up, nodes)
 
     def start_again(self, line: str) -> None:
         """Say why another group starts, and forget what is known of the end of the one before."""

@@ -49,8 +49,11 @@ FROM_OUTSIDE = (
 """Errors of networks, disks, memory and devices: they may be gone the next time, even if all ranks meet them alike."""
 
 
-LeaveOut = Callable[[list[RankError]], list[str]]
-"""Leaves out the nodes that these errors show to be broken, and returns a line on each."""
+Suspects = dict[str, int | None]
+"""Nodes whose GPU may have ended a rank, with CUDA's code (0: not known); None: the rank left no word."""
+
+LeaveOut = Callable[[Suspects], list[str]]
+"""Leaves out those of these nodes whose GPU is broken, and returns a line on each."""
 
 
 class WorkersFailedError(Exception):
@@ -108,7 +111,7 @@ class FailureJudge:
         lost = any(isinstance(error, RayError) for error in errors.values())
         what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
         if goes_on:
-            goes_on, why = self._leave_out_broken(end, why)
+            goes_on, why = self._leave_out_broken(find_suspects(end, errors), why)
         tell = self._control.start_again if goes_on else self._control.give_up
         tell.remote(f"{what}{why}")
         return goes_on
@@ -138,10 +141,10 @@ class FailureJudge:
             return False, f"; no new checkpoint since the MAX_FAILURES={self._max} losses before"
         return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
 
-    def _leave_out_broken(self, end: GroupEnd, why: str) -> tuple[bool, str]:
-        """Leave out the nodes that the errors show to be broken: whether another group starts, and all that is told."""
+    def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
+        """Leave out the nodes whose GPU is broken: whether another group starts, and all that is told."""
         try:
-            left_out = self._leave_out(end.errors)
+            left_out = self._leave_out(suspects)
         except SunspotError as error:
             return False, f"; {error}"
         except Exception as error:  # another Ray may raise anything
@@ -161,6 +164,16 @@ class FailureJudge:
             if lost or end.fatal or not missing or time.monotonic() > until:
                 return end
             time.sleep(0.2)
+
+
+def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
+    """Nodes that had an error of CUDA, and those of lost ranks.
+
+    NCCL ends a process whose GPU fails, often before it can tell, and some GPUs hang when they do.
+    """
+    lost = [end.nodes[rank] for rank, error in errors.items() if isinstance(error, RayError) and rank in end.nodes]
+    known = {error.node: error.cuda_error for error in end.errors if error.cuda_error is not None}
+    return {**dict.fromkeys(lost), **known}
 
 
 def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:

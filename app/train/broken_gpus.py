@@ -12,16 +12,20 @@ from typing import Any
 import ray
 
 from app.background import Background
-from app.elastic.control import CONTROL_TIMEOUT_S, RankError
+from app.elastic.control import CONTROL_TIMEOUT_S
+from app.elastic.failures import Suspects
 from app.elastic.nodes import NODE_CHECK_EVERY_S, find_room
 from app.errors import SunspotError
 from app.formatting import plural
 from app.ray_internals import drain_nodes, draining_nodes, reachable_nodes
 from app.train.gpu import find_gpu_problem
-from app.train.probe import Problems, ask_nodes, count_nodes, list_problems
+from app.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_nodes, list_problems
 
 OF_HARDWARE = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
 """CUDA's codes of errors that no program makes, after which a GPU may still answer."""
+
+SUSPECT_TIMEOUT_S = 30.0
+"""How long a node may take to answer after a loss, as the others wait. Ray finds one that is gone in half of that."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ class Needed:
             )
 
 
-def find_broken_gpus(nodes: Sequence[Mapping[str, Any]]) -> Problems:
+def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> Problems:
     """What is wrong with the GPUs that these nodes promise."""
     promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
-    return ask_nodes("their GPUs", find_gpu_problem, promised, calls=1)
+    return ask_nodes("their GPUs", find_gpu_problem, promised, 1, timeout_s)
 
 
 def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> list[str]:
@@ -107,30 +111,31 @@ class BrokenInTraining:
     control: Any
     needed: Needed
 
-    def __call__(self, errors: Sequence[RankError]) -> list[str]:
-        """Given the errors of a group's ranks, return a line on each node that is left out.
+    def __call__(self, suspects: Suspects) -> list[str]:
+        """Leave out those of these nodes whose GPU is broken, and return a line on each.
 
-        An error of CUDA may be the program's, too. So the driver of such a node is asked, as at the start: seconds that
-        only a group with such an error waits. Raises like `Needed.refuse_loss`, where a GPU cannot be used any more;
-        one that still answers is tried again instead.
+        An error of CUDA may be the program's, too, and a process may be lost for any reason. So the driver of such a
+        node is asked, as at the start. That takes seconds, where a process was lost and its node was not. Raises like
+        `Needed.refuse_loss`, where a GPU had an error and cannot be used any more; one that still answers is tried
+        again instead, and so is one without a word, whose node may be going.
         """
-        codes = {error.node: error.cuda_error for error in errors if error.cuda_error is not None}
-        if not codes:
-            return []
-        gone = draining_nodes()
-        nodes = reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in gone])
-        problems = find_broken_gpus([node for node in nodes if node["NodeID"] in codes])
+        told = {id: f"its GPU had {OF_HARDWARE[code]}" for id, code in suspects.items() if code and code in OF_HARDWARE}
+        nodes, draining = ray.nodes(), draining_nodes()
+        asked = [node for node in nodes if node["NodeID"] in suspects and node["NodeID"] not in draining]
+        asked = reachable_nodes([node for node in asked if node["Resources"].get("GPU") or node["NodeID"] in told])
+        problems = find_broken_gpus(asked, SUSPECT_TIMEOUT_S)
         dead = _nodes_in(problems)
-        for node in nodes:
+        for node in asked:
             id = node["NodeID"]
-            if id not in dead and (what := OF_HARDWARE.get(codes.get(id) or 0)):
-                problems.setdefault(f"its GPU had {what}", []).append(id)
+            if id in told and id not in dead:
+                problems.setdefault(told[id], []).append(id)
         if not problems:
             return []
+        staying = reachable_nodes([node for node in nodes if node["NodeID"] not in draining])
         try:
-            self.needed.refuse_loss(_nodes_in(problems), nodes, f"a GPU broke: {list_problems(problems)}")
+            self.needed.refuse_loss(_nodes_in(problems), staying, f"a GPU broke: {list_problems(problems)}")
         except SunspotError:
-            if dead:
+            if any(suspects[id] is not None for id in dead):
                 raise
             return []
         # Before it drains: to a group that still counted, that would be a notice.

@@ -51,7 +51,13 @@ Problems = dict[str, list[str]]
 """The nodes that have each problem."""
 
 
-def ask_nodes(what: str, act: Callable[..., str], nodes: Mapping[str, tuple[object, ...]], calls: int = 0) -> Problems:
+def ask_nodes(
+    what: str,
+    act: Callable[..., str],
+    nodes: Mapping[str, tuple[object, ...]],
+    calls: int = 0,
+    timeout_s: float = PROBE_TIMEOUT_S,
+) -> Problems:
     """What `act` finds wrong on each node, given its arguments; warns of nodes that did not answer about `what`.
 
     A process ends after `calls` answers (0: never): what it has seen of GPUs, a worker after it would see.
@@ -62,7 +68,7 @@ def ask_nodes(what: str, act: Callable[..., str], nodes: Mapping[str, tuple[obje
         """The problem of a node, and why it did not say; both empty when it has none."""
         there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
-            return ray.get(there.remote(*nodes[node]), timeout=PROBE_TIMEOUT_S), ""
+            return ray.get(there.remote(*nodes[node]), timeout=timeout_s), ""
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError as error:  # the node is gone, or about to be

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
-from app.elastic.control import RankError
+from app.elastic.failures import Suspects
 from app.errors import SunspotError
-from app.run.failures import Failure
 from app.train import broken_gpus, probe
 from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from tests.harness.asked_nodes import FakeRay
@@ -89,43 +87,36 @@ def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTrain
         cluster.done.append(("the group is over",))
         return B  # of a node that is well
 
-    monkeypatch.setattr(ray, "nodes", lambda: cluster.nodes)
     control: Any = SimpleNamespace(over=SimpleNamespace(remote=over))
     return BrokenInTraining(control, Needed({"GPU": 1.0}, 2))
-
-
-def ended(**cuda_errors: int | None) -> list[RankError]:
-    """A rank on each of these nodes, with CUDA's code of the error that ended it."""
-    failure = Failure(1, 0, 7, "AcceleratorError", "", "")
-    return [RankError(failure, 2, 7, True, node=node * 56, cuda_error=code) for node, code in cuda_errors.items()]
 
 
 @pytest.mark.parametrize(
     ("codes", "broken", "told"),
     [
-        ({"a": 719, "b": None}, "a", "no driver"),
-        ({"a": 0}, "a", "no driver"),
-        ({"a": 214}, "", "its GPU had an uncorrectable error of its memory (ECC)"),
+        ({A: 719}, "a", "no driver"),
+        ({A: None, B: None}, "a", "no driver"),
+        ({A: 214}, "", "its GPU had an uncorrectable error of its memory (ECC)"),
     ],
-    ids=["launch failure, and dead since", "no code", "answers after an ECC error"],
+    ids=["launch failure, and dead since", "lost", "answers after an ECC error"],
 )
 def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
-    codes: dict[str, int | None], broken: str, told: str, cluster: Cluster, training: BrokenInTraining
+    codes: Suspects, broken: str, told: str, cluster: Cluster, training: BrokenInTraining
 ) -> None:
     cluster.broken = broken
-    assert training(ended(**codes)) == [f"node {A[:12]} left out: {told}"]
+    assert training(codes) == [f"node {A[:12]} left out: {told}"]
     assert cluster.done == [("the group is over",), (A,)], "a drain of a group's node would be a notice"
 
 
 @pytest.mark.parametrize(
     ("codes", "asked"),
-    [({"a": 710, "b": 700}, {A, B}), ({"a": None, "b": None}, set())],
-    ids=["the program's error", "no error of CUDA"],
+    [({A: 710, B: 700}, {A, B}), ({C: None}, set()), ({"gone": None}, set()), ({}, set())],
+    ids=["the program's error", "no GPU", "a lost node", "none"],
 )
 def test_a_gpu_that_answers_is_not_broken(
-    codes: dict[str, int | None], asked: set[str], cluster: Cluster, training: BrokenInTraining
+    codes: Suspects, asked: set[str], cluster: Cluster, training: BrokenInTraining
 ) -> None:
-    assert not training(ended(**codes))
+    assert not training(codes)
     assert set(cluster.ray.arguments) == asked
     assert not cluster.done
 
@@ -134,13 +125,17 @@ def test_a_dead_gpu_that_the_run_needs_ends_it(cluster: Cluster, training: Broke
     cluster.broken = "ab"
     told = rf"a GPU broke: {A[:12]}, {B[:12]}: no driver; the other nodes have room for 0 of at least 2 workers"
     with pytest.raises(SunspotError, match=told):
-        training(ended(a=719, b=719))
+        training({A: 719, B: 719})
     assert not cluster.done
 
 
-def test_a_gpu_that_answers_and_is_needed_is_tried_again(cluster: Cluster, training: BrokenInTraining) -> None:
+def test_a_gpu_that_is_needed_and_had_no_error_or_answers_is_tried_again(
+    cluster: Cluster, training: BrokenInTraining
+) -> None:
     """Then MAX_FAILURES bounds the tries."""
-    assert not training(ended(a=214, b=220))
+    assert not training({A: 214, B: 220})
+    cluster.broken = "ab"  # as may be those of a node that is about to go
+    assert not training({A: None, B: None})
     assert not cluster.done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from app.elastic import failures
 from app.elastic.control import ControlChannel, GroupEnd, RankError
-from app.elastic.failures import MAX_STARVED, FailureJudge, describe_end
+from app.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
 from app.errors import SettingsError, SunspotError
 from app.run.attempts import Attempt
 from app.run.failures import Failure
@@ -251,22 +252,26 @@ def test_errors_of_cuda_are_told_apart_by_class_and_code(error: Exception, code:
 
 
 def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
-    control.end = told(failed(1, type="AcceleratorError", message="CUDA error", from_outside=True))
-    asked = list[list[RankError]]()
+    """Asked of are those whose ranks met an error of CUDA, and those whose ranks were lost and left no word."""
+    seen: dict[str, Any] = {"type": "AcceleratorError", "message": "CUDA error", "from_outside": True}
+    met, other = (replace(error, node=f"node {error.failure.rank}") for error in failed(1, 2, world_size=4, **seen))
+    nodes = {rank: f"node {rank}" for rank in range(4)}
+    control.end = replace(told([replace(met, cuda_error=719), other]), nodes=nodes)
+    asked = Suspects()
 
-    def leave_out(errors: list[RankError]) -> list[str]:
-        asked.append(errors)
+    def leave_out(suspects: Suspects) -> list[str]:
+        asked.update(suspects)
         return ["node a left out: GPU 3 cannot be used"]
 
-    assert FailureJudge(control, 3, leave_out)({1: RuntimeError()})
-    assert asked == [control.end.errors]
+    assert FailureJudge(control, 3, leave_out)({1: LOST, 2: RuntimeError(), 3: LOST})
+    assert asked == {"node 1": 719, "node 3": None}
     assert control.left_out == ["node a left out: GPU 3 cannot be used"]
     end = "; node a left out: GPU 3 cannot be used; starting again, 2 of 3 MAX_FAILURES left"
     assert control.said[0].endswith(end)
 
 
 def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None:
-    def refuse(errors: list[RankError]) -> list[str]:
+    def refuse(suspects: Suspects) -> list[str]:
         raise SunspotError("a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
 
     assert not FailureJudge(control, 3, refuse)({1: LOST})
@@ -274,7 +279,7 @@ def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None
 
 
 def test_what_another_ray_raises_while_nodes_are_left_out_ends_no_run(control: Control) -> None:
-    def fail(errors: list[RankError]) -> list[str]:
+    def fail(suspects: Suspects) -> list[str]:
         raise AttributeError("drain_node")
 
     assert FailureJudge(control, 3, fail)({1: LOST})
