@@ -13,7 +13,7 @@ from app.report import FILE, gather, render
 from app.report.summary import describe
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
-from app.run.checkpoints import Checkpoint, find_newest_good
+from app.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
 from app.run.identity import Rows, keep_identity
 from app.run.outcome import RECORD_S, Outcome, recorded_outcome
 from app.run.overview import read_state
@@ -52,7 +52,7 @@ def train_run(
     within(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
     driver = new_driver()
 
-    def find_start() -> tuple[str, Checkpoint | None, tuple[str, ...]]:
+    def find_start() -> tuple[str, Checkpoint | None, tuple[PassedOver, ...]]:
         attempts = read_attempts(run)
         claimant = owner or new_owner(run, settings.job_id)
         refuse_if_superseded(attempts, claimant)
@@ -64,8 +64,8 @@ def train_run(
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
         owner, checkpoint, skipped = within(limit_s, "reading the newest checkpoint", find_start)
         print(f"run {run.name} in {run.location}")
-        for text in skipped:
-            print(f"warning: skipped {visible(text)}")
+        for each in skipped:
+            print(f"warning: skipped {visible(str(each))}")
         with recorded_outcome(run, owner, driver, checkpoint, settings.max_driver_starts) as outcome:
             origin = describe_origin(settings, checkpoint, skipped)
             outcome.state = train(settings, run, owner, driver, checkpoint, origin, outcome, stop_request, identity)
@@ -125,11 +125,11 @@ def train(
         return finish(fit(plan, run, owner, driver, outcome.before, stop_request))
 
 
-def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[str]) -> str:
+def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[PassedOver]) -> str:
     """What the training is to go on from, as far as storage tells; nodes may have something newer in memory."""
     if checkpoint:
         return checkpoint.name + (", or what a node has newer in memory" if settings.snapshot_cost else "")
-    if any(": damaged, " in text for text in skipped):
+    if any(each.kind is Unusable.DAMAGED for each in skipped):
         return "a copy in a node's memory, if there is one: no checkpoint is whole"
     return settings.init_from or "the beginning"
 

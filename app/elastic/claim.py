@@ -38,6 +38,8 @@ from app.run.attempts import (
 from app.run.checkpoints import (
     MANIFEST,
     Checkpoint,
+    PassedOver,
+    Unusable,
     find_faults,
     find_faults_in_listing,
     find_newest_good,
@@ -211,19 +213,20 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
     left, crashing = without_crashing(machines, before)
     rank, snapshot, parts = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
-    skipped: tuple[str, ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
     if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
-        checkpoint, skipped = find_newest_good(run, before, inspect=inspect)
+        checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
         if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
             checkpoint = None  # what looked newer by its name is damaged
         else:
             snapshot, parts = None, []
+    skipped = tuple(str(each) for each in passed_over)
     if crashing:
         skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
     if not snapshot and not checkpoint:
         try:
             ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
-            refuse_to_begin_anew(run, before, skipped, attempt.metadata["settings"])
+            refuse_to_begin_anew(run, before, passed_over, attempt.metadata["settings"])
         except SupersededError:
             return None
         except DamageError as error:
@@ -261,16 +264,16 @@ def record_choice(run: Run, start: Start) -> Start | None:
 
 
 def refuse_to_begin_anew(
-    run: Run, attempts: list[Attempt], passed_over: Sequence[str], environment: Mapping[str, str]
+    run: Run, attempts: list[Attempt], passed_over: Sequence[PassedOver], environment: Mapping[str, str]
 ) -> None:
     """Raise `DamageError` when a run without a good state once had checkpoints, unless ACCEPT names their loss.
 
     `passed_over` is what `find_newest_good` names, and `environment` has the settings by variable.
     """
-    lost = [text for text in passed_over if ": damaged, " in text] or find_gone(attempts)
-    if not lost or accepts(environment, consent := f"loss-of-{lost[0].partition(':')[0]}"):
+    lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_gone(attempts)
+    if not lost or accepts(environment, consent := f"loss-of-{lost[0].name}"):
         return
-    lines = "\n".join(f"  {text}" for text in lost)
+    lines = "\n".join(f"  {each}" for each in lost)
     raise DamageError(
         f"{run.location} has no whole checkpoint any more, and no node a copy in memory, so there is nothing to go on "
         f"from:\n{lines}\nput back the files of one as they were, or choose another {PREFIX}RUN_NAME. To give them up, "
@@ -278,11 +281,15 @@ def refuse_to_begin_anew(
     )
 
 
-def find_gone(attempts: list[Attempt]) -> list[str]:
+def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
     """The checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.get(TIER) == "storage"]
-    return [f"{attempt.starts_from}: gone, attempt {attempt.number} started from it" for attempt in began[-1:]]
+    return [
+        PassedOver(attempt.starts_from, Unusable.GONE, f"attempt {attempt.number} started from it")
+        for attempt in began[-1:]
+        if attempt.starts_from
+    ]
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:

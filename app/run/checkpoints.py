@@ -8,7 +8,8 @@ has not been written since, which saves reading it.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from app.errors import DamageError, NotFoundError
 from app.formatting import in_words
@@ -54,6 +55,25 @@ Directories = Mapping[str, Mapping[str, Entry]]
 
 Inspect = Callable[["Checkpoint", Mapping[str, Entry]], list[str]]
 """Finds the faults of a checkpoint, given the listing of its directory."""
+
+
+class Unusable(StrEnum):
+    """Why a checkpoint cannot be gone on from."""
+
+    INCOMPLETE = "incomplete"
+    DAMAGED = "damaged"
+    GONE = "gone"
+
+
+class PassedOver(NamedTuple):
+    """A checkpoint that is not whole, or not there any more."""
+
+    name: str
+    kind: Unusable
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}, {self.why}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +260,7 @@ def verify(
 
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False, inspect: Inspect | None = None
-) -> tuple[Checkpoint | None, tuple[str, ...]]:
+) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
     """The newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
 
     `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
@@ -248,10 +268,10 @@ def find_newest_good(
     """
     spans = lineage(attempts)
     directories = list_directories(run)
-    passed: list[str] = []
+    passed: list[PassedOver] = []
     for name in reversed(by_step(name for name in directories if leads_to_newest(name, spans))):
         if MANIFEST not in directories[name]:
-            passed.append(f"{name}: incomplete, it has no manifest")
+            passed.append(PassedOver(name, Unusable.INCOMPLETE, "it has no manifest"))
         elif checkpoint := read_manifest(run, name):
             listed = directories[name]
             if inspect:
@@ -260,7 +280,7 @@ def find_newest_good(
                 faults = find_faults(run, checkpoint, listed if trust_listing else None)
             if not faults:
                 return checkpoint, tuple(passed)
-            passed.append(f"{name}: damaged, {'; '.join(faults)}")
+            passed.append(PassedOver(name, Unusable.DAMAGED, "; ".join(faults)))
     return None, tuple(passed)
 
 
@@ -319,14 +339,14 @@ def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
         checked = verify(run, names, directories)
         whole = best_first([checkpoint for checkpoint, faults in checked if not faults], metric, order)
         chosen = whole[0] if whole else None
-        passed_over = tuple(f"{c.name}: damaged, {'; '.join(faults)}" for c, faults in checked if faults)
+        passed_over = tuple(PassedOver(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults)
         if chosen and metric not in chosen.metrics:
             warn(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
-    for text in passed_over:
-        warn(f"passed over {text}")
+    for each in passed_over:
+        warn(f"passed over {each}")
     if chosen:
         return chosen
-    if any(": damaged, " in text for text in passed_over):
+    if any(each.kind is Unusable.DAMAGED for each in passed_over):
         raise DamageError(f"{run.location}: no checkpoint is whole")
     raise NotFoundError(f"{run.location}: no checkpoint yet")
 

@@ -14,7 +14,7 @@ from app.errors import NotFoundError, StorageError
 from app.formatting import as_time, in_words
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
-from app.run.checkpoints import MANIFEST, Checkpoint, by_step, find_newest_good, retention
+from app.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
 from app.run.history import newest_record, read_journal
 from app.run.identity import Identity, read_identity
 from app.run.incidents import Cause, Receipt, goodput, read_receipts
@@ -245,8 +245,8 @@ class RunView:
     "What each start of its workers cost, oldest first."
     checkpoint: Checkpoint | None
     "The newest verified one."
-    passed_over: tuple[str, ...] = ()
-    "Newer checkpoints that are not whole, or gone, each with the reason."
+    passed_over: tuple[PassedOver, ...] = ()
+    "Newer checkpoints that are not whole, or gone."
     last: dict[str, Any] = field(default_factory=dict)
     "The newest record of the metric history; empty before there is one."
     last_active: float = 0.0
@@ -356,10 +356,10 @@ def read_view(run: Run) -> RunView:
     )
     if not summary:
         raise NotFoundError(f"{run.location}: no run is there")
-    left = [text.partition(": ")[0] for text in passed_over if ": damaged, " in text]
+    left = [each.name for each in passed_over if each.kind is Unusable.DAMAGED]
     if gone := find_gone(status, [*left, *([checkpoint.name] if checkpoint else [])]):
-        others = [text for text in passed_over if not text.startswith(f"{gone}: ")]
-        passed_over = (f"{gone}: gone, though the run ended with it", *others)
+        others = [each for each in passed_over if each.name != gone]
+        passed_over = (PassedOver(gone, Unusable.GONE, "though the run ended with it"), *others)
     now = time.time()
     state, reason = state_from_storage(status, summary, now)
     return RunView(

@@ -34,7 +34,7 @@ from app.ray_internals import (
 from app.ray_session import ray_session
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts
-from app.run.checkpoints import Checkpoint, find_newest_good
+from app.run.checkpoints import Checkpoint, PassedOver, find_newest_good
 from app.run.incidents import Cause
 from app.run.status import Status
 from app.settings import Settings
@@ -114,7 +114,7 @@ def judge_end(
 ) -> Checkpoint:
     """The newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
 
-    def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[str, ...]]:
+    def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
         fatal = fatal_error(run, owner, driver)
         return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
 

@@ -62,8 +62,8 @@ def main() -> int:
         refuse_if_superseded(attempts, owner)
         promoted, skipped = find_newest_good(run, attempts)
         print(f"search {run.name} in {run.location}")
-        for text in skipped:
-            print(f"warning: skipped {text}")
+        for each in skipped:
+            print(f"warning: skipped {each}")
         # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(run, owner, driver, promoted, starts) as outcome:

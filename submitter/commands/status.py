@@ -130,8 +130,8 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
     if view and record["attempt"]:
         age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
         line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
-        for text in view.passed_over:
-            line("skipped", text)
+        for each in view.passed_over:
+            line("skipped", str(each))
         line("saves", _describe_saves(record))
         line("goodput", f"{record['goodput']:.0%}" if record["goodput"] is not None else "")
         line("incidents", _describe_incidents(record))

@@ -112,7 +112,7 @@ def judge(root: str) -> dict[str, Any]:
         "committed": [checkpoint.step for checkpoint in checkpoints],
         "bad": [checkpoint.name for checkpoint in checkpoints if find_faults(run, checkpoint)],
         "newest": newest.step if newest else None,
-        "skipped": list(skipped),
+        "skipped": [str(each) for each in skipped],
     }
 
 

@@ -185,7 +185,7 @@ def judge(run: Run) -> dict[str, Any]:
         "checkpoints": len(checkpoints),
         "damaged": [fault for checkpoint in checkpoints for fault in find_faults(run, checkpoint)],
         "in lineage": len(in_lineage(checkpoints, lineage(attempts))),
-        "passed over": list(passed_over),
+        "passed over": [str(each) for each in passed_over],
         "step": newest.step if newest else None,
         "impossible rows": proof.wrong_rows,
         "rows": [[epoch.rows, epoch.missing, epoch.repeated] for epoch in proof.epochs],

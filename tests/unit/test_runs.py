@@ -207,7 +207,7 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     assert (view.state, view.step, view.total_steps, view.epoch, view.loss) == (RunState.RUNNING, 6, 10, 2, 0.5)
     assert (view.rows_per_s, view.seconds_left, view.restarts) == (9.5, 8.0, 1)
     assert view.checkpoint == newest
-    assert [text.partition(":")[0] for text in view.passed_over] == [damaged.name]
+    assert [each.name for each in view.passed_over] == [damaged.name]
     assert view.checkpoint_age_s == pytest.approx(0, abs=20)
     assert view.goodput == pytest.approx(0.85, abs=0.03)
     assert [(receipt.cause, receipt.replayed) for receipt in view.receipts] == [("begin", 0), ("node lost", 2)]

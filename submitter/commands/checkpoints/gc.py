@@ -103,7 +103,7 @@ def _plan_checkpoints(run: Run, keep: int | None, now: float) -> Iterator[Remova
         return Removal(name, size, why, remove)
 
     spans = lineage(attempts)
-    faults = dict(text.split(": ", 1) for text in passed_over)
+    faults = {each.name: f"{each.kind}, {each.why}" for each in passed_over}
     counted = []
     for name in by_step(directories):
         files = directories[name]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from app.formatting import in_words, plural
+from app.run.checkpoints import Unusable
 from app.run.status import RunState
 from submitter.doctor.training.case import Case, advise_full, cut
 from submitter.findings import Diagnosis, Finding, Severity
@@ -50,26 +51,31 @@ def find_storage(case: Case) -> Iterator[Finding]:
 
 def _find_unusable(case: Case) -> Iterator[Finding]:
     """Checkpoints newer than the one in use: what was lost with them explains more than what anything else cost."""
-    texts, ended = case.view.passed_over, case.state.terminal
+    ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
     advice = _advise_ended(case) if ended else "the run goes on from the one before"
-    gone = [text.partition(": ")[0] for text in texts if ": gone, " in text]
+    gone, damaged, left = (
+        [each for each in case.view.passed_over if each.kind is kind]
+        for kind in (Unusable.GONE, Unusable.DAMAGED, Unusable.INCOMPLETE)
+    )
     if gone:
-        evidence = f"{gone[0]}, with which the run ended, is gone: the run itself keeps its newest"
+        evidence = f"{gone[0].name}, with which the run ended, is gone: the run itself keeps its newest"
         after = "; see what deletes below the storage path: a lifecycle rule, or somebody"
-        yield Finding(Diagnosis.GONE, severity, evidence, advice + after, {"checkpoints": gone}, cost=1.0)
-    damaged = [text for text in texts if ": damaged, " in text]
+        yield Finding(
+            Diagnosis.GONE, severity, evidence, advice + after, {"checkpoints": [each.name for each in gone]}, cost=1.0
+        )
     if damaged:
-        evidence = "passed over " + "; ".join(damaged)
+        texts = [str(each) for each in damaged]
+        evidence = "passed over " + "; ".join(texts)
         after = f"; look after the storage, and `sunspot checkpoints verify {case.view.run.name}` finds more"
-        yield Finding(Diagnosis.DAMAGED, severity, evidence, advice + after, {"checkpoints": damaged}, cost=1.0)
-    left = [text.partition(": ")[0] for text in texts if ": incomplete, " in text]
+        yield Finding(Diagnosis.DAMAGED, severity, evidence, advice + after, {"checkpoints": texts}, cost=1.0)
     if left and ended:  # of a live run, one is being committed
-        evidence = f"{plural(len(left), 'checkpoint')} without a manifest, left by killed commits: {', '.join(left)}"
+        names = [each.name for each in left]
+        evidence = f"{plural(len(names), 'checkpoint')} without a manifest, left by killed commits: {', '.join(names)}"
         advice = (
             f"`sunspot checkpoints gc {case.view.run.name}` shows what is of no use, and with --yes frees its space"
         )
-        yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": left})
+        yield Finding(Diagnosis.LEFTOVERS, Severity.NOTE, evidence, advice, {"checkpoints": names})
 
 
 def _advise_ended(case: Case) -> str:
