@@ -123,7 +123,8 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
             memory.keep(start.snapshot.checkpoint if start.snapshot else None)
         if rank == 0:
             show_claim(run, first_status(start, plan))
-        stack.enter_context(shipped_worker_output(run, attempt.number, rank))
+        outputs = stack.enter_context(ExitStack())
+        outputs.enter_context(shipped_worker_output(run, attempt.number, rank))
         try:
             state = load_start(run, settings, start, found, group, warn)
             worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
@@ -133,10 +134,11 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 f"{state.tier}"
             )
             del state, found  # as large as the model and its optimizer
+            worker.outputs = outputs
             if worker.reporter:
                 worker.reporter.phases = Phases(**phases, loaded=time.time())
-                stack.enter_context(worker.reporter.publisher)
-                stack.callback(worker.reporter.end)
+                outputs.enter_context(worker.reporter.publisher)
+                outputs.callback(worker.reporter.end)
                 stack.enter_context(worker.commands)
             if config["warm_key"] and ray.train.get_context().get_local_rank() == 0:
                 node, after_s = ray.get_runtime_context().get_node_id(), settings.warm_restart_after_s

@@ -3,7 +3,8 @@
 import os
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import ray.train
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError
 
+from app.background import CLOSE_TIMEOUT_S, start_thread
 from app.checkpoint import CheckpointManager
 from app.checkpoint.average import WeightAverage
 from app.data.ray_loader import RayLoader
@@ -21,7 +23,7 @@ from app.elastic.receipts import RESTARTING
 from app.elastic.watchdog import Watchdog
 from app.observe.metrics import MetricWindow, RecentMeans
 from app.observe.prometheus import Telemetry
-from app.parallel import StepActions, finish_together
+from app.parallel import StepActions, finish_together, from_rank_0
 from app.plan import Plan
 from app.tasks import Task
 from app.train.reporter import Reporter
@@ -70,6 +72,8 @@ class Worker:
     telemetry: Telemetry
     reporter: Reporter | None
     "On rank 0 only."
+    outputs: ExitStack = field(default_factory=ExitStack)
+    "Bring its log, and on rank 0 metrics and status, to storage; the last of them as they are closed."
     _reported: float = 0.0
     _saved: bool = False
     "Whether it has saved as the head is to go."
@@ -126,18 +130,31 @@ class Worker:
         self.checkpoints.save(self.start, metrics)
 
     def restart_group(self) -> NoReturn:
-        """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then."""
-        limit_s = self._drain_limit_s()
+        """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then.
+
+        Ray kills all of its processes once the first has raised, so what they printed and measured goes to storage
+        before, as far as a notice leaves time for it.
+        """
         with self.watchdog.paused():
+            limit_s = self._drain_limit_s()
             finish_together(self.control_group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
             self.checkpoints.close(finished=False)
+            print(RESTARTING)  # how its log ends
+            left_s = from_rank_0(self.control_group, self._drain_limit_s)  # which alone knows of a notice
+            finish_together(self.control_group, lambda: self._close_outputs(left_s))
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
         raise RayActorError(error_msg=RESTARTING, preempted=True)
 
+    def _close_outputs(self, limit_s: float | None) -> None:
+        """Bring to storage what is not there yet, as far as that takes no longer than a background task may."""
+        with suppress(TimeoutError):
+            closed = start_thread(self.outputs.pop_all().close, "outputs")
+            closed.result(CLOSE_TIMEOUT_S if limit_s is None else min(limit_s, CLOSE_TIMEOUT_S))
+
     def _drain_limit_s(self) -> float | None:
-        """Seconds that the commit of the last checkpoint may take; None: no limit."""
+        """Seconds that the commit of the last checkpoint may take, and then the last output; None: no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError
 
+import app.train.worker
+from app.background import Background
 from app.elastic.claim import Start
 from app.elastic.control import Command
+from app.elastic.receipts import RESTARTING
 from app.elastic.restore import State
 from app.errors import SettingsError
-from app.run import open_run
+from app.run import Run, open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
+from app.run.logs import rank_stream, read_stream
 from app.settings import Settings
+from app.storage.local import LocalStorage
 from app.tasks.defaults import learning_rate_factor
 from app.train import setup
 from app.train.probe import probe_here
@@ -33,7 +43,8 @@ from app.train.setup import (
     refuse_small_micro_batches,
     round_products,
 )
-from app.train.worker import DRAIN_S, Worker
+from app.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Worker
+from tests.harness.process_group import in_processes
 
 
 def test_small_micro_batches_are_refused_with_batch_norm() -> None:
@@ -192,8 +203,27 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 
 
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `join_run` gets, without Ray and a group."""
+    names = ("open_run", "quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
+    for name in names:
+        monkeypatch.setattr(setup, name, anything)
+    monkeypatch.setattr(setup, "open_memory", lambda *_: None)
+    monkeypatch.setattr(setup, "Watchdog", lambda *_: Watched())
+    monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: None)
+    monkeypatch.setattr("torch.distributed.barrier", anything)
+    monkeypatch.setattr("ray.get", lambda *_, **__: None)
+    monkeypatch.setattr("ray.train.get_context", anything)
+    control = SimpleNamespace(fatal_error=SimpleNamespace(remote=anything))
+    told = {"owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300, "warm_key": ""}
+    return {**told, "plan": SimpleNamespace(settings=Settings()), "control": control}
+
+
 @pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])
-def test_a_node_that_freezes_while_a_group_starts_is_a_hang(snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
+    snapshot: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it agrees on where to start, sends its copy, or reads from storage, which has a limit of its own."""
     watched, seen = Watched(), list[bool]()
 
@@ -205,27 +235,81 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(snapshot: Any, monke
         seen.append(watched.entered and not watched.paused_now)
         return SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=snapshot), None
 
-    for name in (
-        "open_run",
-        "quiet_ray_train",
-        "launch_time",
-        "open_memory",
-        "show_claim",
-        "first_status",
-        "record_end",
-    ):
-        monkeypatch.setattr(setup, name, anything)
-    monkeypatch.setattr(setup, "open_memory", lambda *_: None)
     monkeypatch.setattr(setup, "agree_on_start", agree_on_start)
     monkeypatch.setattr(setup, "shipped_worker_output", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(setup, "Watchdog", lambda *_: watched)
     monkeypatch.setattr(setup, "load_start", load_start)
-    monkeypatch.setattr("torch.distributed.new_group", anything)
-    monkeypatch.setattr("torch.distributed.barrier", anything)
-    monkeypatch.setattr("ray.get", lambda *_, **__: None)
-    monkeypatch.setattr("ray.train.get_context", anything)
-    config = {"plan": SimpleNamespace(settings=Settings()), "control": anything(), "owner": "me", "driver": ""}
-    config["control"].fatal_error = SimpleNamespace(remote=anything)
-    with pytest.raises(SettingsError), setup.join_run({**config, "threads": 1, "collective_timeout_s": 300}):
+    with pytest.raises(SettingsError), setup.join_run(config):
         pytest.fail("it went on")
     assert seen == [True, True]
+
+
+class SlowStorage(LocalStorage):
+    """Takes its time to write."""
+
+    def __init__(self, root: Path, write_s: float) -> None:
+        super().__init__(str(root))
+        self._write_s = write_s
+
+    def write(self, key: str, data: bytes) -> None:
+        time.sleep(self._write_s)
+        super().write(key, data)
+
+
+def make_worker(left_s: float | None, **own: Any) -> Worker:
+    """A worker whose group restarts, with `left_s` of a notice."""
+    deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
+    commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
+    others = [field.name for field in fields(Worker) if field.name not in ("outputs", "_reported", "_saved")]
+    about = {"watchdog": Watched(), "commands": commands, "plan": SimpleNamespace(settings=Settings(notice_s=60))}
+    return Worker(**{**dict.fromkeys(others, MagicMock()), **about, **own})
+
+
+def test_a_restart_takes_the_last_lines_and_metrics_along(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray kills all workers as soon as one has ended."""
+    run = Run(SlowStorage(tmp_path, 0.3), "run")
+    journal, start = Journal(run, "metrics", 1), SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=None)
+    reporter: Any = SimpleNamespace(drain=anything, publisher=Background(60, journal.flush), end=anything)
+    worker = make_worker(10, control_group=None, reporter=reporter, start=0, world_size=1)
+    for name, value in [("open_run", run), ("agree_on_start", (start, None)), ("make_worker", worker)]:
+        monkeypatch.setattr(setup, name, lambda *_, value=value: value)
+    monkeypatch.setattr(setup, "load_start", lambda *_: State())
+    monkeypatch.setattr(app.train.worker, "EXIT_AFTER_S", 1e6)
+    stored: list[Any] = []
+
+    def train() -> None:
+        os.write(1, b"the last line\n")
+        journal.append({"step": 7})
+        try:
+            worker.restart_group()
+        finally:
+            stored.extend([read_stream(run, rank_stream(1, 0)), read_journal(run, "metrics")])
+
+    with pytest.raises(RayActorError), setup.join_run(config):
+        train()
+    [text, metrics] = stored
+    assert b"the last line\n" in text
+    assert text.decode().endswith(f"{RESTARTING}\n")
+    assert [record["step"] for record in metrics] == [7]
+
+
+@pytest.mark.parametrize(("write_s", "left_s"), [(1, 30), (60, 1)])
+def test_workers_end_once_the_output_of_all_is_in_storage_or_the_notice_is_over(
+    write_s: float, left_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone knows of the notice, and the output of rank 1 takes long."""
+    monkeypatch.setattr(app.train.worker, "EXIT_AFTER_S", 1e6)
+
+    def act(group: dist.ProcessGroup) -> float:
+        began, rank = time.monotonic(), dist.get_rank(group)
+        worker = make_worker(None if rank else left_s, control_group=group)
+        if rank == 1:
+            worker.outputs.callback(time.sleep, write_s)
+        with pytest.raises(RayActorError):
+            worker.restart_group()
+        return time.monotonic() - began
+
+    for took_s in in_processes(tmp_path, 2, act):
+        assert 1 - 0.3 <= took_s < 10
