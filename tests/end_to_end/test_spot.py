@@ -24,6 +24,7 @@ from app.run.status import RunState, read_status
 from app.train.probe import probe_all_nodes
 from submitter.doctor.diagnose import examine
 from submitter.findings import Diagnosis
+from tests.end_to_end.test_columns import write_numbers
 from tests.harness import s3
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
@@ -222,6 +223,34 @@ def test_storage_that_hangs_ends_the_run_at_its_limit(
     assert "no checkpoint could be committed for" in output.splitlines()[-1], output
     assert "no answer from storage for" in output.splitlines()[-1], output
     assert time.monotonic() - began < 280
+
+
+@pytest.mark.slow
+def test_ranks_that_get_no_rows_of_ray_data_are_started_again_at_no_charge(
+    program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (reads := tmp_path / "reads").mkdir()
+    program.run(
+        TASK="tests.tasks.stalling",
+        TASK_ARGS=json.dumps({"folder": str(reads)}),
+        DATASET=write_numbers(tmp_path / "data", 40),
+        LOADER="ray",
+        GLOBAL_BATCH_SIZE=4,
+        EPOCHS=30,
+        HANG_TIMEOUT_S=8,
+        MAX_FAILURES=0,
+    )
+    run = the_run(program)
+    assert newest(run).step == 300
+    hung = [event for event in read_journal(run, "events") if event["event"] == "hung"]
+    assert any("waits for rows of Ray Data in" in event["detail"] for event in hung)
+    [_, restart] = read_receipts(read_journal(run, "events"))
+    assert restart.cause is Cause.NO_ROWS
+    assert "waits for rows of Ray Data in" in restart.detail
+    assert "Ray Data brought no rows: the pods" in capfd.readouterr().out
+    [found] = [finding for finding in examine(None, run).findings if finding.finding is Diagnosis.NO_ROWS]
+    assert "waits for rows of Ray Data in" in found.evidence
+    assert_audit_clean(program)
 
 
 @pytest.mark.slow
