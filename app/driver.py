@@ -85,7 +85,7 @@ def train(
 ) -> RunState:
     """Plan, and train from the newest `checkpoint` (`origin`: for people).
 
-    `driver` identifies this start, and `outcome` has the status that it found.
+    `driver` identifies this start, and `outcome` is how it goes.
     """
     # Here, as torch and Ray take seconds to import.
     from app.plan import make_plan
@@ -122,7 +122,7 @@ def train(
         print(f"  {reason}")
     print(f"  from: {origin}", flush=True)
     with ray_session():  # one for both
-        return finish(fit(plan, run, owner, driver, outcome.before, stop_request))
+        return finish(fit(plan, run, owner, driver, stop_request))
 
 
 def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[PassedOver]) -> str:

@@ -49,7 +49,7 @@ from app.run.checkpoints import (
 from app.run.history import read_journal
 from app.run.identity import refuse_other_settings
 from app.run.incidents import FORKED, TIER
-from app.run.status import Status, read_status, refuse_if_deleted
+from app.run.status import Status, read_other_status, read_status, refuse_if_deleted
 from app.settings import PREFIX, Settings, accepts
 from app.storage.base import Entry
 from app.storage.retry import retry_storage
@@ -85,6 +85,9 @@ class Start:
     events: list[dict[str, Any]]
     "Of the attempts so far."
     status: Status | None
+    "Of this start of the driver."
+    other: Status | None = None
+    "Of who trained before, as it stood at the claim."
     parts: Sequence[PartCopy] = ()
     "Of the state that `snapshot` is the first part of."
 
@@ -250,6 +253,7 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         heartbeats=[heartbeat for machine in machines for heartbeat in machine.heartbeats],
         events=read_journal(run, "events"),
         status=read_status(run, attempt.driver),
+        other=read_other_status(run, attempt.driver),
         parts=parts,
     )
 

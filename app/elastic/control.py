@@ -120,6 +120,10 @@ class ControlChannel:
         left_out, self._left_out = self._left_out, []
         return {**self._restart, "last_state": self._state, "left_out": left_out}
 
+    def explain(self, incident: dict[str, Any]) -> None:
+        """Put why the driver's first group begins, as its claim found it, before what was noted meanwhile."""
+        self._incident = {**self._incident, **incident}
+
     def recovered(self) -> None:
         """Close the incident: the new group has taken its first step."""
         self._restart = {}

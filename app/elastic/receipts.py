@@ -10,7 +10,6 @@ from app.elastic.failures import reason
 from app.elastic.restore import State
 from app.run.attempts import Attempt
 from app.run.incidents import FORKED, Cause, Receipt, read_receipts, worker_seconds
-from app.run.status import Status
 
 RESTARTING = "the worker group ends, for a restart"
 """In the error that ends a worker which was asked to restart."""
@@ -82,15 +81,27 @@ def _detail(cause: Cause, incident: dict[str, Any]) -> str:
     return next((str(incident[name]) for name in order if incident.get(name)), "")
 
 
-def first_incident(attempts: list[Attempt], before: Status | None) -> dict[str, Any]:
-    """Why a driver starts its first worker group; `before` is the status it found."""
-    if not attempts:
+def first_incident(start: Start) -> dict[str, Any]:
+    """Why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
+
+    Another start of the run was alive if storage took a status of its after this driver had begun. One of the same job
+    is a driver that was lost: its workers may outlive it for a minute.
+    """
+    own, other = start.status, start.other
+    if not start.before:
         return {"cause": Cause.BEGIN}
-    if before and before.state.terminal:
-        ended = f"the driver before ended at step {before.step}: {before.state}"
-        return {"cause": Cause.RESUMED, "detail": ended, "paused_since": before.time, "last_step": before.step}
-    silent = f"no word of the driver before since step {before.step}" if before else "no word of the driver before"
-    return {"cause": Cause.DRIVER_LOST, "detail": silent, "last_step": before.step if before else 0}
+    if start.before[-1].driver == start.attempt.driver:
+        return {}
+    if other is None:
+        return {"cause": Cause.DRIVER_LOST, "detail": "no word of the driver before"}
+    if other.state.terminal:
+        ended = f"the driver before ended at step {other.step}: {other.state}"
+        return {"cause": Cause.RESUMED, "detail": ended, "paused_since": other.time, "last_step": other.step}
+    if own and own.began < other.seen and own.owner != other.owner:
+        taken = f"by {own.owner}, from {other.owner} at step {other.step}"
+        return {"cause": Cause.TAKEN_OVER, "detail": taken, "last_step": other.step}
+    silent = f"no word of the driver before since step {other.step}"
+    return {"cause": Cause.DRIVER_LOST, "detail": silent, "last_step": other.step}
 
 
 class FailureRecorder(ray.train.UserCallback):

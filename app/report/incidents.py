@@ -52,7 +52,8 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
         why = why if TIER in attempt.metadata else "no receipt: begun by an older version"
         tier, world = attempt.metadata.get(TIER), attempt.metadata.get("world_size")
         return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None]
-    label = {Cause.BEGIN: "first start", Cause.RESUMED: "resumed"}.get(receipt.cause, f"incident: {receipt.cause}")
+    label = f"incident: {receipt.cause}" if receipt.cause.incident else str(receipt.cause)
+    label = "first start" if receipt.cause is Cause.BEGIN else label
     detail = f" ({receipt.detail})" if receipt.detail else ""
     safe = None
     if receipt.committed is not None and receipt.noticed is not None:

@@ -45,13 +45,15 @@ class Cause(enum.StrEnum):
     "Ranks that waited for rows of Ray Data until they were ended like hung ones."
     DRIVER_LOST = "driver lost"
     "The driver before ended without a status: its head or its node was lost."
+    TAKEN_OVER = "taken over"
+    "Another start of the run trained, and this one took it over."
     RESUMED = "resumed"
     "The driver before had ended for good."
 
     @property
     def incident(self) -> bool:
-        """Whether it is a disturbance; starting and resuming are deliberate."""
-        return self not in (Cause.BEGIN, Cause.RESUMED)
+        """Whether it is a disturbance; starting, resuming and taking over are deliberate."""
+        return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,11 @@ class Receipt:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds from the notice or the loss to the end of each phase that was observed, in their order."""
+        """Seconds from the notice or the loss to the end of each phase that was observed, in their order.
+
+        A driver may begin while the group of a lost one still trains: what it did before that group's last step that
+        counts is no part of the recovery.
+        """
         ends = {
             "old group gone": self.launched,
             "processes up": self.up,
@@ -122,7 +128,7 @@ class Receipt:
             "state there": self.loaded,
             "first step": self.first_step,
         }
-        return {name: end - self.began for name, end in ends.items() if end is not None}
+        return {name: end - self.began for name, end in ends.items() if end is not None and end >= self.began}
 
     def record(self) -> dict[str, Any]:
         """As an event of the run."""

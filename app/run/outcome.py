@@ -47,10 +47,8 @@ DRIVER_CHECK_EVERY_S = 5.0
 class Outcome:
     """How one start of a driver goes."""
 
-    def __init__(self, before: Status | None, status: DriverStatus) -> None:
+    def __init__(self, status: DriverStatus) -> None:
         self._status = status
-        self.before = before
-        "The status that it found."
         self.state = RunState.SUCCEEDED
         "How it ended, unless with an error; set by the caller."
 
@@ -72,7 +70,7 @@ def recorded_outcome(
     """
     known, before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
     begun = status.begun
-    outcome = Outcome(before, status)
+    outcome = Outcome(status)
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
         with suppress(StorageError):

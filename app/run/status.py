@@ -204,8 +204,17 @@ def read_status(run: Run, driver: str = "", warn: Callable[[str], Any] = warn_on
 
     Raises `StorageError`; `warn` hears of damage.
     """
+    return _read(run, lambda listed: newest_status(listed, driver), warn)
+
+
+def read_other_status(run: Run, driver: str) -> Status | None:
+    """The status that counts among those of all other starts of a driver; otherwise like `read_status`."""
+    return _read(run, lambda listed: newest_status(entry for entry in listed if driver_of(entry) != driver), warn_once)
+
+
+def _read(run: Run, choose: Callable[[list[Entry]], Entry | None], warn: Callable[[str], Any]) -> Status | None:
     for _ in range(READ_TRIES):
-        entry = newest_status(list_statuses(run), driver)
+        entry = choose(list_statuses(run))
         if entry is None:
             return None
         with contextlib.suppress(NotFoundError):  # withdrawn, or tidied away by a newer attempt, since it was listed

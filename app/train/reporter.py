@@ -204,7 +204,7 @@ class Reporter:
         self._journals["events"].append(receipt.record())
         self._receipts.append(receipt)
         self._control.recovered.remote()
-        if receipt.cause.incident:
+        if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
             self._control.say.remote(describe(receipt))
         self.publisher.run_now()
 

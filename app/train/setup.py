@@ -32,7 +32,7 @@ from app.data.torch_loader import TorchLoader
 from app.elastic.claim import Start, agree_on_start
 from app.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
 from app.elastic.failures import describe_end
-from app.elastic.receipts import RESTARTING, Phases
+from app.elastic.receipts import RESTARTING, Phases, first_incident
 from app.elastic.restore import State, load_start
 from app.elastic.watchdog import Watchdog
 from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
@@ -122,6 +122,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         if memory:
             memory.keep(start.snapshot.checkpoint if start.snapshot else None)
         if rank == 0:
+            control.explain.remote(first_incident(start))
             show_claim(run, first_status(start, plan))
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, rank))

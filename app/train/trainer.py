@@ -18,7 +18,7 @@ from app.elastic.control import CONTROL_TIMEOUT_S, GroupEnd, StopRequest, open_c
 from app.elastic.failures import FailureJudge, WorkersFailedError
 from app.elastic.groups import GroupChoice
 from app.elastic.nodes import NodeMonitor, wait_for_nodes, watch_nodes
-from app.elastic.receipts import FailureRecorder, first_incident
+from app.elastic.receipts import FailureRecorder
 from app.errors import SunspotError
 from app.observe.progress import shown_progress
 from app.observe.prometheus import exported_run
@@ -36,9 +36,7 @@ from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts
 from app.run.checkpoints import Checkpoint, PassedOver, find_newest_good
 from app.run.incidents import Cause
-from app.run.status import Status
 from app.settings import Settings
-from app.storage.deadline import within
 from app.storage.retry import retry_storage
 from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from app.train.library import choose_trainer
@@ -73,18 +71,16 @@ def fit(
     run: Run,
     owner: str,
     driver: str = "",
-    before: Status | None = None,
     stop_request: StopRequest | None = None,
 ) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    `driver` identifies this start of the driver (`status.new_driver`), and `before` is the status that it found, for
-    its first worker group's receipt. The caller, too, may ask for a stop, through `stop_request`. Raises what ended the
-    run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
+    `driver` identifies this start of the driver (`status.new_driver`). The caller, too, may ask for a stop, through
+    `stop_request`. Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError`
+    with Ray's reason.
     """
     stop_request = StopRequest() if stop_request is None else stop_request  # an empty one is false
-    limit_s = plan.settings.storage_timeout_s
-    incident = first_incident(within(limit_s, "reading the attempts", lambda: read_attempts(run)), before)
+    incident: dict[str, Any] = {}
     failure: Exception | None = None
     with ray_session():
         for attempt in range(1, DRIVER_TRIES + 1):
@@ -140,7 +136,7 @@ def judge_end(
 def fit_once(
     plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: dict[str, Any]
 ) -> None:
-    """Run one of Ray's trainers to its end; `incident` is why its first worker group begins."""
+    """Run one of Ray's trainers to its end; `incident` is what ended the one before, if there was one."""
     settings = plan.settings
     choice, lag_s = None, 0.0
     if settings.num_workers.elastic or settings.node_groups:

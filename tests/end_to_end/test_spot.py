@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import ray
 from app.elastic.control import open_control
 from app.formatting import as_time
 from app.ray_internals import reachable_nodes
+from app.report import gather, render
 from app.run import open_run
 from app.run.attempts import read_attempts
 from app.run.failures import read_failures
 from app.run.history import read_journal
-from app.run.incidents import Cause, read_receipts
+from app.run.incidents import Cause, describe, read_receipts
 from app.run.logs import list_streams
-from app.run.overview import read_state
+from app.run.overview import read_state, read_view
 from app.run.status import RunState, read_status
 from app.train.probe import probe_all_nodes
 from submitter.doctor.diagnose import examine
@@ -191,6 +193,28 @@ def test_what_was_frozen_is_said_to_be_silent_and_writes_nothing_when_it_comes_b
     [_, takeover] = receipts_of(run)
     assert takeover.cause is Cause.DRIVER_LOST
     assert len({attempt.owner for attempt in read_attempts(run)}) == (1 if job else 2)
+    assert_audit_clean(program)
+
+
+@pytest.mark.slow
+def test_a_take_over_from_a_live_start_is_no_lost_driver(program: Program, make_data: MakeData) -> None:
+    settings = {**SLOW, "DATASET": make_data(4000), "NUM_WORKERS": 1, "CHECKPOINT_EVERY_STEPS": 50}
+    run = the_run(program)
+    first = program.start(**settings)
+    wait_for_step(run, 50, first)
+    second = program.start(**settings)
+    output = second.communicate(timeout=250)[0]
+    assert second.returncode == 0, output
+    assert first.wait(timeout=100) == 6
+    [_, takeover] = receipts_of(run)
+    assert str(takeover.cause) == "taken over"
+    assert re.fullmatch(rf"by .+-{second.pid}-\w+, from .+-{first.pid}-\w+ at step [0-9]+", takeover.detail)
+    assert all(at >= 0 for at in takeover.phases.values())
+    assert describe(takeover) in output
+    view = read_view(run)
+    assert (view.incidents, view.restarts) == ([], 1)
+    assert not any("driver lost" in line for line in (output, render(gather(run, view.state, view.reason)).decode()))
+    assert not [found for found in examine(None, run).findings if "lost" in found.evidence]
     assert_audit_clean(program)
 
 

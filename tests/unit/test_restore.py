@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import pickle
 import pkgutil
 import re
@@ -30,7 +31,7 @@ from app.checkpoint.slots import MemorySnapshot
 from app.checkpoint.snapshot import in_buffer, map_tensors, size_of
 from app.elastic.claim import Found, Start, begin_attempt
 from app.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
-from app.elastic.receipts import first_incident, make_receipt
+from app.elastic.receipts import Phases, first_incident, make_receipt
 from app.elastic.restore import State, choose_init, load_init, load_start, read_init
 from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from app.run import Run, open_run
@@ -43,8 +44,8 @@ from app.run.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from app.run.incidents import Cause, Receipt
-from app.run.status import RunState, Status
+from app.run.incidents import Cause, Receipt, describe
+from app.run.status import RunState, Status, write_status
 from app.settings import Settings
 from app.storage.local import LocalStorage
 from app.storage.retry import retry_storage
@@ -506,15 +507,57 @@ def test_a_receipt_says_what_a_restart_cost() -> None:
 
 
 def test_a_pause_is_not_lost() -> None:
-    before = Status(RunState.FAILED, "me", time=50.0, step=14)
-    incident = first_incident([at(1, 10)], before)
+    ended = Status(RunState.FAILED, "me", time=50.0, step=14)
+    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), other=ended)
+    incident = first_incident(now)
     assert incident["cause"] is Cause.RESUMED
-    receipt = make_receipt(a_start(at(2, 1000, step=14), at(1, 10)), State(taken=40.0), incident, 1010.0)
+    receipt = make_receipt(now, State(taken=40.0), incident, 1010.0)
     assert receipt.paused_s == 950
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
-    running = Status(RunState.RUNNING, "me", time=50.0, step=14)
-    assert first_incident([at(1, 10)], running)["cause"] is Cause.DRIVER_LOST
-    assert first_incident([], None)["cause"] is Cause.BEGIN
+
+
+def claimed_by(driver: str, attempt: Attempt) -> Attempt:
+    return replace(attempt, metadata={**attempt.metadata, "driver": driver})
+
+
+@pytest.mark.parametrize(
+    ("last_word", "of", "cause", "detail"),
+    [
+        (60.0, "old-1", Cause.TAKEN_OVER, "by new-2, from old-1 at step 20"),
+        (40.0, "old-1", Cause.DRIVER_LOST, "no word of the driver before since step 20"),
+        (60.0, "new-2", Cause.DRIVER_LOST, "no word of the driver before since step 20"),
+        (None, "old-1", Cause.DRIVER_LOST, "no word of the driver before"),
+    ],
+    ids=["still trains", "frozen", "the same job, whose workers outlive its driver", "left no word"],
+)
+def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
+    last_word: float | None, of: str, cause: Cause, detail: str, run: Run
+) -> None:
+    """The driver begins at 50, while the first start's group takes step 20; it claims at 70."""
+    write_status(run, Status(RunState.STARTING, "new-2", began=50.0, attempt=1, driver="2" * 8))
+    if last_word is not None:
+        write_status(run, Status(RunState.RUNNING, of, step=20, attempt=1, driver="1" * 8))
+    for status in run.storage.list(run.key("status")):
+        moment = 65.0 if "2" * 8 in status.key else last_word or 0.0
+        os.utime(Path(run.storage.locate(status.key)), (moment, moment))
+    start(run, of, at=10.0, world_size=2, driver="1" * 8, tier="beginning")
+    commit(run, read_attempts(run)[0], 15)
+    found = begin_attempt(run, "new-2", Settings(global_batch_size=5), machines(None, None), "2" * 8)
+    assert found
+    now = replace(found, attempt=replace(found.attempt, time=70.0))
+    incident = first_incident(now)
+    assert (incident["cause"], incident["detail"]) == (cause, detail)
+    phases = Phases(launched=52.0, up=58.0, formed=66.0, loaded=72.0)
+    receipt = make_receipt(now, State(taken=62.0), incident, 75.0, phases)
+    assert receipt.replayed == (5 if last_word else 0)
+    assert all(at >= 0 for at in receipt.phases.values()), "processes began before the last step of the old group"
+    assert ("first step 5.0 s after the start" in describe(receipt)) == (cause is Cause.TAKEN_OVER)
+    later = replace(now, before=[*now.before, now.attempt], attempt=claimed_by("2" * 8, at(3, 90)))
+    assert first_incident(later) == {}, "its own group went before: why is known"
+
+
+def test_a_first_start_is_no_incident(run: Run) -> None:
+    assert first_incident(begun(run)) == {"cause": Cause.BEGIN}
 
 
 def test_a_loss_while_workers_make_way_is_a_loss() -> None:

@@ -206,7 +206,7 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `join_run` gets, without Ray and a group."""
-    names = ("open_run", "quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
+    names = ("open_run", "quiet_ray_train", "launch_time", "show_claim", "first_status", "first_incident", "record_end")
     for name in names:
         monkeypatch.setattr(setup, name, anything)
     monkeypatch.setattr(setup, "open_memory", lambda *_: None)
@@ -215,9 +215,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("torch.distributed.barrier", anything)
     monkeypatch.setattr("ray.get", lambda *_, **__: None)
     monkeypatch.setattr("ray.train.get_context", anything)
-    control = SimpleNamespace(fatal_error=SimpleNamespace(remote=anything))
-    told = {"owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300, "warm_key": ""}
-    return {**told, "plan": SimpleNamespace(settings=Settings()), "control": control}
+    told = SimpleNamespace(remote=anything)
+    control = SimpleNamespace(fatal_error=told, explain=told)
+    given = {"owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300, "warm_key": ""}
+    return {**given, "plan": SimpleNamespace(settings=Settings()), "control": control}
 
 
 @pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])
