@@ -47,7 +47,9 @@ def _watch(control: Any, screen: _Lines, closing: threading.Event) -> None:
             screen.print(text)
         for record in records:
             screen.record(record)
-        if state:
+        if lines:  # of a lost rank, say: the state is from before
+            screen.skip(state)
+        elif state:
             screen.state(state)
     screen.close()
 
@@ -69,6 +71,10 @@ class _Lines:
         if state != self._shown and time.monotonic() - self._printed >= PLAIN_EVERY_S:
             self._shown = state
             self.print(self.describe(state))
+
+    def skip(self, state: dict[str, Any]) -> None:
+        """Do not show this state any more."""
+        self._shown = state
 
     def close(self) -> None:
         """Nothing is open."""

@@ -48,7 +48,7 @@ RUN_GAUGES = {
     "workers": "Training workers of the present worker group.",
     "attempt": "Number of the present worker group: each start of one is an attempt.",
     "attempt_timestamp_seconds": "When the present worker group began, in seconds since the epoch.",
-    "loss": "Mean loss of the rows of the newest window, over all workers.",
+    "loss": "Mean loss of the last 10,000 training rows, or of an epoch if it has fewer, over all workers.",
     "goodput_ratio": "Useful part of all worker-seconds of the run so far.",
     "checkpoint_timestamp_seconds": "When the newest checkpoint was committed, in seconds since the epoch; as long as "
     "there is none, when the run began.",

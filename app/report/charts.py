@@ -117,10 +117,10 @@ def over_time(report: Report, series: Series) -> Across:
     return Across(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
 
 
-def points_of(across: Across, values: Sequence[float | None], gaps: bool = True) -> list[Point]:
-    """The values of a column that can be drawn, with `gaps` where the groups change."""
+def points_of(across: Across, values: Sequence[float | None]) -> list[Point]:
+    """The values of a column that can be drawn."""
     return [
-        Point(x, y, group if gaps else 0)
+        Point(x, y, group)
         for x, y, group in zip(across.places, values, across.groups, strict=True)
         if x is not None and y is not None and can_draw(x) and can_draw(y)
     ]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 from app.run.history import HELD_OUT
 
@@ -57,7 +57,7 @@ def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, 
     return [stretch[at] for at in sorted(chosen)]
 
 
-def can_draw(value: float | None) -> bool:
+def can_draw(value: float | None) -> TypeGuard[float]:
     """Whether a value has a position on an axis: NaN, infinities and huge values have none."""
     return value is not None and abs(value) < MOST
 
@@ -111,6 +111,33 @@ class RankTotal:
             self.p95 = max(self.p95, numbers.get("step_time_p95_s") or median)
 
 
+class Curves:
+    """Means over windows of rows, as they are drawn.
+
+    Each checkpoint ends a window, and the next may have few rows. Alone, their mean would be a spike: a window of less
+    than half the rows that those before had is drawn with the rows before it.
+    """
+
+    def __init__(self) -> None:
+        self._usual = self._rows = 0.0
+        self._means: dict[str, float | None] = {}
+
+    def add(self, rows: float, means: dict[str, float | None]) -> dict[str, float | None]:
+        """The means to draw for a window of so many rows."""
+        drawn = dict(means)
+        if rows < self._usual / 2:
+            self._usual /= 2  # they may stay as short
+            for name, mean in means.items():
+                before = self._means.get(name)
+                if can_draw(before) and can_draw(mean):
+                    drawn[name] = (before * self._rows + mean * rows) / (self._rows + rows)
+            self._rows += rows
+        else:
+            self._usual = self._rows = rows
+        self._means = drawn
+        return drawn
+
+
 class RankSpeeds:
     """What the ranks did, over the run and each as a whole."""
 
@@ -156,6 +183,7 @@ class History:
         self.last: dict[str, Any] = {}
         "Step and time of the newest record; empty before there is one."
         self._latest: dict[str, tuple[float, int]] = {}
+        self._curves = Curves()
 
     def __len__(self) -> int:
         """The number of records, also of those that are not kept."""
@@ -177,6 +205,11 @@ class History:
         kept = {name: _number(record, name) for name in (*results, "time", "rows_per_s")}
         if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
             del kept["rows_per_s"]
+        if record["attempt"] not in self.attempts:
+            self._curves = Curves()
+        if rows := _number(record, "rows"):
+            of_training = {name: kept[name] for name in results if not name.startswith(HELD_OUT)}
+            kept |= self._curves.add(rows, of_training)
         self.series.add({"attempt": record["attempt"], "step": step, "epoch": record.get("epoch"), **kept})
         self.attempts.add(record["attempt"])
         self.evaluations += any(name.startswith(HELD_OUT) for name in results)

@@ -80,9 +80,7 @@ def _curves(report: Report, base: str) -> Html:
     charts = []
     for across in (over_steps(report), over_time(report, history.series)):
         lines = [
-            Line(name, points_of(across, values[metric], style == "a"), style)
-            for name, metric, style in rows
-            if metric in values
+            Line(name, points_of(across, values[metric]), style) for name, metric, style in rows if metric in values
         ]
         charts.append(chart(f"{title}{unit}", across, y, lines))
     return join([element("div", join(charts), class_="charts"), *broken])

@@ -90,12 +90,12 @@ class Report(RunView):
         return best_first(having, metric, order)[0] if having else None
 
     def result(self, name: str) -> tuple[float, int] | None:
-        """The newest value of a result and its step, from the history or else from the newest checkpoint."""
-        if (found := self.history.latest(name)) is not None:
+        """The newest value of a result and its step: the newest checkpoint's, unless the history has a later one."""
+        found, checkpoint = self.history.latest(name), self.checkpoint
+        if not checkpoint or (found and found[1] > checkpoint.step):
             return found
-        if not self.checkpoint or not isinstance(value := self.checkpoint.metrics.get(name), int | float):
-            return None
-        return float(value), self.checkpoint.step
+        value = checkpoint.metrics.get(name)
+        return (float(value), checkpoint.step) if isinstance(value, int | float) else found
 
 
 def gather(run: Run, state: RunState, reason: str) -> Report:

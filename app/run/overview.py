@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.errors import NotFoundError, StorageError
-from app.formatting import as_time, in_words
+from app.formatting import as_time, in_words, plural
 from app.run import Run
 from app.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
 from app.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
@@ -194,7 +194,7 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
         return RunState.SILENT, f"{silence}: it is frozen, cut off from its storage, or gone"
     if status is None:
         return RunState.STARTING, "its driver has begun"
-    return status.state, status.reason or describe_stillness(status) or f"step {status.step} of {status.total_steps}"
+    return status.state, status.reason or describe_work(status)
 
 
 def describe_silence(seen: float, now: float) -> str:
@@ -210,6 +210,15 @@ def describe_stillness(status: Status) -> str:
     if still_s <= max(STILL_S, STILL_STEPS * (status.step_time_s or 0.0)):
         return ""
     return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
+
+
+def describe_work(status: Status) -> str:
+    """What a run that gives signs of life does, when its status has no reason; its step is told beside it."""
+    if still := describe_stillness(status):
+        return still
+    if not status.world_size:
+        return "its driver has begun"
+    return f"{plural(status.world_size, 'worker')} train{'s' * (status.world_size == 1)}"
 
 
 def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:

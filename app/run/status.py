@@ -118,6 +118,7 @@ class Status:
     checkpoint_time: Moment | None = None
     "When that was committed, in seconds since the epoch."
     loss: float | None = None
+    "Mean over the last training rows, as of a checkpoint (`RECENT_ROWS`)."
     rows_per_s: Measure | None = None
     step_time_s: Measure | None = None
     save_s: Measure | None = None

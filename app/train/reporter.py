@@ -76,7 +76,7 @@ class Reporter:
         "Number of receipts and minute that `_goodput` was computed for."
         group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
         self._test_rows = rows_in(plan.test) if plan.test else 0
-        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}, out of {state.tier}"
+        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}, from {state.tier}"
         workers = len(start.nodes)
         control.say.remote(f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
         self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
@@ -111,17 +111,21 @@ class Reporter:
             }
             self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
 
-    def report(self, record: dict[str, Any], ranks: Columns) -> None:
-        """Add a record to the metric history, with the numbers of each rank."""
+    def report(self, record: dict[str, Any], recent: dict[str, Any], ranks: Columns) -> None:
+        """Add a record to the metric history, with the numbers of each rank.
+
+        Status and terminal show the `recent` means (`RecentMeans`), as checkpoints have them: a record may be of one
+        step.
+        """
         self._journals["metrics"].append(record)
         self._ranks.append(record, ranks)
-        self._control.record.remote(record)
+        self._control.record.remote({**record, **recent})
         self._summarize_copies()
         self._status = replace(
             self._status,
             step=record["step"],
             epoch=record["epoch"],
-            loss=record.get("loss"),  # a loop of its own may log none
+            loss=recent.get("loss"),  # a loop of its own may log none
             rows_per_s=record["rows_per_s"],
             step_time_s=record["seconds"] / record["steps"],
             save_s=self._checkpoints.commit_s,

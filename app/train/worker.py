@@ -117,7 +117,7 @@ class Worker:
         """Add the record of a closed window to the metric history and report it to Ray; all workers do so together."""
         self.telemetry.report(window.own)
         if self.reporter:
-            self.reporter.report(record, window.ranks or {})
+            self.reporter.report(record, window.recent.newest, window.ranks or {})
         if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # a clock may be set back
             self._reported = record["time"]
             ray.train.report(record)

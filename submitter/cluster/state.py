@@ -11,7 +11,7 @@ a third to storage (`app.run.status`). What decides:
 from collections import Counter
 
 from app.formatting import plural
-from app.run.overview import describe_silence, describe_stillness
+from app.run.overview import describe_silence, describe_work
 from app.run.status import SILENT_S, RunState, Status
 from submitter.cluster.views import NOISE, JobView, Pods, PodView, Trouble, WarningEvent, Warnings
 from submitter.findings import Diagnosis
@@ -129,7 +129,7 @@ def _starting(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, 
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
     if not own.state.terminal and not _silence(own, now):  # the operator is merely behind
-        return own.state, own.reason or _describe_work(own)
+        return own.state, own.reason or describe_work(own)
     return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
 
 
@@ -141,7 +141,7 @@ def _running(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, n
     if silence := _silence(own, now):
         return RunState.SILENT, _join(f"{silence}, though its Ray job runs: frozen, cut off or gone", why)
     stand_in = len(job.training_groups) > 1  # then pods of one group may wait while those of another train
-    default = _describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
+    default = describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
     return state, _join(own.reason or default, why) or str(state)
 
 
@@ -280,14 +280,6 @@ def _silence(status: Status, now: float) -> str:
     if status.state.terminal or now - status.seen <= SILENT_S:
         return ""
     return describe_silence(status.seen, now)
-
-
-def _describe_work(own: Status) -> str:
-    if still := describe_stillness(own):
-        return still
-    if not own.world_size:
-        return "its driver has begun"
-    return "1 worker trains" if own.world_size == 1 else f"{own.world_size} workers train"
 
 
 def _join(*parts: str) -> str:

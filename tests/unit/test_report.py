@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from app.report import gather, render
 from app.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
-from app.report.history import MOST_RECORDS, Series
+from app.report.history import MOST_RECORDS, Curves, Series
 from app.run import Run
 from app.run.checkpoints import MANIFEST
 from app.run.failures import Failure, record_failure
@@ -128,6 +128,31 @@ def test_the_curves_are_over_steps_and_over_wall_clock_with_the_restart_marked(r
     assert "0.0586 at 188" in steps
     assert "highest 1.8" in steps, "not the 9 of a step that was lost and taken again"
     assert "0.0393 at 4" in clock, "240 s are 4 minutes"
+
+
+def test_a_window_of_one_step_is_no_spike(run: Run) -> None:
+    """Each checkpoint ends a window, and the next report may come a step later; steps of 128 rows."""
+    first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
+    windows = [(80, 80, 0.9), (81, 1, 0.5), (82, 1, 0.4), (160, 78, 0.95), (170, 10, 1.0)]
+    times = [{**record(step, BEGUN + step, accuracy=0.9), "steps": steps} for step, steps, _ in windows]
+    rows = [{**one, "rows": 128 * steps, "accuracy": a} for one, (_, steps, a) in zip(times, windows, strict=True)]
+    report(run, first, *rows)
+    [steps] = [chart for chart in made(run).charts if chart.startswith("Accuracy in % over steps")]
+    assert f"lowest {100 * (0.9 * 80 + 0.5 + 0.4) / 82:.4g} at 82, highest 95.57 at 170" in steps
+
+
+def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
+    curves = Curves()
+    drawn = [curves.add(rows, {"loss": loss}) for rows, loss in [(100.0, 1.0), *[(10.0, 0.5)] * 5]]
+    assert [means["loss"] for means in drawn[-2:]] == [0.5, 0.5]
+    assert drawn[1]["loss"] == pytest.approx(105 / 110)
+
+
+def test_no_line_runs_through_a_time_in_which_nothing_trained(run: Run) -> None:
+    page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
+    [chart] = re.findall(r'aria-label="Loss over wall clock.*?</svg>', page)
+    lines = re.findall(r'class="line ([ab])" d="([^"]*)"', chart)
+    assert {style: path.count("M") for style, path in lines} == {"a": 2, "b": 2}
 
 
 def test_a_mark_stands_where_the_restart_was(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,7 +18,7 @@ from app.data.order import Steps
 from app.data.source import EmptySource
 from app.elastic.claim import Start
 from app.elastic.restore import State
-from app.observe.progress import _Lines
+from app.observe.progress import _Lines, _watch
 from app.parallel import StepActions, StepConsensus
 from app.plan import Plan
 from app.run import open_run
@@ -98,6 +98,55 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert "  1 worker starts at the beginning" in [call.args[0] for call in control.say.remote.call_args_list]
     assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1
+
+
+def test_a_step_has_one_loss_wherever_it_is_shown(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report after step 3 leaves one step to the window that ends with the epoch of four."""
+    monkeypatch.setattr(app.train.worker.ray.train, "report", lambda _: None)
+    monkeypatch.setattr(app.train.reporter.ray, "get", lambda *_, **__: {"cause": Cause.BEGIN})
+    run = begin(open_run(str(tmp_path), "run"))
+    attempt = start(run, "job", world_size=1, tier="beginning")
+    plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
+    begun = Start(attempt, [], None, None, 0, {0: "node"}, [], [], None)
+    checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
+    journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
+    control = MagicMock()
+    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
+    fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
+    worker = Worker(
+        **{"plan": plan, "start": 0, "evaluated": True, "metrics": {}, "rank": 0, "world_size": 1, **fakes},
+        **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": MagicMock()},
+        **{"watchdog": MagicMock(), "telemetry": MagicMock(), "reporter": reporter, "average": MagicMock()},
+    )
+    window, consensus = worker.open_window(), MagicMock()
+    with reporter.publisher:
+        for step in range(1, 5):
+            consensus.agree.return_value = StepActions(report=step == 3)
+            window.add_step([{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125)
+            after_step(worker, consensus, window, step, None, 0.1)
+    assert [(one["step"], one["loss"]) for one in read_journal(run, "metrics")] == [(3, 2.5), (4, 4.5)]
+    status = read_status(run)
+    assert status
+    shown = [status.loss, control.record.remote.call_args.args[0]["loss"], checkpoints.save.call_args.args[1]["loss"]]
+    assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
+
+
+def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.observe.progress, "PLAIN_EVERY_S", 0.0)
+    steps = [{"step": step, "loss": 0.5, "committed": 0, "time": float(step), "doing": ""} for step in (1, 2, 3)]
+    fetched = [(steps[0], [], []), (steps[1], [], ["rank 1: lost"]), (steps[1], [], []), (steps[2], [], [])]
+    answers, closing = iter(fetched), iter([False, False, False, True])
+    monkeypatch.setattr(app.observe.progress.ray, "get", lambda *_, **__: next(answers))
+    _watch(MagicMock(), _Lines(10, 5), cast(Any, SimpleNamespace(wait=lambda _: next(closing))))
+    assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "step 1/10",
+        "rank 1: lost",
+        "step 3/10",
+    ]
 
 
 def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

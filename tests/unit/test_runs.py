@@ -115,7 +115,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
         (None, False, 5, 60, "starting", "its driver has begun"),
         (None, False, LOST_S + 1, None, "lost", "no sign of life since"),
         (status(RunState.STARTING, LOST_S + 1), False, None, None, "lost", "nothing trains it"),
-        (status(RunState.RUNNING, 10), False, 10, None, "running", "step 40 of 100"),
+        (status(RunState.RUNNING, 10), False, 10, None, "running", "2 workers train"),
         (status(RunState.RUNNING, 10), False, None, None, "running", ""),
         (status(RunState.RUNNING, 10), True, 10, None, "stopping", "told to stop"),
         (status(RunState.RUNNING, SILENT_S - 1), False, None, None, "running", ""),
@@ -132,8 +132,8 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
             "running",
             "no step since 1970-01-12 13:41",
         ),
-        (status(RunState.RUNNING, 5, heartbeat=NOW - 24), False, None, None, "running", "step 40 of 100"),
-        (status(RunState.RUNNING, 5, heartbeat=NOW - 305, step_time_s=60), False, None, None, "running", "step 40"),
+        (status(RunState.RUNNING, 5, heartbeat=NOW - 24), False, None, None, "running", "2 workers train"),
+        (status(RunState.RUNNING, 5, heartbeat=NOW - 305, step_time_s=60), False, None, None, "running", "2 workers"),
         (status(RunState.RUNNING, 9999, stored=NOW - 5), False, None, None, "running", ""),
         (status(RunState.RUNNING, -9999, stored=NOW - 40), False, None, None, "silent", "40 s ago"),
         (status(RunState.RUNNING, 3 * 3600), False, 3 * 3600, None, "lost", "3 h ago"),
@@ -244,6 +244,16 @@ def test_a_silent_run_is_not_said_to_train(run: Run, sunspot: StorageCommand) ->
     assert "run: silent\n" in sunspot("status", "run").out
     [listed] = sunspot("list", "--json").json
     assert (listed["state"], listed["reason"].partition(" since")[0]) == ("silent", "no sign of life")
+
+
+def test_the_step_is_told_once(run: Run, sunspot: StorageCommand) -> None:
+    """The history may be ahead of the status."""
+    attempt = start(run, "job")
+    write_status(run, replace(RUNNING, attempt=1, driver="0123abcd"))
+    report(run, attempt, {"step": 46, "epoch": 1, "time": time.time(), "loss": 0.5})
+    assert re.findall(r"\d+ of 100", sunspot("status", "run").out) == ["46 of 100"]
+    [line] = sunspot("wait", "run", "--timeout", "0").out.splitlines()
+    assert re.findall(r"\d+ of 100", line) == ["40 of 100"]
 
 
 def test_a_run_that_has_only_been_submitted(tmp_path: Path) -> None:
