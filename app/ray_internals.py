@@ -14,6 +14,7 @@ ray.data._internal.cluster_autoscaler         the actor by which Ray Train sizes
                                               those of each group
 ray.train.v2._internal.execution              the states of Ray Train's controller, and its worker group: to end a group
                                               that restarts while there are too few nodes for the next
+ray._private.worker.print_to_stdstream        prints a page for each lost worker, which we tell on a line
 ray.train.v2...failure_handling               decides whether another worker group follows a failed one: the public
                                               FailureConfig counts all failures of a job's life, and knows no bugs
 """
@@ -202,6 +203,30 @@ def install_coordinator() -> float:
         _warn_once(f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}")
         _remove_coordinator()
         return RAY_TICK_S
+
+
+LOST_WORKER = "A worker died or was killed while executing a task"
+"""How the page begins that Ray prints in the driver for each lost worker."""
+
+
+@contextmanager
+def quiet_losses() -> Iterator[None]:
+    """Keep Ray from printing a page for each lost worker: what ended which rank is said on one line."""
+    import ray._private.worker as module
+
+    if not (usual := getattr(module, "print_to_stdstream", None)):
+        yield
+        return
+
+    def print_others(data: dict[str, Any], *options: Any, **named: Any) -> None:
+        if not any(line.startswith(LOST_WORKER) for line in data.get("lines", ())):
+            usual(data, *options, **named)
+
+    module.print_to_stdstream = print_others
+    try:
+        yield
+    finally:
+        module.print_to_stdstream = usual
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from app.elastic.control import GroupEnd, RankError
 from app.elastic.copies import RESTORES
 from app.errors import SunspotError, shorten
 from app.run.attempts import Attempt
-from app.run.failures import INSTALLED, OURS, Failure, describe_failure
+from app.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
 from app.run.incidents import BRING_ROWS, TIER, blame, starved
 from app.train.gpu import OUT_OF_MEMORY
 
@@ -193,17 +193,17 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
     Of ranks that hung, and ended themselves, it says which the others waited for.
     """
     told = [one.failure for one in end.errors]
-    told = [failure for failure in told if not failure.consequence] or told
+    known = {failure.rank for failure in told}
+    lost = {rank: error for rank, error in errors.items() if isinstance(error, RayError) and rank not in known}
+    lost = {} if end.hangs else lost  # the ranks have ended themselves
+    step = max([end.state.get("step", 0), *(failure.step for failure in told)])
     parts: dict[str, list[int]] = {}
-    for failure in told:
+    for failure in [failure for failure in told if not failure.consequence] or ([] if lost else told):
         parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
-    known, step = {failure.rank for failure in told}, end.state.get("step", 0)
-    for rank, error in errors.items():
-        if end.hangs:  # the ranks have ended themselves
-            continue
-        if isinstance(error, RayError) and rank not in known:
-            parts.setdefault(f"lost: {reason(error)}, after step {step}", []).append(rank)
-        elif not known:  # it ended before it could tell
+    for rank, error in lost.items():
+        parts.setdefault(f"lost after step {step}: {reason(error).rstrip('.')}", []).append(rank)
+    for rank, error in {} if known or end.hangs else errors.items():  # it ended before it could tell
+        if rank not in lost and not (lost and LOST_PEER.search(str(error))):
             parts.setdefault(reason(error), []).append(rank)
     lines = [f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items()]
     if end.hangs:

@@ -28,6 +28,7 @@ from app.ray_internals import (
     end_groups_at_once,
     give_back,
     install_coordinator,
+    quiet_losses,
     reachable_nodes,
     reserved_groups,
 )
@@ -168,7 +169,7 @@ def fit_once(
         trainer = make_trainer(plan, owner, driver, resources, control, scratch)
         try:
             judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed))
-            with asked_of_failures(judge):
+            with quiet_losses(), asked_of_failures(judge):
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 start_thread(trainer.fit, "trainer").result()
         finally:  # workers know more of their end than Ray does

@@ -107,7 +107,7 @@ def test_losses_count_until_the_next_checkpoint(control: Control) -> None:
         control.end = told([], committed)
         assert judge({1: LOST})
     assert not judge({1: LOST}), "no checkpoint has come since"
-    what = "rank 1: lost: The actor died because its node has died., after step 53"
+    what = "rank 1: lost after step 53: The actor died because its node has died"
     assert control.said == [f"{what}; starting again, 0 of 1 MAX_FAILURES left"] * 4
     assert "MAX_FAILURES=1" in control.gave_up_for[0]
 
@@ -193,6 +193,17 @@ def test_what_follows_from_anothers_end_is_not_told(control: Control) -> None:
     control.end = told(failed(0, type="RuntimeError", message="[gloo] Connection closed by peer") + failed(1))
     assert FailureJudge(control, 3)({0: RuntimeError()})
     assert control.said[0].startswith("rank 1: NameError")
+
+
+@pytest.mark.parametrize("told_it", [True, False])
+def test_a_killed_rank_is_told_and_not_what_the_others_make_of_it(control: Control, told_it: bool) -> None:
+    """They may be a step ahead of what was shown last."""
+    peer = {"type": "RuntimeError", "message": "[gloo/pair.cc:545] Connection reset by peer"}
+    control.end = told(failed(0, step=55, **peer) if told_it else [])
+    assert FailureJudge(control, 3)({0: RuntimeError(peer["message"]), 1: LOST})
+    [line] = control.said
+    assert line.startswith(f"rank 1: lost after step {55 if told_it else 53}: The actor died")
+    assert "gloo" not in line
 
 
 def test_an_error_that_no_restart_can_fix_ends_the_run(control: Control) -> None:
