@@ -15,6 +15,7 @@ SunspotError               1  the run failed
 
 import os
 import re
+import signal
 import sys
 import traceback
 import urllib.parse
@@ -116,6 +117,10 @@ class DamageError(SunspotError):
     exit_code = 7
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM ended the program, and with it a run that goes on from what it saved: as Ctrl-C does."""
+
+
 def find_in(error: BaseException) -> SunspotError | None:
     """The `SunspotError` that `error` is or names in its text, all that Ray is sure to keep of an error in a task."""
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
@@ -189,7 +194,7 @@ def _run(program: Callable[[], int], when_interrupted: str) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         print(str(error) or when_interrupted, file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
     except BrokenPipeError:
         _mute()
         return 0

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.background import Background
+from app.errors import SunspotError, TerminatedError
 from app.run import Run
 from app.run.failures import Failure
 from app.run.incidents import Cause, blame, starved
@@ -280,6 +281,16 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.marked or self.terminated or self.interrupted
 
+    def raise_signal(self, kept: str, job: str) -> None:
+        """Raise, once all is saved, what a signal asked for: the run is stopped; `kept` says what is there.
+
+        A cluster's `job` has failed instead: its operator starts it again, elsewhere.
+        """
+        if self.interrupted:
+            raise KeyboardInterrupt(f"interrupted: {kept}")
+        if self.terminated:
+            raise (SunspotError if job else TerminatedError)(f"told to end by SIGTERM: {kept}")
+
 
 @contextmanager
 def watch_stop(run: Run, control: Any, stop_request: StopRequest) -> Iterator[None]:
@@ -297,6 +308,9 @@ def watch_stop(run: Run, control: Any, stop_request: StopRequest) -> Iterator[No
         if stop_request.interrupted and not told:
             told = True
             print("interrupted: it saves, and ends; Ctrl-C again ends it at once, without", flush=True)
+        if stop_request.terminated and not told:
+            told = True
+            print("told to end by SIGTERM: it saves, and ends", flush=True)
         if stop_request:
             control.stop.remote()
 

@@ -126,10 +126,8 @@ def judge_end(
         kept = f"{step} is kept in {run.location}, and the same command goes on there"
     else:
         kept = f"no checkpoint {'is whole' if skipped else 'was made'} in {run.location}"
-    if stop_request.interrupted and not failure:
-        raise KeyboardInterrupt(f"interrupted: {kept}")
-    if stop_request.terminated and not failure:
-        raise SunspotError(f"told to end by SIGTERM: {kept}")
+    if not failure:
+        stop_request.raise_signal(kept, plan.settings.job_id)
     reason = failure or "the workers ended before the last step"
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 

@@ -114,10 +114,8 @@ def train_and_promote(
                 run_trials(trials, search.identity, owner, at_once, control, stopped, on_trial_end)
     if fatal := monitor.superseded or fatal_error(run, owner):
         raise fatal
-    if stop_request.interrupted:
-        raise KeyboardInterrupt(f"interrupted; its trials are kept, and the same command resumes it: {run.location}")
-    if stop_request.terminated:
-        raise SunspotError(f"ended by SIGTERM; its trials are kept, and the same command resumes it: {run.location}")
+    kept = f"its trials are kept, and the same command resumes it: {run.location}"
+    stop_request.raise_signal(kept, search.settings.job_id)
     if stop_request.marked:
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED

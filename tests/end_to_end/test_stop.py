@@ -43,16 +43,24 @@ def test_a_stopped_run_stands_still_until_it_is_resumed(finished_run: FinishedRu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("told", "code", "state", "said"),
+    ("told", "job", "code", "state", "said"),
     [
-        (signal.SIGTERM, 1, RunState.FAILED, "told to end by SIGTERM"),
-        (signal.SIGINT, 130, RunState.STOPPED, "Ctrl-C again ends it at once"),
+        (signal.SIGTERM, "job", 1, RunState.FAILED, "told to end by SIGTERM"),
+        (signal.SIGTERM, "", 143, RunState.STOPPED, "told to end by SIGTERM: it saves"),
+        (signal.SIGINT, "", 130, RunState.STOPPED, "Ctrl-C again ends it at once"),
     ],
+    ids=["a pod's", "a process's", "Ctrl-C"],
 )
 def test_a_driver_that_is_told_to_end_saves(
-    program: Program, make_data: Callable[..., str], told: signal.Signals, code: int, state: RunState, said: str
+    program: Program,
+    make_data: Callable[..., str],
+    told: signal.Signals,
+    job: str,
+    code: int,
+    state: RunState,
+    said: str,
 ) -> None:
-    settings = {**SLOW, "DATASET": make_data(2000)}
+    settings = {**SLOW, "DATASET": make_data(2000), "JOB_ID": job}
     run = the_run(program)
     process = program.start(**settings)
     wait_for_step(run, 50, process)

@@ -21,7 +21,7 @@ from app.driver import report_result
 from app.elastic.claim import begin_attempt
 from app.elastic.control import StopRequest, watch_stop
 from app.elastic.copies import Machine
-from app.errors import ConflictError, SettingsError, SunspotError, SupersededError
+from app.errors import ConflictError, SettingsError, SunspotError, SupersededError, TerminatedError, run_and_exit
 from app.formatting import as_bytes
 from app.observe.output import shipped_driver_output
 from app.run import Run, open_run
@@ -217,6 +217,39 @@ def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
         signal.raise_signal(signal.SIGINT)
     assert capsys.readouterr().out == "interrupted: it saves, and ends; Ctrl-C again ends it at once, without\n"
     assert signal.getsignal(signal.SIGINT) is usual
+
+
+@pytest.mark.parametrize(
+    ("number", "job", "error", "code"),
+    [
+        (signal.SIGTERM, "job", SunspotError, 1),
+        (signal.SIGTERM, "", TerminatedError, 143),
+        (signal.SIGINT, "job", KeyboardInterrupt, 130),
+    ],
+)
+def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
+    run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
+) -> None:
+    """There it is a lost head, which the operator replaces."""
+    monkeypatch.setattr("app.elastic.control.STOP_CHECK_EVERY_S", 0.01)
+
+    def train() -> int:
+        asked, request = threading.Event(), StopRequest()
+        with recorded_outcome(run, "me", new_driver(), None, 10):
+            with watch_stop(run, SimpleNamespace(stop=SimpleNamespace(remote=asked.set)), request):
+                signal.raise_signal(number)
+                assert asked.wait(20)
+            request.raise_signal("step 5 of 10 is kept", job)
+        return 0
+
+    with pytest.raises(error, match="step 5 of 10 is kept"):
+        train()
+    with pytest.raises(SystemExit) as ended:
+        run_and_exit(train)
+    assert ended.value.code == code
+    status = read_status(run)
+    assert status
+    assert status.state is (RunState.FAILED if error is SunspotError else RunState.STOPPED)
 
 
 def test_a_stop_stays_until_it_is_cleared(run: Run) -> None:
