@@ -13,6 +13,7 @@ import ray
 
 from app.formatting import visible
 from app.observe.output import only_shipped
+from app.run.history import in_digits, measured
 
 PROGRESS_EVERY_S = 1.0
 """Seconds between two updates."""
@@ -126,5 +127,5 @@ class _Terminal(_Lines):
 
 def epoch_line(record: dict[str, Any]) -> str:
     """One line: the record at the end of an epoch."""
-    numbers = [f"{name} {record[name]:.4f}" for name in record if name.endswith(("loss", "accuracy"))]
+    numbers = [f"{name} {in_digits(value)}" for name, value in measured(record).items()]
     return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

@@ -7,9 +7,7 @@ from app.formatting import columns
 from app.report import Report
 from app.run import Run
 from app.run.checkpoints import Checkpoint
-
-RESULTS = ("loss", "accuracy")
-"""Suffixes of the metrics that measure the model."""
+from app.run.history import in_digits, measured
 
 
 def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
@@ -43,6 +41,6 @@ def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]
     shown = [newest, best or newest]
     yield ["checkpoint", *(checkpoint.name for checkpoint in shown)]
     yield ["epoch", *(str(checkpoint.epoch) for checkpoint in shown)]
-    for name in sorted(name for name in {**newest.metrics, **shown[1].metrics} if name.endswith(RESULTS)):
-        values = [checkpoint.metrics.get(name) for checkpoint in shown]
-        yield [name, *("" if value is None else f"{value:.4f}" for value in values)]
+    numbers = [measured(checkpoint.metrics) for checkpoint in shown]
+    for name in sorted({name for each in numbers for name in each}):
+        yield [name, *(in_digits(each[name]) if name in each else "" for each in numbers)]

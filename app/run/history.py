@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from app.errors import NotFoundError, StorageError
@@ -15,7 +15,24 @@ from app.storage.base import READS_IN_FLIGHT, map_parallel
 HELD_OUT = "test_"
 """Metrics of held-out rows have this prefix."""
 
+NOT_MEASURED = {
+    *("attempt", "step", "epoch", "steps", "rows", "recent_rows", "learning_rate", "world_size", "time", "seconds"),
+    *("rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib"),
+}
+"""What a record has besides the numbers that measure the model: loss, and the metrics of the task and of the data."""
+
 Kind = Literal["metrics", "ranks", "events"]
+
+
+def measured(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record or of a checkpoint that measure the model, whatever the task calls them; by name."""
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return {name: numbers[name] for name in sorted(numbers.keys() - NOT_MEASURED)}
+
+
+def in_digits(value: float) -> str:
+    """A measured number for people: four places, or of a small one four digits."""
+    return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.4g}"
 
 
 class Journal:

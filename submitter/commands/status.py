@@ -8,6 +8,7 @@ from typing import Any
 from app.errors import NotFoundError, StorageError
 from app.formatting import as_time, in_words, plural
 from app.run import Run
+from app.run.history import in_digits, measured
 from app.run.overview import RunView, read_view
 from app.run.status import RunState
 from submitter.cluster.api import Cluster
@@ -70,7 +71,8 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
         "run": run.name,
         "state": state,
         "reason": reason,
-        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "checkpoint_age_s", "goodput", "loss")),
+        **dict.fromkeys(("step", "total_steps", "epoch", "checkpoint", "metrics", "checkpoint_age_s")),
+        **dict.fromkeys(("goodput", "loss")),
         **dict.fromkeys(("rows_per_s", "seconds_left", "attempt", "restarts")),
         **dict.fromkeys(("incidents", "incidents_by_cause", "steps_replayed", "warning")),
         **dict.fromkeys(("save_s", "notice_s", "memory_every")),
@@ -85,6 +87,7 @@ def summarize(cluster: Cluster | None, run: Run, snapshot: RunSnapshot, view: Ru
             **{name: getattr(view, name) for name in ("restarts", "incidents_by_cause", "steps_replayed")},
             "total_steps": view.total_steps or None,
             "checkpoint": view.checkpoint.name if view.checkpoint else None,
+            "metrics": measured(view.checkpoint.metrics) if view.checkpoint else None,
             "rows_per_s": view.rows_per_s if known else None,
             "seconds_left": view.seconds_left if known else None,
             "attempt": view.attempts[-1].number if view.attempts else 0,
@@ -130,6 +133,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
     if view and record["attempt"]:
         age = f", verified, {in_words(record['checkpoint_age_s'])} old" if record["checkpoint"] else ""
         line("checkpoint", f"{record['checkpoint'] or 'none yet'}{age}")
+        line("metrics", ", ".join(f"{name} {in_digits(value)}" for name, value in (record["metrics"] or {}).items()))
         for each in view.passed_over:
             line("skipped", str(each))
         line("saves", _describe_saves(record))

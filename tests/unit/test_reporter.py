@@ -18,7 +18,8 @@ from app.data.order import Steps
 from app.data.source import EmptySource
 from app.elastic.claim import Start
 from app.elastic.restore import State
-from app.observe.progress import _Lines, _watch
+from app.observe.metrics import MetricWindow, RecentMeans
+from app.observe.progress import _Lines, _watch, epoch_line
 from app.parallel import StepActions, StepConsensus
 from app.plan import Plan
 from app.run import open_run
@@ -131,6 +132,15 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     assert status
     shown = [status.loss, control.record.remote.call_args.args[0]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
+
+
+def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGroup) -> None:
+    window = MetricWindow(group, torch.device("cpu"), RecentMeans(10, {}))
+    window.add_step([{"loss": torch.tensor([1.0, 2.0]), "top2": torch.tensor([0.0, 1.0])}], 0.1, data_wait=0.0)
+    line = epoch_line({**window.close(5, 1, 0.1), **window.recent.newest, "test_mae": 3e-5, "attempt": 1})
+    assert (
+        line.partition(" rows/s")[0].rsplit("  ", 1)[0] == "epoch 1  step 5  loss 1.5000  test_mae 3e-05  top2 0.5000"
+    )
 
 
 def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(

@@ -34,19 +34,21 @@ def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | No
 def test_the_newest_and_the_best_checkpoint_beside_each_other(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     restore_status(run, STATUS)
     first = start(begin(run), "job", **attempt_metadata(checkpoint_metric="test_loss"))
-    commit(run, first, 5, test_loss=0.25, accuracy=0.9, rows=5)
-    commit(run, first, 10, test_loss=0.5, accuracy=0.95, rows=5)
+    commit(run, first, 5, test_loss=0.25, accuracy=0.9, top2=0.99, rows=5)
+    commit(run, first, 10, test_loss=0.5, accuracy=0.95, mae=2e-5, rows=5)
     lines = told(run, capsys).splitlines()
-    table = [re.split(r"\s{2,}", line.strip()) for line in lines[1:6]]
+    table = [re.split(r"\s{2,}", line.strip()) for line in lines[1:8]]
     assert table == [
         ["newest", "best: lowest test_loss"],
         ["checkpoint", "step-00000010-attempt-0001", "step-00000005-attempt-0001"],
         ["epoch", "2", "1"],
         ["accuracy", "0.9500", "0.9000"],
+        ["mae", "2e-05"],
         ["test_loss", "0.5000", "0.2500"],
+        ["top2", "0.9900"],
     ]
-    assert lines[6] == f"  weights: {run.location}/checkpoints/step-00000010-attempt-0001/model.pt"
-    assert lines[7] == f"  report: {run.location}/report.html"
+    assert lines[8] == f"  weights: {run.location}/checkpoints/step-00000010-attempt-0001/model.pt"
+    assert lines[9] == f"  report: {run.location}/report.html"
 
 
 def test_the_newest_is_often_the_best(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
