@@ -185,6 +185,8 @@ class ControlChannel:
     def start_again(self, line: str) -> None:
         """Say why another group starts, and forget what is known of the end of the one before."""
         self.say(line)
+        if self._state:
+            self._state = {**self._state, "doing": "starting again"}
         self._errors, self._judged = [], len(self._hangs)
 
     def give_up(self, reason: str) -> None:
@@ -208,6 +210,7 @@ class ControlChannel:
     def restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
         """Ask the worker group to save and end; times are in seconds since the epoch."""
         self.note(cause=cause, detail=detail, noticed=noticed)
+        self.say(f"{cause}: {detail}; the workers save, and start again")
         self._command = replace(self._command, restart=True, deadline=deadline, moves=cause == Cause.MOVED)
         self._group = {}
 

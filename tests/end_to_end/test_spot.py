@@ -322,6 +322,7 @@ def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> No
         ray.get(control.note.remote(cause="node lost", noticed=1.0))
         assert ray.get(control.begin.remote({"attempt": 2}))["cause"] == "node lost"
         ray.get(control.restart_group.remote("reclaim", "node x", 2.0, 30.0))
+        assert ray.get(control.fetch.remote())[2] == ["reclaim: node x; the workers save, and start again"]
         assert ray.get(control.group.remote()) == {}, "it is about to end"
         ray.get(control.recovered.remote())
         assert ray.get(control.command.remote()).restart

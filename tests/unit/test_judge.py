@@ -15,6 +15,7 @@ from app.elastic import failures
 from app.elastic.control import ControlChannel, GroupEnd, RankError
 from app.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
 from app.errors import SettingsError, SunspotError
+from app.observe.progress import _Lines
 from app.run.attempts import Attempt
 from app.run.failures import Failure
 from app.run.incidents import TIER, Cause
@@ -170,9 +171,12 @@ def test_what_ended_one_group_is_not_told_of_the_next() -> None:
     control.failed(failed(0)[0])
     control.hung(hung(0, waiting=True), late=False)
     assert (len(control.group_end().errors), len(control.group_end().hangs)) == (1, 1)
+    control.show({"step": 53, "loss": 0.5, "committed": 0, "time": 1.0})
     control.start_again("rank 0: NameError")
+    state, _, lines = control.fetch()
+    assert (_Lines(100, 50).describe(state), lines) == ("step 53/100  starting again", ["rank 0: NameError"])
     control.hung(hung(1), late=True)
-    assert control.group_end() == GroupEnd()
+    assert control.group_end() == GroupEnd(state=state)
     incident = control.begin({"attempt": 2, "world_size": 2, "nodes": {}})
     assert (incident["cause"], incident["detail"]) == (Cause.HUNG, "rank 1: no step for 300 s"), "for the receipt"
 
