@@ -62,7 +62,8 @@ class _Lines:
         self._total, self._per_epoch = total_steps, steps_per_epoch
         self._printed = time.monotonic()
         self._shown: dict[str, Any] = {}
-        self._rate: tuple[int, float] | None = None
+        self._first: dict[str, Any] = {}
+        "The first state of the worker group, from which its rate counts."
 
     def record(self, record: dict[str, Any]) -> None:
         if record["step"] % self._per_epoch == 0 or record["step"] == self._total:
@@ -86,12 +87,12 @@ class _Lines:
             return f"step {state['step']}/{self._total}  {state['doing']}"
         loss = "" if state["loss"] is None else f"  loss {state['loss']:.4f}"
         text = f"step {state['step']}/{self._total}{loss}"
-        if self._rate and state["step"] > self._rate[0]:
-            per_step = (state["time"] - self._rate[1]) / (state["step"] - self._rate[0])
+        if not self._first or state.get("attempt") != self._first.get("attempt"):
+            self._first = state
+        elif state["step"] > self._first["step"]:
+            per_step = (state["time"] - self._first["time"]) / (state["step"] - self._first["step"])
             left = per_step * (self._total - state["step"])
             text += f"  {1 / per_step:.1f} steps/s  {int(left // 60)}:{int(left % 60):02d} left"
-        elif not self._rate or state["step"] < self._rate[0]:
-            self._rate = (state["step"], state["time"])  # the first state of this worker group
         return f"{text}  checkpoint at {state['committed']}"
 
     def print(self, text: str) -> None:

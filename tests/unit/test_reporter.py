@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -157,6 +158,17 @@ def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
         "rank 1: lost",
         "step 3/10",
     ]
+
+
+def test_a_rate_is_of_one_worker_group_alone() -> None:
+    """The group after a loss may be past the step of the loss when it is seen first."""
+    lines = _Lines(60, 60)
+    states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]
+    shown = [
+        lines.describe({"attempt": attempt, "step": step, "loss": 0.5, "committed": 0, "time": time, "doing": ""})
+        for attempt, step, time in states
+    ]
+    assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
 def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
