@@ -18,11 +18,11 @@ from ray.exceptions import RayError
 
 from app.elastic.control import GroupEnd, RankError
 from app.elastic.copies import RESTORES
+from app.elastic.gpu import OUT_OF_MEMORY
 from app.errors import SunspotError, shorten
 from app.run.attempts import Attempt
 from app.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
 from app.run.incidents import BRING_ROWS, TIER, blame, starved
-from app.train.gpu import OUT_OF_MEMORY
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from app.elastic.gpu import try_gpus
 from app.errors import run_and_exit
 from app.settings import CommandParser, load_settings
 from app.storage.probe import probe_path
-from app.train.gpu import try_gpus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
