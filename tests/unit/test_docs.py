@@ -17,11 +17,6 @@ NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 TREES = ("app", "submitter", "sunspot_client", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
 
-def read(page: Path) -> str:
-    """A page without what it says of earlier versions (rows that begin with `before`)."""
-    return "".join(line for line in page.read_text().splitlines(True) if not line.startswith("| before"))
-
-
 def anchors(page: Path) -> set[str]:
     """The headings of a page, as GitHub makes anchors of them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
@@ -47,7 +42,7 @@ def test_generated_pages_are_current(page: tuple[Path, str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_files_modules_and_functions_are_there(page: Path) -> None:
-    text = read(page)
+    text = page.read_text()
     for name in re.findall(rf"`((?:{'|'.join(TREES)})/[\w./-]*)`", text):
         assert (REPOSITORY / name).exists(), name
     for name in re.findall(r"`((?:app|submitter|scripts|tests)(?:\.\w+)+)`", text):
@@ -62,7 +57,7 @@ def test_files_modules_and_functions_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_settings_are_settings(page: Path) -> None:
-    for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", read(page)):
+    for name in re.findall(rf"{PREFIX}([A-Z_]*[A-Z])\b", page.read_text()):
         assert name.lower() in Settings.model_fields, name
 
 
