@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,46 +20,109 @@ from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, ray
 
 NOW = time.time()
 CREATED = NOW - 300
-LETTERS = {
-    "P": RunState.PENDING,
-    "S": RunState.STARTING,
-    "R": RunState.RUNNING,
-    "I": RunState.FINISHING,
-    "T": RunState.RETRYING,
-    "G": RunState.STOPPING,
-    "D": RunState.STOPPED,
-    "Y": RunState.SUCCEEDED,
-    "F": RunState.FAILED,
-    "L": RunState.LOST,
-    "N": RunState.SILENT,
-}
-ALIKE = {
-    "": "PPPPPP",
-    "Initializing": "PPPPPP",
-    "Waiting": "PPPPPP",
-    "Failed": "FFFFFF",
-    "ValidationFailed": "FFFFFF",
-    "Suspending": "PPPPPP",
-    "Suspended": "PPPPPP",
-    "Retrying": "TTTTTT",
-}
-"""By jobDeploymentStatus: the run's state for each jobStatus in the order of JOB_STATUSES."""
+GOLDEN = Path(__file__).parent / "golden" / "run-states.txt"
 
-EXPECTED = {
-    "nothing": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
-    "starting": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
-    "running": {**ALIKE, "Running": "RRRGIF", "Complete": "LLLDYF"},
-    "running, a while ago": {**ALIKE, "Running": "TTNGIF", "Complete": "LLLDYF"},
-    "failed, in the try before": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
-    "failed": {**ALIKE, "Running": "FFFFFF", "Complete": "FFFFFF"},
-    "lost": {**ALIKE, "Running": "TTSGIF", "Complete": "LLLDYF"},
-    "stopped": {**ALIKE, "Running": "TTGGGF", "Complete": "DDDDDD"},
-    "stopped, as was asked": dict.fromkeys(DEPLOYMENT_STATUSES, "DDDDDD"),
-    "succeeded": dict.fromkeys(DEPLOYMENT_STATUSES, "YYYYYY"),
-    "another's, from before": {**ALIKE, "Running": "SSSGIF", "Complete": "LLLDYF"},
-    "another's, that trains now": dict.fromkeys(DEPLOYMENT_STATUSES, "RRRRRR"),
-}
-"""By what lies in storage."""
+STORED = [
+    *("nothing", "starting", "running", "running, a while ago", "failed, in the try before", "failed", "lost"),
+    *("stopped", "stopped, as was asked", "succeeded", "another's, from before", "another's, that trains now"),
+]
+"""What may lie in storage."""
+
+CASES = list(itertools.product(STORED, DEPLOYMENT_STATUSES, JOB_STATUSES))
+
+NONE_OF_ITS_OWN = ("nothing", "failed, in the try before", "another's, from before")
+BEFORE_THE_CLUSTER = ("", "Initializing", "Waiting", "Suspending", "Suspended")
+
+RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
+    (
+        "a run that another RayJob has taken over stands where that one stands",
+        lambda stored, deployment, ray: stored == "another's, that trains now",
+        RunState.RUNNING,
+    ),
+    (
+        "a run that has succeeded stays so, whatever the operator says",
+        lambda stored, deployment, ray: stored == "succeeded",
+        RunState.SUCCEEDED,
+    ),
+    (
+        "a run that was told to stop and has stopped stays so",
+        lambda stored, deployment, ray: stored == "stopped, as was asked",
+        RunState.STOPPED,
+    ),
+    (
+        "what the operator refuses or gives up has failed",
+        lambda stored, deployment, ray: deployment in ("Failed", "ValidationFailed"),
+        RunState.FAILED,
+    ),
+    (
+        "a run without a cluster is pending",
+        lambda stored, deployment, ray: deployment in BEFORE_THE_CLUSTER,
+        RunState.PENDING,
+    ),
+    (
+        "a run between two clusters is retrying",
+        lambda stored, deployment, ray: deployment == "Retrying",
+        RunState.RETRYING,
+    ),
+    (
+        "a driver that has stopped unasked, as on SIGTERM, has stopped once the operator has concluded",
+        lambda stored, deployment, ray: (stored, deployment) == ("stopped", "Complete"),
+        RunState.STOPPED,
+    ),
+    (
+        "what the driver or Ray calls failed has failed",
+        lambda stored, deployment, ray: stored == "failed" or ray == "FAILED",
+        RunState.FAILED,
+    ),
+    (
+        "a complete RayJob whose Ray job succeeded has succeeded",
+        lambda stored, deployment, ray: (deployment, ray) == ("Complete", "SUCCEEDED"),
+        RunState.SUCCEEDED,
+    ),
+    (
+        "one whose Ray job was stopped has stopped",
+        lambda stored, deployment, ray: (deployment, ray) == ("Complete", "STOPPED"),
+        RunState.STOPPED,
+    ),
+    (
+        "one whose Ray job never ended is lost",
+        lambda stored, deployment, ray: deployment == "Complete",
+        RunState.LOST,
+    ),
+    (
+        "a Ray job that starts after its driver has ended or fallen silent begins anew",
+        lambda stored, deployment, ray: (
+            ray in ("", "PENDING") and stored in ("running, a while ago", "lost", "stopped")
+        ),
+        RunState.RETRYING,
+    ),
+    (
+        "a run whose driver or Ray job has stopped is stopping until the operator concludes",
+        lambda stored, deployment, ray: stored == "stopped" or ray == "STOPPED",
+        RunState.STOPPING,
+    ),
+    (
+        "a run whose Ray job has succeeded is finishing until then",
+        lambda stored, deployment, ray: ray == "SUCCEEDED",
+        RunState.FINISHING,
+    ),
+    (
+        "a run that trains and says nothing is silent",
+        lambda stored, deployment, ray: stored == "running, a while ago",
+        RunState.SILENT,
+    ),
+    (
+        "a run whose driver says that it trains is running",
+        lambda stored, deployment, ray: stored == "running",
+        RunState.RUNNING,
+    ),
+    (
+        "a run whose driver has said nothing of this try, or only that the last one was lost, is starting",
+        lambda stored, deployment, ray: stored in (*NONE_OF_ITS_OWN, "starting", "lost"),
+        RunState.STARTING,
+    ),
+]
+"""What a run's state is, by what lies in storage, `jobDeploymentStatus` and `jobStatus`: the first rule that holds."""
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:
@@ -83,18 +149,37 @@ def in_storage(kind: str) -> Status | None:
     return status(RunState(name), age={"": 5, " a while ago": 100, " in the try before": 290}.get(when, 5))
 
 
-CASES = list(itertools.product(EXPECTED, DEPLOYMENT_STATUSES, JOB_STATUSES))
+def state_of(stored: str, deployment: str, ray: str) -> RunState:
+    view = job(deployment, ray, startTime=timestamp(NOW - 200))
+    stopped = stored == "stopped, as was asked"
+    state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=stopped)
+    assert reason
+    assert "\n" not in reason
+    return state
 
 
-def test_every_combination() -> None:
-    for case in CASES:
-        stored, deployment, ray = case
-        view = job(deployment, ray, startTime=timestamp(NOW - 200))
-        stopped = stored == "stopped, as was asked"
-        state, reason = judge(view, status=in_storage(stored), owner="run-1#1", now=NOW, stop_wanted=stopped)
-        assert state is LETTERS[EXPECTED[stored][deployment][JOB_STATUSES.index(ray)]], case
-        assert reason, case
-        assert "\n" not in reason, case
+@pytest.mark.parametrize("stored", STORED)
+def test_the_first_rule_that_holds_decides(stored: str) -> None:
+    for deployment, ray in itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES):
+        rule, expected = next((rule, state) for rule, holds, state in RULES if holds(stored, deployment, ray))
+        assert state_of(stored, deployment, ray) is expected, (rule, deployment, ray)
+
+
+def test_every_combination_is_as_in_the_golden_file() -> None:
+    """With `WRITE_GOLDEN=1` it is written anew."""
+    text = ""
+    for stored in STORED:
+        text += f"in storage: {stored}\n" + row("", [ray or '""' for ray in JOB_STATUSES])
+        for deployment in DEPLOYMENT_STATUSES:
+            text += row(deployment or '""', [str(state_of(stored, deployment, ray)) for ray in JOB_STATUSES])
+        text += "\n"
+    if os.environ.get("WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def row(first: str, others: list[str]) -> str:
+    return "".join(f"{cell:18}" for cell in (first, *others)).rstrip() + "\n"
 
 
 def test_a_request_to_stop_never_hides_an_end() -> None:
