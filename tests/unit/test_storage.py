@@ -34,7 +34,7 @@ from app.storage.retry import Outage
 from app.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
 from tests.harness.clouds import BUCKETS, CLOUDS, VERSITYGW
-from tests.harness.s3 import FaultProxy, s3_bucket, s3_proxy, s3_server  # noqa: F401
+from tests.harness.s3 import FaultProxy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,7 +62,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 @pytest.fixture
-def s3_storage(s3_proxy: FaultProxy, s3_bucket: str) -> S3Storage:  # noqa: F811
+def s3_storage(s3_proxy: FaultProxy, s3_bucket: str) -> S3Storage:
     """Storage behind the proxy."""
     return S3Storage(f"s3://{s3_bucket}/runs")
 
@@ -93,7 +93,7 @@ def listed(storage: Storage, prefix: str) -> list[tuple[str, int]]:
 # ------------------------------------------------------------------------------------------------------ same behaviour
 
 
-def test_open_storage_chooses_by_the_path(tmp_path: Path, s3_bucket: str) -> None:  # noqa: F811
+def test_open_storage_chooses_by_the_path(tmp_path: Path, s3_bucket: str) -> None:
     assert isinstance(open_storage(str(tmp_path)), LocalStorage)
     assert isinstance(open_storage(f"s3://{s3_bucket}/x"), S3Storage)
     assert open_storage(str(tmp_path)).locate("run/a") == f"{tmp_path}/run/a"
@@ -371,7 +371,7 @@ def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     assert storage.read("run/ü %+") == "run/ü %+".encode()
 
 
-def test_a_listing_does_not_page_through_the_runs_beside_it(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_a_listing_does_not_page_through_the_runs_beside_it(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     keys = ["search", *(f"search/{number}" for number in range(5)), "search0/a", "searches/b"]
     for key in [*keys, *(f"search-01/{number}" for number in range(20))]:
         s3_storage.write(key, b"")
@@ -572,7 +572,7 @@ def test_parts_grow_so_that_an_object_can_have_5_tib(monkeypatch: pytest.MonkeyP
 
 def test_parts_are_uploaded_in_the_sizes_they_grow_to(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parts, "EVEN_PARTS", 2)
@@ -587,7 +587,7 @@ def test_parts_are_uploaded_in_the_sizes_they_grow_to(
 def test_a_server_that_verifies_parts_is_told_from_one_that_does_not(
     verifies: bool,
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
 ) -> None:
     """By a damaged part under a number of its own, of which nothing stays in the object."""
     for name in ("TryPart", "UploadPart"):
@@ -610,7 +610,7 @@ def test_a_server_that_verifies_parts_is_told_from_one_that_does_not(
 def test_another_refusal_of_a_damaged_part_proves_nothing(
     fault: s3.Fault,
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
 ) -> None:
     s3_proxy.on("TryPart", fault)
     with s3_storage.writer("run/model.pt") as writer:
@@ -625,7 +625,7 @@ def test_another_refusal_of_a_damaged_part_proves_nothing(
 
 def test_a_part_that_is_damaged_on_its_way_fails_the_upload(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
 ) -> None:
     s3_proxy.on("UploadPart", s3.damage(then=s3.refuse_damage))
     with pytest.raises(StorageError, match=r"run/model\.pt: cannot upload: .*BadDigest"):
@@ -633,7 +633,7 @@ def test_a_part_that_is_damaged_on_its_way_fails_the_upload(
     assert_nothing_left(s3_storage)
 
 
-def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     content = pattern(5 * PART + 1)
     s3_storage.write("run/model.pt", content)
     together = threading.Barrier(5, timeout=20)
@@ -649,7 +649,7 @@ def test_an_object_is_read_in_parts_at_once_and_in_order(s3_storage: S3Storage, 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
 ) -> None:
     s3_storage.write("run/model.pt", pattern(3 * PART))
 
@@ -667,7 +667,7 @@ def assert_nothing_left(storage: S3Storage) -> None:
     assert storage.list("run") == []
 
 
-def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("CreateMultipartUpload", s3.answer(503, "SlowDown"), times=1)
     s3_proxy.on("UploadPart", s3.answer(503, "SlowDown"), times=2)
     s3_proxy.on("UploadPart", s3.reset, times=1)
@@ -682,7 +682,7 @@ def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: Fau
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
 def test_uploads_give_up_in_the_end(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
     operation: str,
     status: int,
     code: str,
@@ -701,7 +701,7 @@ def test_uploads_give_up_in_the_end(
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
 def test_a_failed_upload_is_a_storage_error_also_out_of_torch_save(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
     operation: str,
 ) -> None:
     s3_proxy.on(operation, s3.answer(403, "AccessDenied"))
@@ -710,7 +710,7 @@ def test_a_failed_upload_is_a_storage_error_also_out_of_torch_save(
     assert_nothing_left(s3_storage)
 
 
-def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"), times=1)
     sha256 = write_parts(s3_storage, 1)
     assert s3_storage.digest("run/model.pt") == (PART + 1, sha256)
@@ -722,7 +722,7 @@ def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy
     assert_nothing_left(s3_storage)
 
 
-def test_complete_whose_answer_was_lost_is_complete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_complete_whose_answer_was_lost_is_complete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("CompleteMultipartUpload", s3.carry_out_then_reset, times=1)
     s3_proxy.on("CompleteMultipartUpload", s3.answer(404, "NoSuchUpload"))
     sha256 = write_parts(s3_storage, 1)
@@ -732,7 +732,7 @@ def test_complete_whose_answer_was_lost_is_complete(s3_storage: S3Storage, s3_pr
         write_parts(s3_storage, 1)
 
 
-def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("AbortMultipartUpload", s3.answer(403, "AccessDenied"))
     with pytest.raises(ValueError, match="mine"), s3_storage.writer("run/a") as writer:  # noqa: PT012
         writer.write(bytes(PART + 1))
@@ -757,7 +757,7 @@ def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_p
 )
 def test_every_operation_is_tried_again_and_given_up(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
     operation: str,
     act: Callable[[Storage], Any],
     fault: s3.Fault,
@@ -772,7 +772,7 @@ def test_every_operation_is_tried_again_and_given_up(
     assert len(s3_proxy.requests) == tries
 
 
-def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("PutObject", s3.reset, times=3)
     s3_proxy.on("GetObject", s3.reset, times=3)
     s3_storage.write("run/a", b"content")
@@ -781,7 +781,7 @@ def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) 
 
 @pytest.mark.parametrize("operation", ["PutObject", "GetObject", "UploadPart"])
 @pytest.mark.usefixtures("short_limits")
-def test_a_stalled_server_is_given_up(s3_proxy: FaultProxy, s3_bucket: str, operation: str) -> None:  # noqa: F811
+def test_a_stalled_server_is_given_up(s3_proxy: FaultProxy, s3_bucket: str, operation: str) -> None:
     storage = S3Storage(f"s3://{s3_bucket}/runs")
     assert storage._client.meta.config.read_timeout == module.READ_TIMEOUT_S
     assert storage._client.meta.config.connect_timeout == module.CONNECT_TIMEOUT_S
@@ -799,7 +799,7 @@ def test_a_stalled_server_is_given_up(s3_proxy: FaultProxy, s3_bucket: str, oper
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_bucket: str) -> None:  # noqa: F811
+def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_bucket: str) -> None:
     s3_proxy.on("PutObject", s3.delay(0.1))
     S3Storage(f"s3://{s3_bucket}").write("a", b"content")
     assert len(s3_proxy.seen("PutObject")) == 1
@@ -810,8 +810,8 @@ def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_bucket: str) -> No
 @pytest.mark.parametrize("keep", [0, 2 * MIB])
 @pytest.mark.usefixtures("short_limits")
 def test_a_short_body_is_never_a_short_object(
-    s3_proxy: FaultProxy,  # noqa: F811
-    s3_bucket: str,  # noqa: F811
+    s3_proxy: FaultProxy,
+    s3_bucket: str,
     how: str,
     ask: str,
     keep: int,
@@ -846,7 +846,7 @@ def test_a_body_that_the_client_library_lets_end_early_is_an_error(
         s3_storage.digest("a")
 
 
-def test_create_whose_answer_was_lost_is_ours(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_create_whose_answer_was_lost_is_ours(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("PutObject", s3.carry_out_then_reset, times=1)
     assert s3_storage.create("run/a", b"ours")
     assert len(s3_proxy.seen("PutObject")) == 2
@@ -855,7 +855,7 @@ def test_create_whose_answer_was_lost_is_ours(s3_storage: S3Storage, s3_proxy: F
 
 def test_create_refused_because_another_is_at_it(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "RACE_PAUSE_S", 0)
@@ -870,7 +870,7 @@ def test_create_refused_because_another_is_at_it(
 
 def test_prove_refuses_a_server_without_conditional_writes(
     s3_storage: S3Storage,
-    s3_proxy: FaultProxy,  # noqa: F811
+    s3_proxy: FaultProxy,
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
     with pytest.raises(StorageError, match=r"/runs/run/probe-\w+: created twice; this store ignores 'If-None-Match"):
@@ -878,20 +878,20 @@ def test_prove_refuses_a_server_without_conditional_writes(
     assert s3_storage.list("") == []
 
 
-def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
     with pytest.raises(StorageError, match="deleted, but still there"):
         s3_storage.prove("run")
 
 
-def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
     with pytest.raises(StorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
         s3_storage.prove("run")
     assert len(s3_proxy.requests) == 1
 
 
-def test_delete_of_nothing_on_a_server_that_says_so(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_delete_of_nothing_on_a_server_that_says_so(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", s3.answer(404, "NoSuchKey"))
     s3_storage.delete("run/a")
 
@@ -910,7 +910,7 @@ EVERY_OPERATION: list[Callable[[Storage], Any]] = [
 
 
 @pytest.mark.parametrize("act", EVERY_OPERATION)
-def test_a_bucket_that_is_not_there_says_so(s3_bucket: str, act: Callable[[Storage], Any]) -> None:  # noqa: F811
+def test_a_bucket_that_is_not_there_says_so(s3_bucket: str, act: Callable[[Storage], Any]) -> None:
     storage = S3Storage(f"s3://{s3_bucket}-no/runs")
     with pytest.raises(StorageError, match=r"-no/runs/run.*NoSuchBucket.*; create the bucket, or correct") as raised:
         act(storage)
@@ -918,7 +918,7 @@ def test_a_bucket_that_is_not_there_says_so(s3_bucket: str, act: Callable[[Stora
 
 
 @pytest.mark.parametrize("act", EVERY_OPERATION)
-def test_missing_credentials_say_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch, act: Any) -> None:  # noqa: F811
+def test_missing_credentials_say_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StorageError, match=r"/runs/run.*Unable to locate credentials; set AWS_ACCESS_KEY_ID and"):
@@ -926,7 +926,7 @@ def test_missing_credentials_say_so(s3_bucket: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("s3_proxy", "short_limits")
-def test_an_endpoint_that_is_not_there_says_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_an_endpoint_that_is_not_there_says_so(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
@@ -936,7 +936,7 @@ def test_an_endpoint_that_is_not_there_says_so(s3_bucket: str, monkeypatch: pyte
 
 @pytest.mark.parametrize(("name", "value"), [("AWS_ENDPOINT_URL", "minio:9000"), ("AWS_PROFILE", "nobody")])
 def test_an_aws_environment_that_cannot_be_used_says_so(
-    s3_bucket: str,  # noqa: F811
+    s3_bucket: str,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     value: str,
@@ -946,7 +946,7 @@ def test_an_aws_environment_that_cannot_be_used_says_so(
         S3Storage(f"s3://{s3_bucket}/runs")
 
 
-def test_the_region_of_the_profile_counts(tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_region_of_the_profile_counts(tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config"
     config.write_text("[default]\nregion = eu-north-1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
@@ -954,7 +954,7 @@ def test_the_region_of_the_profile_counts(tmp_path: Path, s3_bucket: str, monkey
     assert S3Storage(f"s3://{s3_bucket}")._client.meta.region_name == "eu-north-1"
 
 
-def test_a_listing_of_several_pages_is_whole(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:  # noqa: F811
+def test_a_listing_of_several_pages_is_whole(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     def two_a_page(handler: Any, request: s3.Request) -> None:
         handler.reply(*handler.ask_server(dataclasses.replace(request, target=request.target + "&max-keys=2")))
 
