@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -25,6 +28,9 @@ SHARED = {
     "environment": "wheel",  # tests/end_to_end/test_wheel.py
 }
 """Fixtures that take seconds to set up, and the group of tests that use each: one process runs all tests of a group."""
+
+SLOW_TO_IMPORT = {"keras", "lightning", "peft", "torch._dynamo", "torch.distributed.tensor", "transformers"}
+"""Each takes seconds, and each process of pytest-xdist collects all tests: a test or fixture imports what it needs."""
 
 LAST_START = pytest.StashKey[float]()
 """When the last slow test may begin, by the monotonic clock."""
@@ -54,6 +60,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("slow") and time.monotonic() > item.config.stash[LAST_START]:
         pytest.skip("slow, and the time of --minutes is over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector: it would look through all that the tests import again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuse a file of tests that takes seconds to import."""
+    before = SLOW_TO_IMPORT & sys.modules.keys()
+    report = yield
+    if slow := SLOW_TO_IMPORT & sys.modules.keys() - before:
+        report.outcome = "failed"
+        report.longrepr = f"imports {', '.join(sorted(slow))}, which takes seconds: import it in the tests that use it"
+    return report
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -19,7 +19,11 @@ from app.errors import NotFoundError
 from app.predict.classifier import Classifier
 from tests.harness.finished_run import FinishedRun
 
-pytest.importorskip("fastapi", reason="Ray Serve is not installed; it comes with the extra 'serve'")
+
+@pytest.fixture(autouse=True)
+def fastapi() -> object:
+    """Imported here, not at the head: it takes a second, and a collection imports every file of tests."""
+    return pytest.importorskip("fastapi", reason="Ray Serve is not installed; it comes with the extra 'serve'")
 
 
 def post(port: int, body: bytes) -> tuple[int, object]:

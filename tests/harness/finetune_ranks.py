@@ -7,6 +7,7 @@ the file `RUN.json`. A group commits at the step that its successor goes on from
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import signal
@@ -15,10 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import peft  # imported once, not in each child
 import torch
 import torch.distributed as dist
-import transformers
 
 from app.checkpoint import CheckpointManager
 from app.checkpoint.files import load_state, load_weights
@@ -137,6 +136,8 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
 
 
 def main(root: str) -> None:
+    for library in ("peft", "transformers"):
+        importlib.import_module(library)  # once, not in each child
     torch.set_num_threads(1)
     write_base(Path(root, "base"))
     write_texts(Path(root, "texts"))
@@ -152,6 +153,4 @@ def main(root: str) -> None:
 
 
 if __name__ == "__main__":
-    assert peft
-    assert transformers
     main(sys.argv[1])

@@ -17,11 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # torch imports these on first use: not in each child
 import torch.distributed as dist
-import torch.distributed.checkpoint.default_planner
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 import app.checkpoint.shared_memory
 import app.checkpoint.weights

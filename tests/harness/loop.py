@@ -10,10 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch._dynamo  # torch imports these on first use: not in each child
 import torch.distributed as dist
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 from app.checkpoint import CheckpointManager
 from app.checkpoint.average import WeightAverage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -17,6 +18,14 @@ import pytest
 
 LIMIT_S = 300.0
 """The longest that forked ranks may take, half of a test's limit: those that hang tell where, and end."""
+
+ON_FIRST_USE = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.default_planner",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+"""What torch imports when it is needed, which takes seconds: before a fork, once for all its children."""
 
 
 @pytest.fixture
@@ -46,6 +55,7 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
         sender.send(act(dist.group.WORLD))
 
+    import_before_fork()
     context = multiprocessing.get_context("fork")
     stacks = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115  # gone with the last process
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
@@ -68,10 +78,16 @@ def in_processes(folder: Path, count: int, act: Callable[[Any], Any]) -> list[An
     return found
 
 
+def import_before_fork() -> None:
+    for name in ON_FIRST_USE:
+        importlib.import_module(name)
+
+
 def fork_ranks(count: int, act: Callable[[int], None], exit_code: int = 0) -> None:
     """Let each rank act in a forked process of its own, which must end with `exit_code`."""
     import torch
 
+    import_before_fork()
     children = []
     for rank in range(count):
         if child := os.fork():

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("peft", reason="needs the extra hf")
-
 from app.checkpoint.sharded import load_model
 from app.predict.__main__ import main as predict
 from app.run import open_run
@@ -26,6 +24,7 @@ from tests.harness.language_models import write_base
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("peft", reason="needs the extra hf")
     folder = tmp_path_factory.mktemp("finetune")
     subprocess.run([sys.executable, "-m", "tests.harness.finetune_ranks", str(folder)], cwd=REPOSITORY, check=True)
     return folder

@@ -22,7 +22,6 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import app.checkpoint.pieces
@@ -190,6 +189,8 @@ def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_torch_itself_reads_the_parts(groups: Path) -> None:
+    import torch.distributed.checkpoint as dcp  # takes seconds
+
     run, checkpoint = of(groups, "fsdp", 2)
     expected = load_model(run, checkpoint)
     state = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import lightning
 import pytest
 import torch
 
@@ -25,7 +24,6 @@ from app.run.incidents import Cause
 from app.run.status import request_stop
 from app.settings import Settings, load_settings
 from app.tasks import load_task
-from app.tasks.lightning_adapter import LightningTask, make_trainer
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
@@ -160,84 +158,29 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_task(load_settings({"TASK": "app.tasks.lightning_mnist"}))
 
 
-class Whole(lightning.LightningModule):
-    """Complete; each module below spoils something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        return None
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Manual(Whole):
-    automatic_optimization = False
-
-
-class NoStep(lightning.LightningModule):
-    pass
-
-
-class Late(Whole):
-    def configure_model(self) -> None:
-        self.more = torch.nn.Linear(1, 1)
-
-
-class NoOptimizer(Whole):
-    def configure_optimizers(self) -> Any:
-        return None
-
-
-class TwoOptimizers(Whole):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
-
-
-class Plateau(Whole):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "loss"}
-
-
-class LogsRows(Whole):
-    def training_step(self, batch: Any) -> Any:
-        self.log("train_rows", 2)
-
-
-class LogsMany(Whole):
-    def training_step(self, batch: Any) -> Any:
-        self.log("scores", torch.zeros(2))
-
-
-class ManyLosses(Whole):
-    def training_step(self, batch: Any) -> Any:
-        return self.layer(torch.zeros(2, 1))
-
-
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("name", "message"),
     [
-        (lambda: torch.nn.Linear(1, 1), "build_module returned a Linear; return a lightning.LightningModule"),
-        (NoStep, "its NoStep does not define training_step, configure_optimizers"),
-        (Manual, "manual optimization"),
-        (Late, "configure_model"),
-        (NoOptimizer, "no optimizer of the module's parameters"),
-        (TwoOptimizers, "configure_optimizers.*multiple optimizers"),
-        (Plateau, "ReduceLROnPlateau"),
-        (Whole, "loss is a NoneType; return the mean loss"),
-        (ManyLosses, r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
-        (LogsRows, "a record of the history has its own rows"),
-        (LogsMany, "log one number, the batch's"),
+        ("NoModule", "build_module returned a NoModule; return a lightning.LightningModule"),
+        ("NoStep", "its NoStep does not define training_step, configure_optimizers"),
+        ("Manual", "manual optimization"),
+        ("Late", "configure_model"),
+        ("NoOptimizer", "no optimizer of the module's parameters"),
+        ("TwoOptimizers", "configure_optimizers.*multiple optimizers"),
+        ("Plateau", "ReduceLROnPlateau"),
+        ("Whole", "loss is a NoneType; return the mean loss"),
+        ("ManyLosses", r"loss is a Tensor of shape \[2, 1\]; return the mean loss"),
+        ("LogsRows", "a record of the history has its own rows"),
+        ("LogsMany", "log one number, the batch's"),
     ],
 )
-def test_a_module_that_cannot_be_trained_is_named(build: Any, message: str, source: EmptySource) -> None:
+def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
+    # Imported by those tests that use it: Lightning takes seconds, and a collection imports every file of tests.
+    from app.tasks.lightning_adapter import LightningTask
+    from tests.tasks import spoiled_lightning
+
     module = ModuleType("my_task")
-    module.build_module = lambda settings, source: build()  # type: ignore[attr-defined]
+    module.build_module = lambda settings, source: getattr(spoiled_lightning, name)()  # type: ignore[attr-defined]
     settings = load_settings({"TASK": "my_task"})
     task = LightningTask(module, settings)
 
@@ -262,6 +205,8 @@ def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
 
 @pytest.mark.parametrize(("clip_norm", "given"), [(0.0, None), (1.5, 1.5)])
 def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> None:
+    from app.tasks.lightning_adapter import make_trainer
+
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 
 

@@ -585,9 +585,7 @@ class Ranks(NamedTuple):
 @pytest.fixture
 def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Ranks, int], Any]], list[Any]]:
     """Lets two ranks act, and returns what both do."""
-    import torch.distributed.checkpoint.default_planner  # it and Ray take seconds: not in each child
-
-    versions()
+    versions()  # imports Ray, which takes seconds: not in each child
     run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
     assert claim(run, [], attempt)
     monkeypatch.setattr(app.checkpoint.sharded, "POLL_EVERY_S", 0.05)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("peft", reason="needs the extra hf")
-
 from app.checkpoint.files import load_weights
 from app.data.source import EmptySource, read_rows
 from app.errors import ConflictError, DataError, SettingsError
@@ -22,6 +20,12 @@ from app.tasks import finetune, load_task
 from app.tasks.pretrained import open_base
 from tests.harness.datasets import refusal
 from tests.harness.language_models import write_base, write_texts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peft() -> object:
+    """Imported here, not at the head: it takes seconds, and a collection imports every file of tests."""
+    return pytest.importorskip("peft", reason="needs the extra hf")
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.utils import counters
 
 from app.data.order import Steps, micro_batches
 from app.data.source import EmptySource
@@ -63,8 +62,14 @@ def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGr
 
 
 @pytest.fixture
-def only_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models compile to graphs, and no code is generated from these: that takes a compiler, and a minute."""
+def only_graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Models compile to graphs, and no code is generated from these: that takes a compiler, and a minute.
+
+    Returns the compiler's counters.
+    """
+    import torch._dynamo  # takes seconds
+    from torch._dynamo.utils import counters
+
     compile_really = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, mode, **options: compile_really(self, backend="aot_eager", **options)
@@ -72,22 +77,23 @@ def only_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
     torch._dynamo.reset()
     counters.clear()
+    return counters["stats"]
 
 
-def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: None) -> None:
+def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     """The last step of the epoch is a short one."""
     settings = {"task": "tests.tasks.tiny", "global_batch_size": 7000, "epochs": 1, "learning_rate": 0.1}
     plain = train_rank(plan_without_evaluation(Settings(**settings)), group)
     worker = make_worker(plan_without_evaluation(Settings(**settings, compile="default")), group)
     train(worker)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert only_graphs["unique_graphs"] == 1
     compiled = worker.model.state_dict()
     assert list(compiled) == list(plain)
     for name, weights in plain.items():
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)
 
 
-def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: None) -> None:
+def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     gpt = {
         "task": "app.tasks.gpt",
         "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},
@@ -97,7 +103,7 @@ def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_gra
     }
     plain = train_rank(plan_without_evaluation(Settings(**gpt)), group)
     compiled = train_rank(plan_without_evaluation(Settings(**gpt, parallel="fsdp", compile="default")), group)
-    assert counters["stats"]["unique_graphs"] > 0
+    assert only_graphs["unique_graphs"] > 0
     assert list(compiled) == list(plain)
     for name, weights in plain.items():
         np.testing.assert_allclose(compiled[name], weights, rtol=0, atol=1e-5)

@@ -5,30 +5,34 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
-
-import keras
 
 from app.checkpoint.files import load_weights
 from app.data.source import Batch, EmptySource
 from app.errors import ConflictError, SettingsError
 from app.settings import Settings
 from app.tasks import load_task
-from app.tasks.keras_adapter import KerasModule
 from tests.harness.state_files import through_a_file
+
+if TYPE_CHECKING:
+    from app.tasks.keras_adapter import KerasModule
 
 SOURCE = EmptySource((1, 6, 6), 3)
 ROWS = 30
 
 
 @pytest.fixture
-def task(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def keras() -> Any:
+    """Keras, which only those who use it import: it takes seconds, and a collection imports every file of tests."""
+    return pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
+
+
+@pytest.fixture
+def task(keras: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A task module of a small model."""
     module = types.ModuleType("small_keras")
 
@@ -118,7 +122,7 @@ def test_rows_of_no_weight_have_no_part_in_a_step(task: Any) -> None:
     assert not same(models[0], build())
 
 
-def test_a_checkpoint_has_a_file_that_keras_loads(task: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_path: Path) -> None:
     settings, model, rows = settings_for(), build(), make_rows()
     steps(model, range(3))
     state, scores = model.state_dict(), model(rows)
@@ -140,7 +144,7 @@ def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
         load_task(Settings(task="small_keras", clip_norm=1.0))
 
 
-def test_what_is_no_compiled_model_is_refused(task: Any) -> None:
+def test_what_is_no_compiled_model_is_refused(keras: Any, task: Any) -> None:
     task.build_keras = lambda settings, source: keras.Sequential([keras.layers.Dense(3)])
     with pytest.raises(SettingsError, match=r"build_keras returned a Sequential; return a keras\.Model with its input"):
         build()
