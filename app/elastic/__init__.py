@@ -4,14 +4,14 @@ A preemption, from the notice to the first step of the new worker group:
 
  1. kubelet                               sends SIGTERM to the node's pods, and kills them `notice_s` (profile) later
  2. ray start                             marks the node as draining, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
- 3. nodes.NodeMonitor.check               reads ray_internals.draining_nodes twice a second -> find_preempted
+ 3. nodes.NodeMonitor.check               reads ray_internals.nodes.draining_nodes twice a second -> find_preempted
  4. control.ControlChannel.restart_group  notes the incident, and sets Command.restart with its deadline
  5. control.CommandPoller.poll            brings the command to rank 0, after a step (train.worker.Worker.due)
  6. parallel.StepConsensus.agree          brings it to all ranks, for the same step (train.step.after_step)
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, but no longer than a second before the deadline
  9. train.worker.Worker.restart_group     raises RayActorError(preempted=True) and exits: the node is idle, and ends
-10. Ray Train                             starts a group on ray_internals._staying_nodes -> train.setup.join_run
+10. Ray Train                             starts a group on coordinator._staying_nodes -> train.setup.join_run
 11. claim.agree_on_start                  finds the newest state in memory or storage, and claims an attempt from it
 12. restore.load_start                    gives that state to every rank; train.loop.train_loop takes the first step
 13. receipts.make_receipt                 says what the restart cost (train.reporter.Reporter.took_step)

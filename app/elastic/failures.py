@@ -1,7 +1,7 @@
 """Judges what ended a worker group: says it on the console, and whether another group starts.
 
-Ray Train asks, in its controller (`ray_internals.asked_of_failures`), about each group that ended without having been
-told to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
+Ray Train asks, in its controller (`ray_internals/controller.py`), about each group that ended without having been told
+to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
 counted, and forgotten with the next checkpoint. Groups to which Ray Data brought no rows are counted apart, and so are
 those that a copy in memory keeps from a step, until it is passed over for storage (copies.py).
 """

@@ -12,7 +12,8 @@ from app.background import Background
 from app.elastic.groups import GroupChoice, find_spare, room_of_groups
 from app.errors import SunspotError, shorten
 from app.formatting import in_words
-from app.ray_internals import ROUNDING, ask_of_groups, drain_nodes, draining_nodes, reachable_nodes
+from app.ray_internals.coordinator import ROUNDING, ask_of_groups
+from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from app.run.incidents import Cause
 from app.settings import Workers
 

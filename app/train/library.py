@@ -1,42 +1,12 @@
 """Ray's trainer for the library that a task trains with: torch, or another beside torch's process group."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ray.train.torch import TorchTrainer
 
 from app.plan import Plan
+from app.ray_internals.backend import BackendConfig, LibraryConfig
 from app.tasks import load_task
-from app.train.backend import Backend, BackendConfig
-
-
-@dataclass
-class LibraryConfig(BackendConfig):
-    """torch's process group, through which workers agree, and beside it what the library trains through."""
-
-    library: Any = None
-    "Ray's configuration of the library."
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return LibraryBackend
-
-    @property
-    def train_func_context(self) -> Any:
-        return self.library.train_func_context
-
-
-class LibraryBackend(Backend):
-    """Sets up both; runs in Ray Train's controller."""
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        super().on_start(worker_group, backend_config)
-        self._library = backend_config.library.backend_cls()
-        self._library.on_start(worker_group, backend_config.library)
-
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        super().on_training_start(worker_group, backend_config)
-        self._library.on_training_start(worker_group, backend_config.library)
 
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Makes a process a worker of the run: claims it with the group, loads the state, builds what a step needs."""
 
-import logging
 import math
 import socket
 import time
@@ -48,14 +47,15 @@ from app.parallel import (
     shard_optimizer_state,
 )
 from app.plan import Plan
-from app.ray_internals import launch_time, raylet_process
+from app.ray_internals.backend import processes_up
+from app.ray_internals.output import quiet_ray_train
+from app.ray_internals.workers import launch_time, raylet_process
 from app.run import Run, open_run
 from app.run.attempts import Attempt, record_error
 from app.run.failures import record_failure
 from app.run.history import Journal
 from app.settings import Settings, differences
 from app.tasks import Task, load_task
-from app.train.backend import processes_up
 from app.train.device_memory import await_device_memory
 from app.train.forward import compile_model
 from app.train.reporter import Reporter, first_status, show_claim
@@ -156,13 +156,6 @@ def round_products(rounded: bool) -> None:
     """Have a GPU round the factors of products of fp32 numbers (TF32) or not, of matrices and of convolutions."""
     torch.set_float32_matmul_precision("high" if rounded else "highest")
     torch.backends.cudnn.allow_tf32 = rounded  # which torch has on, unlike that of matrices
-
-
-def quiet_ray_train() -> None:
-    """Keep Ray's line for every report out of the rank's log; its loggers are named by their files (Ray 2.60)."""
-    for name in list(logging.root.manager.loggerDict):
-        if "/ray/train/" in name:
-            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:

@@ -23,15 +23,10 @@ from app.errors import SunspotError
 from app.observe.progress import shown_progress
 from app.observe.prometheus import exported_run
 from app.plan import Plan, Resources, choose_resources
-from app.ray_internals import (
-    asked_of_failures,
-    end_groups_at_once,
-    give_back,
-    install_coordinator,
-    quiet_losses,
-    reachable_nodes,
-    reserved_groups,
-)
+from app.ray_internals.controller import asked_of_failures, end_groups_at_once, give_back, reserved_groups
+from app.ray_internals.coordinator import install_coordinator
+from app.ray_internals.nodes import reachable_nodes
+from app.ray_internals.output import quiet_losses
 from app.ray_session import ray_session
 from app.run import Run, open_run
 from app.run.attempts import fatal_error, read_attempts

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from app.formatting import plural
 from app.plan import choose_resources
-from app.ray_internals import ROUNDING
+from app.ray_internals.coordinator import ROUNDING
 from app.settings import Settings
 
 NODES_TIMEOUT_S = 60.0

@@ -79,7 +79,7 @@ def train_and_promote(
 
     from app.background import Background
     from app.elastic.control import StopRequest, open_control, watch_stop
-    from app.ray_internals import reachable_nodes
+    from app.ray_internals.nodes import reachable_nodes
     from app.ray_session import ray_session
     from app.run.attempts import fatal_error
     from app.tune.concurrency import await_nodes

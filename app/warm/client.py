@@ -26,15 +26,15 @@ LENGTH = struct.Struct("<I")
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a connection."""
 
-NODE = "--node-id="
-"""Begins the argument in which Ray tells a worker its node."""
-
 
 def main() -> None:
-    """Run `client.py KEY SCRIPT ARGUMENTS...`: the script as a worker, forked or not."""
-    key, *command = sys.argv[1:]
+    """Run `client.py KEY OPTION SCRIPT ARGUMENTS...`: the script as a worker, forked or not.
+
+    OPTION begins the argument in which Ray tells a worker its node.
+    """
+    key, option, *command = sys.argv[1:]
     ray = os.getppid()
-    node = next((argument.removeprefix(NODE) for argument in command if argument.startswith(NODE)), "")
+    node = next((argument.removeprefix(option) for argument in command if argument.startswith(option)), "")
     ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
     request = {
         "command": command,

@@ -17,6 +17,7 @@ from typing import Any
 from app.background import start_thread
 from app.cgroup import memory_left
 from app.formatting import as_bytes
+from app.ray_internals.workers import NODE
 from app.warm import client
 
 IMPORTS_S = 300.0
@@ -58,7 +59,7 @@ def find_hindrance(runtime_env: Collection[str]) -> str:
 
 def executable(key: str) -> str:
     """What Ray is to run in place of Python."""
-    return shlex.join([sys.executable, "-I", "-S", client.__file__, key])
+    return shlex.join([sys.executable, "-I", "-S", client.__file__, key, NODE])
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import ray
 
 from app.elastic.control import open_control
 from app.formatting import as_time
-from app.ray_internals import reachable_nodes
+from app.ray_internals.nodes import reachable_nodes
 from app.report import gather, render
 from app.run import open_run
 from app.run.attempts import read_attempts

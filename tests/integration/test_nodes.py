@@ -21,22 +21,15 @@ from ray.train.v2._internal.execution.controller.state import RestartingState, R
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from app import ray_internals
 from app.background import start_thread
 from app.elastic import nodes as elastic_nodes
 from app.elastic.control import COMMAND_EVERY_S, Command, CommandPoller, open_control
 from app.elastic.groups import GroupChoice
 from app.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
-from app.ray_internals import (
-    COORDINATOR,
-    ask_of_groups,
-    drain_nodes,
-    draining_nodes,
-    end_groups_at_once,
-    give_back,
-    install_coordinator,
-    reserved_groups,
-)
+from app.ray_internals import coordinator, warn_once
+from app.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
+from app.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
+from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from app.run.incidents import Cause
 from app.settings import NodeGroup, Workers
 from tests.harness.nodes import start_node
@@ -264,12 +257,12 @@ def no_coordinator(ray_address: str) -> None:
     """As if nobody had trained before, asked Ray for its nodes, or been warned."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's keeps the last controller of this process alive
     until = time.monotonic() + 30
-    while ray_internals._someone_trains():
+    while coordinator._someone_trains():
         assert time.monotonic() < until
         gc.collect()
         time.sleep(0.2)
     remove_coordinator()
-    ray_internals._warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def remove_coordinator() -> None:
@@ -311,7 +304,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
     control: Any = FakeControl()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
-        watch_nodes(control, NodeMonitor(PER_WORKER, Workers(1, 3), ray_internals.reachable_nodes)),
+        watch_nodes(control, NodeMonitor(PER_WORKER, Workers(1, 3), reachable_nodes)),
     ):
         control.trains = group(1, a.node_id)
         reserve("train-test", 3, PER_WORKER)

@@ -1,0 +1,13 @@
+"""Private APIs of Ray, checked against Ray 2.60.0; where a Ray has changed one, runs do without it, with a warning.
+
+Each file has one subject, and says why no public API does it. Public is what Ray marks with `@PublicAPI` or
+`@DeveloperAPI`, and has in a module that its documentation names.
+"""
+
+import functools
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Print a warning, unless this process has done so before."""
+    print(f"warning: {text}", flush=True)
