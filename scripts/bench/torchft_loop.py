@@ -115,7 +115,7 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> int:
     """Read the settings and train."""
-    from ray.train.v2.torch.torchft_config import TorchftConfig
+    from ray.train.v2.torch.torchft_config import TorchftConfig  # noqa: TID251 (Ray 2.60 has it nowhere else)
 
     settings = with_absolute_paths(load_settings())
     TorchTrainer(
