@@ -56,7 +56,7 @@ LEAST_BLOCK = 10_000
 
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Those of torch (`is_norm`)."""
+"""Those of torch (`is_norm`); what its batch and instance norms have in common has no public name."""
 
 
 CHANNELS_LAST = ("cuda",)
@@ -105,6 +105,7 @@ def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
 def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that modules hold, but no state_dict has."""
     for module in model.modules():
+        # No public API tells which buffers are not persistent.
         held: list[Any] = [module._buffers[name] for name in module._non_persistent_buffers_set]
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -143,6 +144,7 @@ def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> n
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=whole)
     if any(parameter.is_meta for parameter in model.parameters()):
+        # The public `to_empty` would take the values of all other tensors, too.
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model = model.to(device)
     return model.to(memory_format=torch.channels_last) if has_images_last(model, settings, device) else model

@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
     """The metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's own reader finds in .metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch's own reader wants it in .metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,

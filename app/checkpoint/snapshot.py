@@ -37,7 +37,10 @@ OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChangeWatch:
-    """Tells which tensors are changed in place while they are copied; not of changes through `.data`."""
+    """Tells which tensors are changed in place while they are copied; not of changes through `.data`.
+
+    It reads the count of changes by which autograd finds them (`_version`), as torch has no public name for it.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors]
@@ -105,7 +108,10 @@ class SteppedParameters:
 
 
 def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """PyTorch's count of a parameter's changes in place, and the sum of its bits, for which no device is waited."""
+    """PyTorch's count of a parameter's changes in place, and the sum of its bits, for which no device is waited.
+
+    The count misses changes through `.data`, and the sum those that leave it as it was.
+    """
     part = part_of(parameter.detach())
     part = torch.view_as_real(part) if part.is_complex() else part
     return parameter._version, part.view(OF_BYTES[part.element_size()]).sum()

@@ -139,7 +139,10 @@ def can_jump(scheduler: LRScheduler) -> bool:
 
 
 def jump(scheduler: LRScheduler, step: int) -> None:
-    """Set its optimizer's rate to that of a step, counted from 0."""
+    """Set its optimizer's rate to that of a step, counted from 0.
+
+    A SequentialLR keeps its parts to itself, and the public way to a step, `step(epoch)`, is deprecated, and warns.
+    """
     while isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, step)
         step -= scheduler._milestones[number - 1] if number else 0

@@ -49,7 +49,10 @@ def train(worker: Worker) -> None:
 
 
 def count_from(trainer: Trainer, step: int, per_epoch: int) -> None:
-    """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step`."""
+    """Start a module's `global_step` and `current_epoch`, and the Trainer's own count, at `step`.
+
+    Lightning sets these only from a checkpoint of its own, and there is none: the state comes from ours.
+    """
     loop = trainer.fit_loop
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
     epochs = dict.fromkeys(("ready", "started", "processed", "completed"), step // per_epoch)
