@@ -25,6 +25,15 @@ REVIEWS_AT_ONCE = 8
 NOT_WITHOUT_EFFECT = "does not support dry run"
 """What the API server says of a policy's webhook that it may not ask about a dry run."""
 
+NOT_ASKED = (404, 405)
+"""Statuses of an API server that takes no pods here, whatever they are."""
+
+MAY_PASS = {
+    "exceeded quota": "they wait until there is room",
+    "admission webhook": "the operator's own may pass, where the policy looks at the owner; if none starts, it is this",
+}
+"""Refusals that need not come again when the operator creates the pods, with what to make of them."""
+
 
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
     """Check everything, change nothing; returns the RayJob as the API server would complete it, and warnings.
@@ -65,7 +74,7 @@ def find_queue_problem(expected: JobView) -> list[str]:
 
 
 def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """What keeps the pods of a RayJob out, each created without effect, and whether it passes when others end.
+    """What keeps the pods of a RayJob out, each created without effect, and whether it may pass later.
 
     Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
     the operator is refused. Nothing where this user may create no pods.
@@ -78,10 +87,12 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[tu
         try:
             cluster.create_pod(pod, dry_run=True)
         except RefusedError as error:
-            full = "exceeded quota" in str(error)
-            fix = "they wait until there is room" if full else "change the profile, or have the namespace allow it"
-            if NOT_WITHOUT_EFFECT not in str(error):
-                yield f"pods of the group {group} would be refused now: {error}; {fix}", full
+            said = str(error)
+            if error.status in NOT_ASKED or NOT_WITHOUT_EFFECT in said:
+                continue
+            may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
+            fix = may_pass or "change the profile, or have the namespace allow it"
+            yield f"pods of the group {group} would be refused now: {said}; {fix}", bool(may_pass)
 
 
 def explain_refusal(error: ClusterError) -> str:
