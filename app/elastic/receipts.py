@@ -8,11 +8,9 @@ import ray.train
 from app.elastic.claim import Start
 from app.elastic.failures import reason
 from app.elastic.restore import State
+from app.ray_internals.controller import GroupRestartError
 from app.run.attempts import Attempt
 from app.run.incidents import FORKED, Cause, Receipt, read_receipts, worker_seconds
-
-RESTARTING = "the worker group ends, for a restart"
-"""In the error that ends a worker which was asked to restart."""
 
 MAX_DETAIL = 500
 """Characters kept of all workers' errors."""
@@ -112,7 +110,7 @@ class FailureRecorder(ray.train.UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at every poll while there are errors; the control channel keeps the first."""
-        lost = {rank: error for rank, error in worker_exceptions.items() if RESTARTING not in str(error)}
+        lost = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, GroupRestartError)}
         if lost:
             lines = [f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items())]
             self._control.note.remote(loss="; ".join(lines)[:MAX_DETAIL], noticed=time.time())

@@ -4,6 +4,7 @@ ray.train.v2._internal.execution   the controller's states, and its worker group
                                    there are too few nodes for the next. The public `UserCallback` learns of neither
 ray.train.v2...failure_handling    decides whether another worker group follows a failed one: the public FailureConfig
                                    counts all failures of a job's life, and knows no bugs
+RayActorError(preempted=True)      raised by a worker, asks for another group at no charge: no public API restarts one
 ray._raylet.PlacementGroupID       to give back what a failed controller had reserved: the public API removes only
                                    groups that one has made oneself
 """
@@ -13,9 +14,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from app.errors import shorten
 from app.ray_internals import warn_once
+
+
+class GroupRestartError(RayActorError):
+    """Ends a worker so that Ray Train starts another group, as after a preemption, whatever MAX_FAILURES is.
+
+    The controller gets it as it was raised.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(error_msg="the worker group ends, for a restart", preempted=True)
 
 
 def end_groups_at_once() -> list[Any]:

@@ -31,7 +31,7 @@ from app.data.torch_loader import TorchLoader
 from app.elastic.claim import Start, agree_on_start
 from app.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
 from app.elastic.failures import describe_end
-from app.elastic.receipts import RESTARTING, Phases, first_incident
+from app.elastic.receipts import Phases, first_incident
 from app.elastic.restore import State, load_start
 from app.elastic.watchdog import Watchdog
 from app.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
@@ -48,6 +48,7 @@ from app.parallel import (
 )
 from app.plan import Plan
 from app.ray_internals.backend import processes_up
+from app.ray_internals.controller import GroupRestartError
 from app.ray_internals.output import quiet_ray_train
 from app.ray_internals.workers import launch_time, raylet_process
 from app.run import Run, open_run
@@ -146,9 +147,10 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 stack.enter_context(kept_server(config["warm_key"], node, raylet_process(), after_s, warn))
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
+        except GroupRestartError:
+            raise  # training goes on with the next group
         except Exception as error:
-            if RESTARTING not in str(error):  # then training goes on with the next group
-                record_end(error, run, control, start, rank, watchdog.step)
+            record_end(error, run, control, start, rank, watchdog.step)
             raise
 
 

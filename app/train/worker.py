@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
 
 from app.background import CLOSE_TIMEOUT_S, start_thread
 from app.checkpoint import CheckpointManager
@@ -19,12 +18,12 @@ from app.data.ray_loader import RayLoader
 from app.data.source import Batch
 from app.data.torch_loader import TorchLoader
 from app.elastic.control import CommandPoller
-from app.elastic.receipts import RESTARTING
 from app.elastic.watchdog import Watchdog
 from app.observe.metrics import MetricWindow, RecentMeans
 from app.observe.prometheus import Telemetry
 from app.parallel import StepActions, finish_together, from_rank_0
 from app.plan import Plan
+from app.ray_internals.controller import GroupRestartError
 from app.tasks import Task
 from app.train.reporter import Reporter
 
@@ -139,13 +138,14 @@ class Worker:
             limit_s = self._drain_limit_s()
             finish_together(self.control_group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
             self.checkpoints.close(finished=False)
-            print(RESTARTING)  # how its log ends
+            restart = GroupRestartError()
+            print(restart)  # how its log ends
             left_s = from_rank_0(self.control_group, self._drain_limit_s)  # which alone knows of a notice
             finish_together(self.control_group, lambda: self._close_outputs(left_s))
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
-        raise RayActorError(error_msg=RESTARTING, preempted=True)
+        raise restart
 
     def _close_outputs(self, limit_s: float | None) -> None:
         """Bring to storage what is not there yet, as far as that takes no longer than a background task may."""

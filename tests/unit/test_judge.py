@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,18 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError
+from ray.train import FailureConfig
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from app.elastic import failures
 from app.elastic.control import ControlChannel, GroupEnd, RankError
 from app.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
+from app.elastic.receipts import FailureRecorder
 from app.errors import SettingsError, SunspotError
 from app.observe.progress import _Lines
+from app.ray_internals.controller import GroupRestartError
 from app.run.attempts import Attempt
 from app.run.failures import Failure
 from app.run.incidents import TIER, Cause
@@ -29,7 +36,7 @@ class Control:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.end, self.said, self.gave_up_for = GroupEnd(), list[str](), list[str]()
-        self.left_out = list[str]()
+        self.left_out, self.noted = list[str](), list[str]()
         monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
         monkeypatch.setattr(failures, "OTHERS_S", 0.0)
 
@@ -39,6 +46,7 @@ class Control:
             "start_again": self.said.append,
             "give_up": self.gave_up_for.append,
             "leave_out": self.left_out.extend,
+            "note": lambda loss, noticed: self.noted.append(loss),
         }
         return SimpleNamespace(remote=answers[name])
 
@@ -299,3 +307,18 @@ def test_what_another_ray_raises_while_nodes_are_left_out_ends_no_run(control: C
 
     assert FailureJudge(control, 3, fail)({1: LOST})
     assert "; whether a GPU is broken is not known: drain_node; starting again" in control.said[0]
+
+
+def test_a_restart_is_known_by_its_class_and_starts_another_group_at_no_charge(control: Control) -> None:
+    """As Ray Train's controller gets it from a worker; what only sounds like it is a failure like any other."""
+    raised = UserExceptionWithTraceback(GroupRestartError(), "a traceback")
+    restart = WorkerStatus(running=False, error=pickle.loads(pickle.dumps(raised)))
+    group = WorkerGroupPollStatus({0: restart})
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
+    assert policy.make_decision(group.get_worker_group_error()) is FailureDecision.RETRY
+
+    run: Any = None
+    FailureRecorder(control).after_exception(run, group.errors)
+    assert not control.noted
+    FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
+    assert control.noted == ["rank 1: the worker group ends, for a restart"]

@@ -17,15 +17,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
 
 import app.train.worker
 from app.background import Background
 from app.elastic.claim import Start
 from app.elastic.control import Command
-from app.elastic.receipts import RESTARTING
 from app.elastic.restore import State
 from app.errors import SettingsError
+from app.ray_internals.controller import GroupRestartError
 from app.run import Run, open_run
 from app.run.attempts import Attempt
 from app.run.history import Journal, read_journal
@@ -288,11 +287,11 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
         finally:
             stored.extend([read_stream(run, rank_stream(1, 0)), read_journal(run, "metrics")])
 
-    with pytest.raises(RayActorError), setup.join_run(config):
+    with pytest.raises(GroupRestartError), setup.join_run(config):
         train()
     [text, metrics] = stored
     assert b"the last line\n" in text
-    assert text.decode().endswith(f"{RESTARTING}\n")
+    assert text.decode().endswith(f"{GroupRestartError()}\n")
     assert [record["step"] for record in metrics] == [7]
 
 
@@ -308,7 +307,7 @@ def test_workers_end_once_the_output_of_all_is_in_storage_or_the_notice_is_over(
         worker = make_worker(None if rank else left_s, control_group=group)
         if rank == 1:
             worker.outputs.callback(time.sleep, write_s)
-        with pytest.raises(RayActorError):
+        with pytest.raises(GroupRestartError):
             worker.restart_group()
         return time.monotonic() - began
 
