@@ -25,7 +25,7 @@ CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
 """An S3 server that does not answer is given up after less than 30 s."""
 
 OF_CLIENTS = ("AWS Error", "google::cloud::Status", "Azure Error")
-"""What Arrow's errors say when a cloud's client has failed."""
+"""What Arrow's errors say when a cloud's client has failed: they are OSErrors without a number, as of damaged files."""
 
 
 def absolute(location: str) -> str:

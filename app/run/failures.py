@@ -31,7 +31,7 @@ LONGEST_MESSAGE, LONGEST_TRACEBACK = 2000, 20_000
 """Characters kept. A message may quote a page and a recursion has a thousand frames; the end says what happened."""
 
 LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer|ActorDied|actor died", re.IGNORECASE)
-"""Matches errors of processes that failed because another one was gone."""
+"""Matches errors of processes that failed because another one was gone: gloo raises a plain RuntimeError for it."""
 
 
 @dataclass(frozen=True)
