@@ -197,6 +197,11 @@ class FaultProxy(ThreadingHTTPServer):
         with self._lock:
             self._rules.append(_Rule(matches, fault, times))
 
+    def clear(self) -> None:
+        """Pass everything on from now on."""
+        with self._lock:
+            self._rules.clear()
+
     def seen(self, operation: str) -> list[Request]:
         """The requests of one operation so far."""
         with self._lock:

@@ -41,6 +41,9 @@ pytestmark = pytest.mark.timeout(60)
 MIB = 1 << 20
 PART = 5 * MIB  # the least that S3 takes as a part
 
+MANY_TRIES = 10
+"""No request is made more often than that."""
+
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -171,8 +174,8 @@ def begin(storage: Bucket, key: str) -> str:
     """Begin an upload, without the proof that the server verifies its parts, which would add one."""
     if not isinstance(storage, S3Storage):
         return ""
-    target = {"Bucket": storage.bucket, "Key": storage._full(key)}
-    return str(storage._client.create_multipart_upload(**target)["UploadId"])
+    target = {"Bucket": storage.bucket, "Key": storage.locate(key).removeprefix(f"s3://{storage.bucket}/")}
+    return str(s3.plain_client().create_multipart_upload(**target)["UploadId"])
 
 
 def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Storage) -> None:
@@ -371,12 +374,17 @@ def test_list_keeps_to_its_prefix_and_sorts(storage: Storage) -> None:
     assert storage.read("run/ü %+") == "run/ü %+".encode()
 
 
+def two_a_page(handler: Any, request: s3.Request) -> None:
+    """Answer a listing with two keys, and where the next ones begin."""
+    target = re.sub("&max-keys=[0-9]+", "", request.target) + "&max-keys=2"
+    handler.reply(*handler.ask_server(dataclasses.replace(request, target=target)))
+
+
 def test_a_listing_does_not_page_through_the_runs_beside_it(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     keys = ["search", *(f"search/{number}" for number in range(5)), "search0/a", "searches/b"]
     for key in [*keys, *(f"search-01/{number}" for number in range(20))]:
         s3_storage.write(key, b"")
-    events = s3_storage._client.meta.events
-    events.register("provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2})
+    s3_proxy.on("ListObjects", two_a_page)
 
     def listing(prefix: str) -> tuple[list[str], int]:
         before = len(s3_proxy.seen("ListObjects"))
@@ -616,7 +624,7 @@ def test_another_refusal_of_a_damaged_part_proves_nothing(
     with s3_storage.writer("run/model.pt") as writer:
         writer.write(pattern(PART + 1))
     assert not writer.verified
-    s3_proxy._rules.clear()
+    s3_proxy.clear()
     s3_proxy.on("TryPart", s3.refuse_damage)
     with s3_storage.writer("run/model.pt") as writer:
         writer.write(pattern(PART + 1))
@@ -678,7 +686,7 @@ def test_uploads_recover_from_a_busy_server(s3_storage: S3Storage, s3_proxy: Fau
     assert s3.leftover_uploads(s3_storage.bucket) == []
 
 
-@pytest.mark.parametrize(("status", "code", "tries"), [(503, "SlowDown", 4), (403, "AccessDenied", 1)])
+@pytest.mark.parametrize(("status", "code", "passes"), [(503, "SlowDown", True), (403, "AccessDenied", False)])
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
 def test_uploads_give_up_in_the_end(
     s3_storage: S3Storage,
@@ -686,16 +694,17 @@ def test_uploads_give_up_in_the_end(
     operation: str,
     status: int,
     code: str,
-    tries: int,
+    passes: bool,
 ) -> None:
+    """A refusal that may pass is tried again, a bounded number of times; another is told at once."""
     s3_proxy.on(operation, s3.answer(status, code))
     where = rf"^s3://{s3_storage.bucket}/runs/run/model\.pt: cannot upload: .*{code}"
     with pytest.raises(StorageError, match=where):
         write_parts(s3_storage)
     assert_nothing_left(s3_storage)
     at_once = parts.PARTS_IN_FLIGHT if operation == "UploadPart" else 1
-    assert tries <= len(s3_proxy.seen(operation)) <= tries * at_once
-    assert len(s3_proxy.seen("AbortMultipartUpload")) == (operation != "CreateMultipartUpload")
+    tries = len(s3_proxy.seen(operation))
+    assert at_once < tries <= MANY_TRIES * at_once if passes else tries <= at_once
 
 
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
@@ -718,7 +727,7 @@ def test_complete_may_answer_200_and_have_failed(s3_storage: S3Storage, s3_proxy
     s3_proxy.on("CompleteMultipartUpload", s3.answer(200, "InternalError"))
     with pytest.raises(StorageError, match=r"run/model\.pt: cannot upload: .*InternalError"):
         write_parts(s3_storage, 1)
-    assert len(s3_proxy.seen("CompleteMultipartUpload")) == 2 + module.REQUEST_TRIES
+    assert len(s3_proxy.seen("CompleteMultipartUpload")) <= 2 + MANY_TRIES
     assert_nothing_left(s3_storage)
 
 
@@ -751,17 +760,17 @@ def test_an_abort_that_fails_does_not_hide_the_error(s3_storage: S3Storage, s3_p
     ],
 )
 @pytest.mark.parametrize(
-    ("fault", "tries"),
-    [(s3.reset, 4), (s3.answer(503, "SlowDown"), 4), (s3.answer(403, "AccessDenied"), 1)],
+    ("fault", "passes"),
+    [(s3.reset, True), (s3.answer(503, "SlowDown"), True), (s3.answer(403, "AccessDenied"), False)],
     ids=["reset", "503", "403"],
 )
-def test_every_operation_is_tried_again_and_given_up(
+def test_every_operation_is_tried_again_if_that_may_help_and_given_up(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     operation: str,
     act: Callable[[Storage], Any],
     fault: s3.Fault,
-    tries: int,
+    passes: bool,
 ) -> None:
     s3_storage.write("run/a", b"content")
     s3_proxy.requests.clear()
@@ -769,7 +778,8 @@ def test_every_operation_is_tried_again_and_given_up(
     with pytest.raises(StorageError, match=rf"^s3://{s3_storage.bucket}/runs/run/a: cannot ") as raised:
         act(s3_storage)
     assert not isinstance(raised.value, NotFoundError)
-    assert len(s3_proxy.requests) == tries
+    tries = len(s3_proxy.requests)
+    assert 1 < tries <= MANY_TRIES if passes else tries == 1
 
 
 def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
@@ -783,18 +793,17 @@ def test_a_reset_is_recovered_from(s3_storage: S3Storage, s3_proxy: FaultProxy) 
 @pytest.mark.usefixtures("short_limits")
 def test_a_stalled_server_is_given_up(s3_proxy: FaultProxy, s3_bucket: str, operation: str) -> None:
     storage = S3Storage(f"s3://{s3_bucket}/runs")
-    assert storage._client.meta.config.read_timeout == module.READ_TIMEOUT_S
-    assert storage._client.meta.config.connect_timeout == module.CONNECT_TIMEOUT_S
     s3_proxy.on(operation, s3.stall)
     act: dict[str, Callable[[], Any]] = {
         "PutObject": lambda: storage.write("run/a", b"content"),
         "GetObject": lambda: storage.read("run/a"),
         "UploadPart": lambda: write_parts(storage, 1),
     }
+    began = time.monotonic()
     with pytest.raises(StorageError, match=r"/runs/run/.*[Tt]ime"):
         act[operation]()
-    parts = 2 if operation == "UploadPart" else 1
-    assert len(s3_proxy.seen(operation)) == 3 * parts
+    assert time.monotonic() - began < 20, "the limit of a read is 0.3 s here; boto3's own is a minute"
+    assert len(s3_proxy.seen(operation)) > (2 if operation == "UploadPart" else 1), "tried once only"
     assert_nothing_left(storage)
 
 
@@ -946,18 +955,18 @@ def test_an_aws_environment_that_cannot_be_used_says_so(
         S3Storage(f"s3://{s3_bucket}/runs")
 
 
-def test_the_region_of_the_profile_counts(tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_region_of_the_profile_counts(
+    tmp_path: Path, s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config"
     config.write_text("[default]\nregion = eu-north-1\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     monkeypatch.delenv("AWS_REGION")
-    assert S3Storage(f"s3://{s3_bucket}")._client.meta.region_name == "eu-north-1"
+    S3Storage(f"s3://{s3_bucket}").exists("a")
+    assert "/eu-north-1/s3/" in s3_proxy.requests[-1].headers["authorization"], "what it signs for"
 
 
 def test_a_listing_of_several_pages_is_whole(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
-    def two_a_page(handler: Any, request: s3.Request) -> None:
-        handler.reply(*handler.ask_server(dataclasses.replace(request, target=request.target + "&max-keys=2")))
-
     s3.plain_client().put_object(Bucket=s3_storage.bucket, Key="runs/run/")  # a folder made in a browser
     for n in range(5):
         s3_storage.write(f"run/{n}", b"")
