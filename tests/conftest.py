@@ -25,9 +25,12 @@ SHARED = {
     "mlflow_server": "mlflow",
     "browser": "browser",
     "groups": "ranks",  # tests/integration/test_fsdp.py
+    "adapters": "hugging face",  # tests/integration/test_finetune.py
+    "peft": "hugging face",  # tests/unit/test_finetune.py
+    "keras": "keras",  # tests/unit/test_keras.py
     "environment": "wheel",  # tests/end_to_end/test_wheel.py
 }
-"""Fixtures that take seconds to set up, and the group of tests that use each: one process runs all tests of a group."""
+"""Fixtures that take seconds, and the group of tests that use each: one process runs all tests of a group."""
 
 SLOW_TO_IMPORT = {"keras", "lightning", "peft", "torch._dynamo", "torch.distributed.tensor", "transformers"}
 """Each takes seconds, and each process of pytest-xdist collects all tests: a test or fixture imports what it needs."""

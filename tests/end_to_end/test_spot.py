@@ -40,9 +40,9 @@ from tests.harness.training import (
     the_run,
     wait_for_receipts,
     wait_for_step,
-    wait_until,
     worker_processes,
 )
+from tests.harness.waiting import wait_until
 
 SLOW = {
     "TASK": "tests.tasks.slow",

@@ -20,10 +20,10 @@ from tests.harness.training import (
     receipts_of,
     the_run,
     wait_for_receipts,
-    wait_until,
     weights,
     worker_processes,
 )
+from tests.harness.waiting import wait_until
 
 
 @pytest.mark.slow

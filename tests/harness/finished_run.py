@@ -22,7 +22,7 @@ from app.run.logs import list_streams, read_stream
 from app.run.status import RunState, clear_stop, read_status, request_stop
 from app.settings import load_settings
 from tests.harness.program import SETTINGS, Program, images
-from tests.harness.training import wait_until
+from tests.harness.waiting import wait_until
 
 ROWS, TEST_ROWS, SIDE = 240, 101, 8
 STEPS = 20

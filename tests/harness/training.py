@@ -19,6 +19,7 @@ from app.run.history import read_journal
 from app.run.incidents import Receipt, find_gaps, goodput, read_receipts
 from submitter.cli import main as sunspot
 from tests.harness.program import Program, ray_processes
+from tests.harness.waiting import wait_until
 
 MakeData = Callable[..., str]
 
@@ -60,15 +61,6 @@ def audit(storage: str) -> int:
 
 def assert_audit_clean(program: Program) -> None:
     assert audit(program.settings["STORAGE_PATH"]) == 0
-
-
-def wait_until(condition: Callable[[], Any], process: Any = None, seconds: float = 240) -> None:
-    """Return when the condition holds; fail when the process ends first."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
-        assert process is None or process.poll() is None, process.stdout.read()
-        time.sleep(0.2)
 
 
 def wait_for_step(run: Run, step: int, process: Any = None, seconds: float = 240) -> None:

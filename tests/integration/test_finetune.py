@@ -23,61 +23,61 @@ from tests.harness.language_models import write_base
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("peft", reason="needs the extra hf")
     folder = tmp_path_factory.mktemp("finetune")
     subprocess.run([sys.executable, "-m", "tests.harness.finetune_ranks", str(folder)], cwd=REPOSITORY, check=True)
     return folder
 
 
-def last_of(runs: Path, name: str, attempt: int = 1) -> Checkpoint:
-    run = open_run(str(runs), name)
+def last_of(adapters: Path, name: str, attempt: int = 1) -> Checkpoint:
+    run = open_run(str(adapters), name)
     checkpoint = read_manifest(run, checkpoint_name(STEPS, attempt))
     assert checkpoint
     assert find_faults(run, checkpoint) == []
     return checkpoint
 
 
-def losses_of(runs: Path, name: str) -> list[float]:
-    return list(json.loads((runs / f"{name}.json").read_text()))
+def losses_of(adapters: Path, name: str) -> list[float]:
+    return list(json.loads((adapters / f"{name}.json").read_text()))
 
 
 @pytest.mark.parametrize("name", ["two", "three", "killed", "fsdp"])
-def test_losses_do_not_depend_on_the_workers(runs: Path, name: str) -> None:
-    one = losses_of(runs, "one")
+def test_losses_do_not_depend_on_the_workers(adapters: Path, name: str) -> None:
+    one = losses_of(adapters, "one")
     assert len(one) == STEPS
     assert one[-1] < one[0]
-    assert losses_of(runs, name) == pytest.approx(one, rel=1e-5)
+    assert losses_of(adapters, name) == pytest.approx(one, rel=1e-5)
 
 
-def test_bf16_learns_under_fsdp(runs: Path) -> None:
-    found = losses_of(runs, "bf16")
-    assert found == pytest.approx(losses_of(runs, "one"), rel=0.02)
+def test_bf16_learns_under_fsdp(adapters: Path) -> None:
+    found = losses_of(adapters, "bf16")
+    assert found == pytest.approx(losses_of(adapters, "one"), rel=0.02)
     assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize(("name", "attempt"), [("killed", 2), ("fsdp", 2)])
-def test_the_adapter_is_that_of_an_uninterrupted_run(runs: Path, name: str, attempt: int) -> None:
-    expected = load_model(open_run(str(runs), "one"), last_of(runs, "one"))
-    found = load_model(open_run(str(runs), name), last_of(runs, name, attempt))
+def test_the_adapter_is_that_of_an_uninterrupted_run(adapters: Path, name: str, attempt: int) -> None:
+    expected = load_model(open_run(str(adapters), "one"), last_of(adapters, "one"))
+    found = load_model(open_run(str(adapters), name), last_of(adapters, name, attempt))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize(("name", "attempt"), [("two", 1), ("fsdp", 2)])
-def test_a_checkpoint_holds_the_adapter_alone(runs: Path, tmp_path: Path, name: str, attempt: int) -> None:
+def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, name: str, attempt: int) -> None:
     """It loads in peft; the base is what it was."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    checkpoint, base = last_of(runs, name, attempt), runs / "base"
-    folder = runs / name / "checkpoints" / checkpoint.name
+    checkpoint, base = last_of(adapters, name, attempt), adapters / "base"
+    folder = adapters / name / "checkpoints" / checkpoint.name
     whole = 16 * sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).state_dict().values())
     files = {file: entry["size"] for file, entry in checkpoint.files.items()}
     assert files["adapter_model.safetensors"] < whole / 10
     plain: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
-    state = load_model(open_run(str(runs), name), checkpoint)
+    state = load_model(open_run(str(adapters), name), checkpoint)
     trained = {key: value for key, value in plain.state_dict().items() if "lora" in key}
     assert trained
     assert all(torch.equal(value, state[f"model.{key}"]) for key, value in trained.items())
@@ -86,8 +86,19 @@ def test_a_checkpoint_holds_the_adapter_alone(runs: Path, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
-def test_the_model_of_a_checkpoint_answers(runs: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["app.predict", name, "--storage", str(runs), "--prompt", "if x", "--prompt", "The", "--tokens", "4"]
+def test_the_model_of_a_checkpoint_answers(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "app.predict",
+        name,
+        "--storage",
+        str(adapters),
+        "--prompt",
+        "if x",
+        "--prompt",
+        "The",
+        "--tokens",
+        "4",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [*arguments, "--json"])
         assert predict() == 0

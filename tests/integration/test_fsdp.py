@@ -62,10 +62,10 @@ from tests.harness.training import (
     the_run,
     wait_for_receipts,
     wait_for_step,
-    wait_until,
     weights,
     worker_processes,
 )
+from tests.harness.waiting import wait_until
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 """Of weights after the same steps on another number of ranks: sums of gradients are rounded in another order, and Adam

@@ -33,7 +33,7 @@ from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from app.run.incidents import Cause
 from app.settings import NodeGroup, Workers
 from tests.harness.nodes import start_node
-from tests.harness.training import wait_until
+from tests.harness.waiting import wait_until
 
 PER_WORKER = {"CPU": 1.0, "spot": 1.0}
 
@@ -244,10 +244,7 @@ class FakeControl:
 
     def wait(self, within: float) -> SimpleNamespace:
         """The next thing that it hears."""
-        until = time.monotonic() + within
-        while not self.heard:
-            assert time.monotonic() < until, "nothing was heard"
-            time.sleep(0.05)
+        wait_until(lambda: self.heard, seconds=within)
         assert len(self.heard) == 1
         return self.heard.pop()
 
@@ -256,11 +253,12 @@ class FakeControl:
 def no_coordinator(ray_address: str) -> None:
     """As if nobody had trained before, asked Ray for its nodes, or been warned."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray's keeps the last controller of this process alive
-    until = time.monotonic() + 30
-    while coordinator._someone_trains():
-        assert time.monotonic() < until
+
+    def nobody_trains() -> bool:
         gc.collect()
-        time.sleep(0.2)
+        return not coordinator._someone_trains()
+
+    wait_until(nobody_trains, seconds=30)
     remove_coordinator()
     warn_once.cache_clear()
 

@@ -29,7 +29,7 @@ from app.run.checkpoints import Checkpoint
 from app.storage.local import LocalStorage
 from tests.harness import REPOSITORY
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
-from tests.harness.training import wait_until
+from tests.harness.waiting import wait_until
 
 Predict = Callable[..., Any]
 

@@ -33,6 +33,7 @@ from tests.harness.mlflow_server import Server
 from tests.harness.program import Program
 from tests.harness.runs import begin, commit, report, start
 from tests.harness.trained import BEGUN, attempt_metadata, record, trained
+from tests.harness.waiting import wait_until
 
 MakeData = Callable[..., str]
 Points = dict[str, list[tuple[int, int, float]]]
@@ -155,8 +156,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
     monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
     follower = threading.Thread(target=command.follow, args=(delivery, 1, "`the command`"))
     follower.start()
-    while not any(event["event"] == "tracking behind" for event in read_journal(run, "events")):
-        time.sleep(0.1)
+    wait_until(lambda: any(event["event"] == "tracking behind" for event in read_journal(run, "events")))
     restore_status(run, Status(RunState.SUCCEEDED, "job", attempt=2))
     os.close(outside)
     follower.join(60)
@@ -393,11 +393,11 @@ def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
 
     def strike() -> None:
         try:
-            wait_for(lambda: read_delivered(run, "mlflow").step == 30)
+            wait_until(lambda: read_delivered(run, "mlflow").step == 30)
             server.kill()
             gone.touch()
-            wait_for(lambda: any(e["event"] == "tracking behind" for e in read_journal(run, "events")))
-            wait_for(lambda: choose(run, "newest", print).step == 70)  # it trains on
+            wait_until(lambda: any(e["event"] == "tracking behind" for e in read_journal(run, "events")))
+            wait_until(lambda: choose(run, "newest", print).step == 70)  # it trains on
             assert read_delivered(run, "mlflow").step == 30
             server.start()
             server.wait()
@@ -469,10 +469,3 @@ def test_a_run_without_its_server_succeeds_and_is_delivered_later(
         assert len(shown.runs) == 1
         assert shown.points == history(run)
         assert (shown.info.status, shown.points["loss"][-1][0]) == ("FINISHED", 40)
-
-
-def wait_for(met: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

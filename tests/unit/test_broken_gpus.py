@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from app.errors import SunspotError
 from app.train import broken_gpus, probe
 from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from tests.harness.asked_nodes import FakeRay
+from tests.harness.waiting import wait_until
 
 A, B, C = "a" * 56, "b" * 56, "c" * 56
 
@@ -137,13 +137,6 @@ def test_a_gpu_that_is_needed_and_had_no_error_or_answers_is_tried_again(
     cluster.broken = "ab"  # as may be those of a node that is about to go
     assert not training({A: None, B: None})
     assert not cluster.done
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    until = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(

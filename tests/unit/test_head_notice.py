@@ -13,6 +13,7 @@ from app.elastic.control import Command
 from app.parallel import StepActions
 from app.settings import Workers
 from app.train.worker import Worker
+from tests.harness.waiting import wait_until
 
 
 def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,9 +34,8 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     def wait_for_looks() -> None:
-        until = len(looks) + 3
-        while len(looks) < until:
-            time.sleep(0.01)
+        seen = len(looks)
+        wait_until(lambda: len(looks) >= seen + 3, seconds=60)
 
     with nodes.watch_nodes(control, nodes.NodeMonitor({"CPU": 1.0}, Workers(1, 1), list)):
         draining["another"] = None

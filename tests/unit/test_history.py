@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.errors import StorageError
-from app.run import Run, open_run, segments
+from app.run import Run, segments
 from app.run.attempts import Attempt, checkpoint_name, lineage
 from app.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
 from app.run.ranks import newest_rank_records
 from tests.harness.runs import begin, report, report_as_before, start
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return open_run(str(tmp_path), "run")
 
 
 def steps_in(run: Run, **options: Any) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from app.data.order import WINDOW_ROWS, Order, run_order
 from app.driver import identify_rows
 from app.errors import ConflictError
 from app.plan import make_plan
-from app.run import Run, open_run, to_json
+from app.run import Run, to_json
 from app.run.identity import Rows, keep_identity
 from app.settings import IDENTITY, load_settings
 from app.tasks import load_task
@@ -21,11 +20,6 @@ from app.train.setup import make_loader
 
 ROWS = Rows("layout-content", 100, 10, "1a2b", "NumPy 2.4.6")
 NAMES = ("seed", "dataset")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return open_run(str(tmp_path), "run")
 
 
 def start(run: Run, rows: Rows = ROWS, **settings: str) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from app.checkpoint.ledger import Ledger
 from app.errors import DamageError, StorageError
-from app.run import Run, open_run, segments
+from app.run import Run, segments
 from app.run.attempts import Span
 from app.run.audit import read_audit, tidy_audit
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return open_run(str(tmp_path / "runs"), "run")
 
 
 def take(ledger: Ledger, first: int, last: int) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from submitter.runs import find_run
 from tests.harness.commands import Answer, StorageCommand
 from tests.harness.runs import age, begin, commit, report, start, write_receipt
 from tests.harness.s3 import FaultProxy
+from tests.harness.waiting import wait_until
 
 RUNNING = Status(RunState.RUNNING, "job", attempt=1, world_size=2, step=40, epoch=2, total_steps=100, loss=0.5)
 
@@ -464,13 +464,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "POLL_S", 0.02)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 class Following:
     """`sunspot logs -f` in a thread of this process, and what it has printed so far."""
 
@@ -496,20 +489,20 @@ class Following:
 def test_output_is_followed_over_a_restart_to_the_end_of_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     following = Following(run, monkeypatch)
-    until(lambda: "waiting for the first output" in following.err)
+    wait_until(lambda: "waiting for the first output" in following.err)
     first = say(run, "driver-1", "one\nhalf ü")
-    until(lambda: following.out == "one\nhalf ü")
+    wait_until(lambda: following.out == "one\nhalf ü")
     first.append(b"more\ncut")
     first.flush()
-    until(lambda: following.out == "one\nhalf ümore\ncut")
+    wait_until(lambda: following.out == "one\nhalf ümore\ncut")
     say(run, rank_stream(1, 0), "not asked for\n")
     second = say(run, "driver-2", "two\n")
-    until(lambda: following.out == "one\nhalf ümore\ncut\ntwo\n")
+    wait_until(lambda: following.out == "one\nhalf ümore\ncut\ntwo\n")
     assert not following.ended()
     write_status(run, replace(RUNNING, state=RunState.SUCCEEDED))
     second.append(b"the last words\n")
     second.flush()
-    until(following.ended)
+    wait_until(following.ended)
     assert following.out.endswith("two\nthe last words\n")
     assert re.findall(r"driver-\d", following.err) == ["driver-1", "driver-1", "driver-2", "driver-2"]
     assert following.err.endswith("run: succeeded, succeeded at step 40\n")
@@ -544,10 +537,10 @@ def test_a_character_cut_by_a_shipment_is_whole(run: Run, monkeypatch: pytest.Mo
     writer.append("ü".encode()[:1])
     writer.flush()
     following = Following(run, monkeypatch)
-    until(lambda: "driver-1" in following.err)
+    wait_until(lambda: "driver-1" in following.err)
     writer.append("ü".encode()[1:])
     writer.flush()
-    until(lambda: following.out == "ü")
+    wait_until(lambda: following.out == "ü")
     write_status(run, replace(RUNNING, state=RunState.STOPPED))
-    until(following.ended)
+    wait_until(following.ended)
     assert following.out == "ü\n"

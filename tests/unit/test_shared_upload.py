@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from app.storage.s3_upload import MultipartUpload
 from tests.harness import s3
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
+from tests.harness.waiting import wait_until
 
 PART = 64 << 10
 
@@ -98,13 +97,6 @@ def assert_whole(run: Run, snapshot: Snapshot, files: dict[str, Any]) -> None:
     assert not s3.leftover_uploads(run.storage.bucket)  # type: ignore[attr-defined]
 
 
-def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
 def test_a_layout_is_what_torch_save_writes() -> None:
     snapshot, file = snapshot_of(), io.BytesIO()
     torch.save(snapshot.state, file)
@@ -134,7 +126,7 @@ def test_each_node_sends_its_share(run: Run, s3_proxy: FaultProxy, sent: list[tu
     assert_whole(run, mine, files)
     assert sorted(sent) == sorted([("rank 0", n) for n in (1, 4, 1)] + [("helper", n) for n in (2, 3, 2, 3)])
     assert not warnings
-    until(lambda: not theirs.slot.uploading)
+    wait_until(lambda: not theirs.slot.uploading)
 
 
 def test_parts_of_a_node_that_is_gone_are_sent_by_rank_0(
@@ -172,7 +164,7 @@ def test_a_node_that_dies_on_the_way_costs_no_checkpoint(
     assert ("helper", 2) in sent
     assert ("rank 0", 4) in sent
     assert "has not sent its parts in time" in warnings[0]
-    until(lambda: not theirs.slot.uploading)
+    wait_until(lambda: not theirs.slot.uploading)
     assert "was not sent: gone" in node.warnings[0]
 
 
@@ -207,10 +199,10 @@ def test_a_sender_holds_what_rank_0_commits_and_the_newest(run: Run) -> None:
     assert [copy.slot.uploading for copy in copies] == [True, False, False, True]
     mine = snapshot_of("step-3")
     assert_whole(run, mine, SharedWriter([1], print)(run, mine))
-    until(lambda: not any(copy.slot.uploading for copy in copies))
+    wait_until(lambda: not any(copy.slot.uploading for copy in copies))
     late = Node(run, 1, limit_s=0.1)
     late.sender.offer(first := snapshot_of("step-4"))
-    until(lambda: not first.slot.uploading)
+    wait_until(lambda: not first.slot.uploading)
 
 
 def test_a_worker_group_uploads_together(run: Run, s3_proxy: FaultProxy, tmp_path: Path) -> None:

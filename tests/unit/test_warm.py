@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 
 from app.warm import client, keeper, server
 from tests.harness import REPOSITORY
+from tests.harness.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -86,13 +87,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     keeper.end_server(node.key, node.node)
     node.raylet.kill()
     node.raylet.wait()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_forked_worker_is_what_a_new_one_would_be(
@@ -205,7 +199,7 @@ def test_a_server_that_does_not_answer_is_left_alone(node: Node) -> None:
         assert not json.loads(started.stdout.readline())["forked"]
         assert started.wait(WAIT_S) == 0
     server.resume()
-    wait_for(lambda: not server.children())
+    wait_until(lambda: not server.children())
     assert node.run()[0]["forked"]
 
 
@@ -241,7 +235,7 @@ def test_a_server_ends_when_nobody_is_left(modules: list[str], node: Node, tmp_p
         stdout=subprocess.PIPE,
     ) as starter:
         if "slow" in modules:
-            wait_for((tmp_path / "begun").exists)
+            wait_until((tmp_path / "begun").exists)
         else:
             assert starter.stdout
             starter.stdout.readline()
@@ -249,7 +243,7 @@ def test_a_server_ends_when_nobody_is_left(modules: list[str], node: Node, tmp_p
             time.sleep(1)
             assert keeper.serves(node.key, node.node), "the process that began it lives"
         starter.kill()
-    wait_for(lambda: not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)])
+    wait_until(lambda: not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)])
 
 
 def test_a_process_with_a_thousand_open_files_begins_a_server(node: Node) -> None:
