@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from app.ray_internals.workers import NODE
 from app.warm import client, keeper, server
 from tests.harness import REPOSITORY
 from tests.harness.waiting import wait_until
@@ -62,8 +64,7 @@ class Node:
         return keeper.begin_server(self.key, self.node, self.raylet.pid, list(modules), linger_s)
 
     def command(self, code: str) -> list[str]:
-        interpreter = [sys.executable, "-I", "-S", client.__file__, self.key]
-        return [*interpreter, str(self.script), f"--node-id={self.node}", code]
+        return [*shlex.split(keeper.executable(self.key)), str(self.script), f"{NODE}{self.node}", code]
 
     def start(self, code: str, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -101,7 +102,7 @@ def test_a_forked_worker_is_what_a_new_one_would_be(
     assert node.serve("app.warm", "colorsys", "numpy.random", "no_such_module") == ""
     warm, code = node.run("raise SystemExit(3)", **options)
     assert (warm["forked"], warm["imported"], code) == (True, True, 3)
-    assert warm["arguments"] == [str(node.script), f"--node-id={node.node}", "raise SystemExit(3)"]
+    assert warm["arguments"] == [str(node.script), f"{NODE}{node.node}", "raise SystemExit(3)"]
     own = {"process", "parent", "forked", "imported", "random", "numpy", "session", "files"}
     assert {name: warm[name] for name in warm.keys() - own} == {name: cold[name] for name in cold.keys() - own}
     assert set(warm["files"]) <= {"0", "1", "2", "3", "4"}, "its connection, and the listing itself"
