@@ -91,6 +91,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     import ray
 
+    from app.ray_internals.coordinator import install_coordinator
     from app.ray_session import RAY_ENVIRONMENT
 
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -98,6 +99,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (tmp_path_factory.getbasetemp().parent / "ray").mkdir()
     os.environ.update(RAY_ENVIRONMENT)
     context = ray.init(address="local", num_cpus=4, resources=WORKER_NODE, include_dashboard=False, log_to_driver=False)
+    install_coordinator()  # a run of a fixed size has Ray make its own, which an elastic one would have to keep
     # Ray 2.60 reports a lost node on stdout, during some later test and whatever is set above; the output of that
     # test's command would contain it.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
