@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.errors import ClusterError, NotFoundError, StorageError
 from app.formatting import plural
@@ -49,8 +49,8 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
             expected = cluster.apply(manifest, dry_run=True)
             in_cluster += find_queue_problem(expected)
             new = not expected.version  # the pods of one that lives may be all that the quota has room for
-            for problem, passes in find_pod_problems(cluster, manifest) if new else ():
-                (warnings if passes else in_cluster).append(problem)
+            for refused in find_pod_problems(cluster, manifest) if new else ():
+                (warnings if refused.may_pass else in_cluster).append(f"{refused.what}; {refused.fix}")
     except ClusterError as error:
         in_cluster.append(explain_refusal(error))
     in_storage = _find_storage_problems(run)
@@ -73,8 +73,17 @@ def find_queue_problem(expected: JobView) -> list[str]:
     ]
 
 
-def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """What keeps the pods of a RayJob out, each created without effect, and whether it may pass later.
+class PodProblem(NamedTuple):
+    """What keeps the pods of a group out."""
+
+    what: str
+    fix: str
+    may_pass: bool
+    "Whether the pods that the operator creates may be let in all the same."
+
+
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[PodProblem]:
+    """What keeps the pods of a RayJob out, each created without effect.
 
     Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
     the operator is refused. Nothing where this user may create no pods.
@@ -92,7 +101,7 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[tu
                 continue
             may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
             fix = may_pass or "change the profile, or have the namespace allow it"
-            yield f"pods of the group {group} would be refused now: {said}; {fix}", bool(may_pass)
+            yield PodProblem(f"pods of the group {group} would be refused now: {said}", fix, bool(may_pass))
 
 
 def explain_refusal(error: ClusterError) -> str:

@@ -173,10 +173,9 @@ def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         for problem in find_queue_problem(expected):
             what, _, fix = problem.partition("; ")
             yield Check("Kueue", Result.FAILED, what, fix)
-        for problem, passes in find_pod_problems(cluster, rendered.manifest):
-            what, _, fix = problem.rpartition("; ")
-            if not passes:  # of a quota that is used up, the check of quotas tells more
-                yield Check("pods", Result.FAILED, what, fix)
+        for refused in find_pod_problems(cluster, rendered.manifest):
+            if not refused.may_pass:  # of a quota that is used up, the check of quotas tells more
+                yield Check("pods", Result.FAILED, refused.what, refused.fix)
         yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
     except RefusedError as error:
         if error.status == 404:
