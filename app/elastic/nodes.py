@@ -13,7 +13,7 @@ from app.elastic.groups import GroupChoice, find_spare, room_of_groups
 from app.errors import SunspotError, shorten
 from app.formatting import in_words
 from app.ray_internals.coordinator import ROUNDING, ask_of_groups
-from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
+from app.ray_internals.nodes import drain_nodes, draining_nodes, staying_nodes
 from app.run.incidents import Cause
 from app.settings import Workers
 
@@ -188,8 +188,7 @@ def wait_for_nodes(
     began = time.monotonic()
     asked: dict[str, int] = {}
     while True:
-        draining = draining_nodes()
-        nodes = reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in draining])
+        nodes = staying_nodes()
         room = find_room(nodes, resources_per_worker)
         wanted = choice.choose(room_of_groups(room, groups_of(choice, nodes)), time.monotonic())
         there = f"nodes for {sum(room.values())} of {workers} workers"

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.errors import shorten
 from app.ray_internals import warn_once
-from app.ray_internals.nodes import draining_nodes, reachable_nodes
+from app.ray_internals.nodes import staying_nodes
 
 COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor that tells Ray Train which nodes it may use."""
@@ -84,7 +84,7 @@ def _create_coordinator() -> None:
         def __init__(self) -> None:
             self._per_worker: dict[str, float] = {}
             self._of_groups: dict[str, int] = {}
-            super().__init__(get_cluster_nodes=_staying_nodes, send_resources_request=self._send)
+            super().__init__(get_cluster_nodes=staying_nodes, send_resources_request=self._send)
 
         def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
             """Ask for nodes of these groups instead of any that workers fit on."""
@@ -124,11 +124,6 @@ def _create_coordinator() -> None:
         lifetime="detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
     ).remote()
-
-
-def _staying_nodes() -> list[dict[str, Any]]:
-    draining = draining_nodes()
-    return reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in draining])
 
 
 def _someone_trains() -> bool:

@@ -61,6 +61,12 @@ def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [node for node, reachable in zip(nodes, pool.map(_is_reachable, nodes), strict=True) if reachable]
 
 
+def staying_nodes() -> list[dict[str, Any]]:
+    """The nodes (as in `ray.nodes()`) that are reachable and not draining."""
+    draining = draining_nodes()
+    return reachable_nodes([node for node in ray.nodes() if node["NodeID"] not in draining])
+
+
 def _is_reachable(node: dict[str, Any]) -> bool:
     try:
         socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_TIMEOUT_S).close()

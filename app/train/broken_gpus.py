@@ -18,7 +18,7 @@ from app.elastic.gpu import find_gpu_problem
 from app.elastic.nodes import NODE_CHECK_EVERY_S, find_room
 from app.errors import SunspotError
 from app.formatting import plural
-from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
+from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes, staying_nodes
 from app.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_nodes, list_problems
 
 OF_HARDWARE = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
@@ -131,9 +131,8 @@ class BrokenInTraining:
                 problems.setdefault(told[id], []).append(id)
         if not problems:
             return []
-        staying = reachable_nodes([node for node in nodes if node["NodeID"] not in draining])
         try:
-            self.needed.refuse_loss(_nodes_in(problems), staying, f"a GPU broke: {list_problems(problems)}")
+            self.needed.refuse_loss(_nodes_in(problems), staying_nodes(), f"a GPU broke: {list_problems(problems)}")
         except SunspotError:
             if any(suspects[id] is not None for id in dead):
                 raise

@@ -34,6 +34,7 @@ class Cluster:
         monkeypatch.setattr(self.ray, "nodes", lambda: self.nodes, raising=False)
         monkeypatch.setattr(broken_gpus, "reachable_nodes", list)
         monkeypatch.setattr(broken_gpus, "draining_nodes", dict)
+        monkeypatch.setattr(broken_gpus, "staying_nodes", lambda: self.nodes)
         monkeypatch.setattr(broken_gpus, "drain_nodes", lambda nodes, why: self.done.append(tuple(nodes)))
 
     def _say(self, node: str) -> str:
