@@ -11,7 +11,7 @@ DATA_ROOT ?= data
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
 
 # For a cluster: make submit PROFILE=gke-spot RUN=mnist
-VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' app/__init__.py)
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' app/sunspot/__init__.py)
 IMAGE ?= sunspot:$(VERSION)
 BASE ?= debian:bookworm-slim
 PROFILE ?= kind
@@ -25,10 +25,10 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: .venv/train  ## train ResNet-18 on real digits with two workers; any setting: make train SUNSPOT_EPOCHS=3
-	@exec env $(SETTINGS) $(BIN)/python -m app
+	@exec env $(SETTINGS) $(BIN)/python -m sunspot.train
 
 tune: .venv/train  ## train a run for each of several settings: make tune SUNSPOT_LEARNING_RATE='loguniform(1e-4,1e-2)'
-	@exec env $(SETTINGS) $(BIN)/python -m app.tune
+	@exec env $(SETTINGS) $(BIN)/python -m sunspot.tune
 
 test: .venv/dev  ## the tests that need no cluster, without the slow ones
 	$(PYTEST) --durations=15 -m 'not slow'
@@ -40,7 +40,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 lint: .venv/dev  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy app submitter sunspot_client scripts
+	$(BIN)/mypy app scripts
 	$(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
@@ -119,7 +119,7 @@ clean:  ## remove what was installed here; runs and data stay
 
 # Each of the three has all that the one before it has. Bytecode is compiled at once, so that the first use of the command
 # is as fast as the others.
-INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app submitter sunspot_client
+INSTALL_OURS = $(UV) install -q --no-deps -e . && $(BIN)/python -m compileall -q app
 
 .venv/submitter: requirements/submitter.txt pyproject.toml .venv/uv
 	$(UV) install -q --compile-bytecode --require-hashes -r $<

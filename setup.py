@@ -1,4 +1,4 @@
-"""Adds the manifests of k8s/ to the wheel as submitter/k8s. Everything else about the package is in pyproject.toml."""
+"""Adds the manifests of k8s/ to the wheel, as sunspot/submitter/k8s; all else is in pyproject.toml."""
 
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -15,7 +15,7 @@ class BuildWithManifests(build_py):
             rmtree(self.build_lib, ignore_errors=True)  # or modules of an earlier build would travel, too
         super().run()
         if not self.editable_mode:
-            copytree("k8s", Path(self.build_lib, "submitter", "k8s"), dirs_exist_ok=True)
+            copytree("k8s", Path(self.build_lib, "sunspot", "submitter", "k8s"), dirs_exist_ok=True)
 
     def get_source_files(self) -> list[str]:
         """What the source distribution holds besides the metadata."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError
+from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError
 
 LOOK_EVERY_S = 2
 

@@ -1,8 +1,8 @@
 """`python -m scripts.docs`: write the pages of docs/ that come from definitions; a test compares them.
 
-docs/settings.md comes from app/settings.py, docs/cli.md from the parser of `sunspot`, the keys in docs/profiles.md from
-submitter/manifest/profile.py, the layers in docs/architecture.md from pyproject.toml and the packages' docstrings, and
-what docs/own-loop.md compares from two tasks of the tests.
+docs/settings.md comes from app/sunspot/settings.py, docs/cli.md from the parser of `sunspot`, the keys in
+docs/profiles.md from app/sunspot/submitter/manifest/profile.py, the layers in docs/architecture.md from pyproject.toml
+and the packages' docstrings, and what docs/own-loop.md compares from two tasks of the tests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from app.settings import IDENTITY, PREFIX, describe_settings
-from submitter.cli import make_parser
-from submitter.manifest.profile import DataWorkers, Head, Machine, Profile, SecretKey, Spot, Worker, WorkerGroup
+from sunspot.cli import make_parser
+from sunspot.settings import IDENTITY, PREFIX, describe_settings
+from sunspot.submitter.manifest.profile import DataWorkers, Head, Machine, Profile, SecretKey, Spot, Worker, WorkerGroup
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -86,7 +86,7 @@ def settings_page() -> str:
     ]
     return f"""# Settings
 
-Written by `python -m scripts.docs` from `app/settings.py`, which the training program and `sunspot` read.
+Written by `python -m scripts.docs` from `app/sunspot/settings.py`, which the training program and `sunspot` read.
 
 A setting is an environment variable, or a word after make (`make train SUNSPOT_EPOCHS=3`), or `--set EPOCHS=3` of
 `sunspot submit` and `render`, or a key below `settings` in a [profile](profiles.md). A misspelt name or a wrong value
@@ -109,8 +109,8 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Written by `python -m scripts.docs` from the parser of `sunspot` (`submitter/cli.py`); `sunspot VERB --help`",
-        "prints the same. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes).",
+        "Written by `python -m scripts.docs` from the parser of `sunspot` (`app/sunspot/cli.py`); `sunspot VERB",
+        "--help` prints the same. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes).",
         "",
         _table(["verb", "does"], [[f"[`{name}`](#{_anchor(name)})", about] for name, about, _ in verbs]),
     ]
@@ -148,7 +148,7 @@ def _layers() -> Iterator[str]:
             for place, modules in enumerate(layers)
             for module in modules
         ]
-        yield f"\n### {layers[0][0].partition('.')[0]}\n"
+        yield f"\n### {contract['name'].partition(':')[0]}\n"
         yield _table(["layer", "module", "purpose"], rows).rstrip()
     yield ""
 
@@ -162,7 +162,7 @@ def _difference() -> Iterator[str]:
 
 def _purpose(module: str) -> str:
     """The first line of a module's docstring."""
-    path = REPOSITORY / module.replace(".", "/")
+    path = REPOSITORY / "app" / module.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
@@ -204,7 +204,7 @@ def _documentation(model: type) -> dict[str, str]:
     """The string below each field of a class, and of those it inherits from."""
     found: dict[str, str] = {}
     for owner in reversed(model.__mro__):
-        if not issubclass(owner, BaseModel) or not owner.__module__.startswith(("app.", "submitter.")):
+        if not issubclass(owner, BaseModel) or not owner.__module__.startswith("sunspot."):
             continue
         [body] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(body, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""Make app/data/sample.parquet, the digits bundled with Sunspot, from the published MNIST files. See SAMPLE.md.
+"""Make app/sunspot/data/sample.parquet, the digits bundled with Sunspot, from the published MNIST files. See SAMPLE.md.
 
     python -m scripts.make_sample --data-root ../shared/data
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from app.data.convert import open_writer, to_table
-from app.data.mnist import MnistSource, open_mnist
-from app.data.parquet import SAMPLE, TRAIN_GROUPS
-from app.data.source import read_rows, rows_in
-from app.errors import run_and_exit
+from sunspot.data.convert import open_writer, to_table
+from sunspot.data.mnist import MnistSource, open_mnist
+from sunspot.data.parquet import SAMPLE, TRAIN_GROUPS
+from sunspot.data.source import read_rows, rows_in
+from sunspot.errors import run_and_exit
 
 TRAIN_PER_DIGIT, TEST_PER_DIGIT = 1200, 200
 

@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from app.errors import run_and_exit
-from app.settings import PREFIX
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
 from scripts.subjects import SETTLE_S, START_S, Group, Ours, Stock, Subject, running, wait_until_complete
+from sunspot.errors import run_and_exit
+from sunspot.settings import PREFIX
 
 KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")

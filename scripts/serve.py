@@ -19,12 +19,12 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from app.data.images import decode_images
-from app.errors import SunspotError, run_and_exit
-from app.predict.actor import absolute_path, wants_gpu
-from app.predict.classifier import Classifier, open_checkpoint
-from app.ray_session import ray_session
-from app.settings import load_settings
+from sunspot.data.images import decode_images
+from sunspot.errors import SunspotError, run_and_exit
+from sunspot.predict.actor import absolute_path, wants_gpu
+from sunspot.predict.classifier import Classifier, open_checkpoint
+from sunspot.ray_session import ray_session
+from sunspot.settings import load_settings
 
 MOST_BYTES = 16 << 20
 """Of one body."""

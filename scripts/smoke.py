@@ -100,13 +100,13 @@ def _score(weights: Path) -> float:
     """Accuracy of the downloaded model on the sample's held-out rows."""
     import torch
 
-    from app.baseline.train import evaluate
-    from app.data.source import find_sources
-    from app.data.torch_loader import load_rows
-    from app.settings import load_settings
-    from app.tasks import load_task
+    from sunspot.baseline.train import evaluate
+    from sunspot.data.source import find_sources
+    from sunspot.data.torch_loader import load_rows
+    from sunspot.settings import load_settings
+    from sunspot.tasks import load_task
 
-    settings = load_settings({"TASK": "app.tasks.mnist", "DATASET": "sample"})
+    settings = load_settings({"TASK": "sunspot.tasks.mnist", "DATASET": "sample"})
     task = load_task(settings)
     source, test = find_sources(settings)
     assert test
@@ -167,7 +167,7 @@ def _s3_server(context: str) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def _folder(storage_path: str) -> Iterator[str]:
     """A storage path of the test's own, one below another; at the end it goes, with what the test has left there."""
-    from app.storage import open_storage
+    from sunspot.storage import open_storage
 
     storage = open_storage(storage_path)
     if storage.list(NAME):
@@ -220,13 +220,13 @@ def _wait_until_gone(context: str, label: str) -> None:
 
 
 def _sunspot(*words: str, quiet: bool = False) -> str:
-    return _call(sys.executable, "-m", "submitter.cli", *words, quiet=quiet)
+    return _call(sys.executable, "-m", "sunspot.cli", *words, quiet=quiet)
 
 
 def _call(*words: str, quiet: bool = False, text: str | None = None) -> str:
     """Run a command in the repository, `text` being its input; its output is shown, or with `quiet` returned."""
     if not quiet:
-        shown = ["sunspot" if word == "submitter.cli" else word for word in words if word not in (sys.executable, "-m")]
+        shown = ["sunspot" if word == "sunspot.cli" else word for word in words if word not in (sys.executable, "-m")]
         print("$", shlex.join(shown), flush=True)
     done = subprocess.run(words, cwd=REPOSITORY, input=text, text=True, stdout=subprocess.PIPE if quiet else None)
     if done.returncode:

@@ -14,12 +14,12 @@ import subprocess
 import sys
 import time
 
-from app.errors import SunspotError, run_and_exit
-from app.run.incidents import describe
 from scripts.cluster import commands_of_the_environment
 from scripts.recovery import add_options, inject, settings_of
 from scripts.smoke import LEAST_ACCURACY
 from scripts.subjects import Ours, running, wait_until_complete
+from sunspot.errors import SunspotError, run_and_exit
+from sunspot.run.incidents import describe
 
 INCIDENTS = [
     *(("reclaim", target) for target in ("worker", "rank0")),
@@ -103,7 +103,7 @@ def on_the_cluster(run: Ours) -> list[str]:
 def sunspot(*words: str, quiet: bool = False) -> str:
     """Run a verb as a user does; its output is shown, or returned with `quiet`."""
     done = subprocess.run(
-        [sys.executable, "-m", "submitter.cli", *words], text=True, stdout=subprocess.PIPE if quiet else None
+        [sys.executable, "-m", "sunspot.cli", *words], text=True, stdout=subprocess.PIPE if quiet else None
     )
     if done.returncode:
         raise SunspotError(f"sunspot {' '.join(words)} ended with {done.returncode}")

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import yaml
 
-from app.errors import GaveUpError, SunspotError
-from app.run import Run, open_run
-from app.run.attempts import read_attempts
-from app.run.history import read_journal
-from app.run.incidents import Receipt, read_receipts
-from app.settings import PREFIX
 from scripts.cluster import kubectl, kubectl_json, pods, until
+from sunspot.errors import GaveUpError, SunspotError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Receipt, read_receipts
+from sunspot.settings import PREFIX
 
 SCRIPTS = Path(__file__).parent
 STOCK = SCRIPTS / "stock.yaml"
@@ -82,8 +82,8 @@ class Ours:
     """A run of ours, watched through its storage."""
 
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        from submitter.cluster.api import connect
-        from submitter.manifest.render import render
+        from sunspot.submitter.cluster.api import connect
+        from sunspot.submitter.manifest.render import render
 
         self._rendered = render(profile, settings, image=image, namespace=namespace)
         self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
@@ -93,7 +93,7 @@ class Ours:
 
     def submit(self) -> None:
         """Through the submitter, as a user does; a run of this name that is there goes on."""
-        from submitter.commands.submit import submit
+        from sunspot.submitter.commands.submit import submit
 
         submit(self._cluster, self._rendered, False, False)
 
@@ -120,7 +120,7 @@ class Ours:
 
     def over(self) -> str:
         """By cluster and storage."""
-        from submitter.cluster.watch import observe_run
+        from sunspot.submitter.cluster.watch import observe_run
 
         snapshot = observe_run(self._cluster, self.run)
         state, reason = snapshot.state()
@@ -133,8 +133,8 @@ class Ours:
 
     def end(self) -> None:
         """Stop it, so that it commits, and wait for its pods to go, also when it has finished; its storage stays."""
-        from submitter.cluster.watch import GONE_WITHIN_S, delete_jobs, observe_run
-        from submitter.commands.stop import stop
+        from sunspot.submitter.cluster.watch import GONE_WITHIN_S, delete_jobs, observe_run
+        from sunspot.submitter.commands.stop import stop
 
         stop(self._cluster, self.run, 300, True, False)
         if not delete_jobs(self._cluster, observe_run(self._cluster, self.run).jobs, GONE_WITHIN_S):
@@ -147,7 +147,7 @@ class Stock:
     name = "stock"
 
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        from submitter.manifest.profile import load_profile
+        from sunspot.submitter.manifest.profile import load_profile
 
         given = {name.removeprefix(PREFIX): value for name, value in os.environ.items() if name.startswith(PREFIX)}
         settings = {**given, **settings}

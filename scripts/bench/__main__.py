@@ -20,11 +20,11 @@ from statistics import median
 
 import ray
 
-from app.ray_session import RAY_ENVIRONMENT
 from scripts import object_stores
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
 from scripts.bench.scale import Subject, clouds, consensus, data, history, print_table, report, transfer
 from scripts.bench.ways import Ways, print_ways
+from sunspot.ray_session import RAY_ENVIRONMENT
 
 
 @dataclass

@@ -20,15 +20,15 @@ from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
-from app.checkpoint import CheckpointManager
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.plan import Plan
-from app.run import open_run
-from app.run.attempts import Attempt, claim, read_attempts
-from app.run.history import Journal
-from app.settings import Settings
 from scripts.bench.ways import Figures
+from sunspot.checkpoint import CheckpointManager
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, claim, read_attempts
+from sunspot.run.history import Journal
+from sunspot.settings import Settings
 
 ROUNDS = 7
 BUCKET = "bench"

@@ -26,11 +26,11 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from app.data.order import Steps
-from app.data.parquet import SAMPLE, open_parquet
-from app.data.source import read_rows, rows_in
-from app.tasks.images import normalize
 from scripts.bench.ways import Figures
+from sunspot.data.order import Steps
+from sunspot.data.parquet import SAMPLE, open_parquet
+from sunspot.data.source import read_rows, rows_in
+from sunspot.tasks.images import normalize
 
 ROUNDS = 3
 COPIES = 20
@@ -188,7 +188,7 @@ def ours() -> Iterator[torch.Tensor]:
     """The batches of a training run with one worker, normalized as by its task."""
     import ray.train
 
-    from app.data.ray_loader import RayLoader, StepStreams
+    from sunspot.data.ray_loader import RayLoader, StepStreams
 
     start_ray()
     source = open_parquet(f"s3://{BUCKET}/ingest/parquet")
@@ -266,7 +266,7 @@ def start_ray() -> None:
 
     import ray
 
-    from app.ray_session import RAY_ENVIRONMENT
+    from sunspot.ray_session import RAY_ENVIRONMENT
 
     os.environ.update(RAY_ENVIRONMENT)
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

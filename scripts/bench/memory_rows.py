@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DataLoader
 
-from app.data.mnist import open_mnist
-from app.data.order import Order, Steps
-from app.data.source import rows_in
-from app.data.torch_loader import Selections, load_rows
-from app.tasks.images import normalize
+from sunspot.data.mnist import open_mnist
+from sunspot.data.order import Order, Steps
+from sunspot.data.source import rows_in
+from sunspot.data.torch_loader import Selections, load_rows
+from sunspot.tasks.images import normalize
 
 PAIRS = 5
 BATCH = 128

@@ -3,16 +3,16 @@
 import io
 from contextlib import redirect_stdout
 
-from app.driver import identify_rows
-from app.plan import make_plan
-from app.run import Run, open_run
-from app.run.attempts import new_owner
-from app.run.checkpoints import Checkpoint
-from app.run.identity import keep_identity
-from app.run.incidents import Receipt
-from app.settings import IDENTITY, Settings
-from app.tasks import load_task
-from app.train.trainer import fit
+from sunspot.plan import make_plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import new_owner
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.identity import keep_identity
+from sunspot.run.incidents import Receipt
+from sunspot.settings import IDENTITY, Settings
+from sunspot.tasks import load_task
+from sunspot.train.driver import identify_rows
+from sunspot.train.trainer import fit
 
 
 def train(settings: Settings) -> tuple[Run, Checkpoint]:

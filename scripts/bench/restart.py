@@ -18,15 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from app.errors import SunspotError
-from app.ray_session import ray_session
-from app.run import SHARED_MEMORY, Run, copies_of
-from app.run.history import read_journal
-from app.run.incidents import read_receipts
-from app.settings import load_settings
 from scripts.bench.product import phases_of, train
 from scripts.bench.restart_task import STEPS
-from submitter.commands.audit import prove
+from sunspot.errors import SunspotError
+from sunspot.ray_session import ray_session
+from sunspot.run import SHARED_MEMORY, Run, copies_of
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import read_receipts
+from sunspot.settings import load_settings
+from sunspot.submitter.commands.audit import prove
 
 SETTINGS = {
     "TASK": "scripts.bench.restart_task",
@@ -38,7 +38,7 @@ SETTINGS = {
     "AUDIT": "true",
 }
 
-WORKERS = ("ray::RayTrain", "app.warm.server", "app/warm/client")
+WORKERS = ("ray::RayTrain", "sunspot.warm.server", "app/sunspot/warm/client")
 """Begin or are in the command lines of workers, their clients and their servers."""
 
 GONE_WITHIN_S = 30.0

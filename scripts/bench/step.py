@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from app.plan import make_plan
-from app.run.history import read_journal
-from app.settings import Settings, load_settings
-from app.tasks import load_task
 from scripts.bench.product import train
 from scripts.bench.ways import Figures
+from sunspot.plan import make_plan
+from sunspot.run.history import read_journal
+from sunspot.settings import Settings, load_settings
+from sunspot.tasks import load_task
 
 PAIRS = 5
 STEPS = 80
@@ -169,7 +169,7 @@ def _rows() -> Any:
     """The same images and labels for all."""
     from torch.utils.data import TensorDataset
 
-    from app.data.torch_loader import load_rows
+    from sunspot.data.torch_loader import load_rows
 
     chosen = settings("unused")
     rows = load_rows(make_plan(chosen, load_task(chosen)).source)

@@ -12,7 +12,7 @@ steps counted through the run, and those after `from_step` are repeated. Ray sho
 With AUDIT, the ids of the rows that each step consumed are written with each checkpoint, as scripts/failures/rows.py
 reads them.
 
-Only the driver needs this file: Ray sends the function to the workers. The image contains app/ alone, so:
+Only the driver needs this file: Ray sends the function to the workers. The image contains sunspot/ alone, so:
 
     FROM sunspot:0.1.0
     COPY scripts/__init__.py scripts/
@@ -35,12 +35,12 @@ import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from torch.utils.data import DataLoader, TensorDataset
 
-from app.data.torch_loader import load_rows
-from app.errors import run_and_exit
-from app.plan import Plan, make_plan, with_absolute_paths
-from app.settings import load_settings
-from app.storage import open_storage
-from app.tasks import load_task
+from sunspot.data.torch_loader import load_rows
+from sunspot.errors import run_and_exit
+from sunspot.plan import Plan, make_plan, with_absolute_paths
+from sunspot.settings import load_settings
+from sunspot.storage import open_storage
+from sunspot.tasks import load_task
 
 FILE = "checkpoint.pt"
 

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.run import Run, to_json
-from app.run.attempts import Attempt, checkpoint_name, claim, step_of
-from app.run.checkpoints import Checkpoint, list_directories, write_manifest
-from app.run.status import RunState, Status, write_status
-from app.storage.base import map_parallel
-from app.storage.s3 import S3Storage
 from scripts.bench.checkpoint import BUCKET
-from submitter.commands.checkpoints.ls import list_all as list_checkpoints
-from submitter.commands.list import list_all as list_runs
+from sunspot.run import Run, to_json
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, step_of
+from sunspot.run.checkpoints import Checkpoint, list_directories, write_manifest
+from sunspot.run.status import RunState, Status, write_status
+from sunspot.storage.base import map_parallel
+from sunspot.storage.s3 import S3Storage
+from sunspot.submitter.commands.checkpoints.ls import list_all as list_checkpoints
+from sunspot.submitter.commands.list import list_all as list_runs
 
 STARTS, LISTINGS = 15, 5
 """Pairs of each measurement."""
@@ -93,7 +93,7 @@ def _start_in_turns(*words: str) -> list[tuple[float, float]]:
         return 1000 * (time.perf_counter() - began)
 
     def pair() -> tuple[float, float]:
-        return milliseconds("-c", "pass"), milliseconds("-m", "submitter.cli", *words)
+        return milliseconds("-c", "pass"), milliseconds("-m", "sunspot.cli", *words)
 
     pair()  # compiles what is not compiled yet
     return [pair() for _ in range(STARTS)]

@@ -9,7 +9,7 @@ Each worker prints `{"time", "step", "world"}` for each step that was committed;
 Its parts are those of the example in Ray 2.60, with torchft 0.2.
 With AUDIT, each also writes the ids of the rows that it consumed in a step, as scripts/failures/rows.py reads them.
 
-The image has torchft and the exporter of OpenTelemetry that it imports, beside app/:
+The image has torchft and the exporter of OpenTelemetry that it imports, beside sunspot/:
 
     pip install --no-deps --target torchft torchft==0.2.0 opentelemetry-exporter-otlp-proto-http==1.45.2 \
       opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-otlp-common==0.66b2 \
@@ -34,12 +34,12 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from app.data.torch_loader import load_rows
-from app.errors import run_and_exit
-from app.plan import Plan, make_plan, with_absolute_paths
-from app.settings import load_settings
-from app.storage import open_storage
-from app.tasks import load_task
+from sunspot.data.torch_loader import load_rows
+from sunspot.errors import run_and_exit
+from sunspot.plan import Plan, make_plan, with_absolute_paths
+from sunspot.settings import load_settings
+from sunspot.storage import open_storage
+from sunspot.tasks import load_task
 
 
 def train(config: dict[str, Any]) -> None:

@@ -19,15 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
-from app.storage import open_storage
 from scripts.cluster import commands_of_the_environment, pods, ready_nodes, until
 from scripts.failures.losses import dealt, schedule
 from scripts.failures.result import Result, read, table, write
 from scripts.failures.rows import of_checkpoints, of_replicas, of_sunspot
 from scripts.recovery import SETTINGS, add_options, settings_of
 from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
-from submitter.commands.audit import Epoch
+from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
+from sunspot.storage import open_storage
+from sunspot.submitter.commands.audit import Epoch
 
 
 class Contender(NamedTuple):

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from threading import Event
 from typing import NamedTuple
 
-from app.background import start_thread
 from scripts.cluster import begin, finish
+from sunspot.background import start_thread
 
 
 class Loss(NamedTuple):

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from app.report.charts import HEIGHT, LEFT, WIDTH, Line, Point, key, line_chart, linear_axis
+from sunspot.report.charts import HEIGHT, LEFT, WIDTH, Line, Point, key, line_chart, linear_axis
 
 RESULTS = "results.jsonl"
 
@@ -120,7 +120,7 @@ def plot(results: Sequence[Result]) -> str:
     )
     label = "minutes since the first step; dotted: a loss (n: with notice)"
     chart = line_chart(said, x, label, y, lines, (), marks)
-    style = files("app.report").joinpath("style.css").read_text()
+    style = files("sunspot.report").joinpath("style.css").read_text()
     style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
     added = [f"<style>{style}</style>"]
     above = LEGEND * len(lines)

@@ -12,12 +12,12 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from app.errors import NotFoundError
-from app.run import Run
-from app.storage import Storage
-from app.storage.base import Entry, map_parallel
 from scripts.subjects import begins_anew
-from submitter.commands.audit import Data, Epoch, count_rows, prove
+from sunspot.errors import NotFoundError
+from sunspot.run import Run
+from sunspot.storage import Storage
+from sunspot.storage.base import Entry, map_parallel
+from sunspot.submitter.commands.audit import Data, Epoch, count_rows, prove
 
 NAME = re.compile(r".*/rows/(?P<start>[0-9.]+)-after-(?P<parent>none|[0-9.]+)-at-(?P<at>\d+)/\d+-\d+\.json")
 

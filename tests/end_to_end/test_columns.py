@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from app.errors import DataError
+from sunspot.errors import DataError
 from tests.harness.program import Program
 from tests.harness.training import consumed, losses, the_run
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from app.cgroup import GROUPS, Throttling
-from app.run.attempts import lineage, read_attempts
-from app.run.ranks import each_rank_record, to_rows
-from submitter.doctor.diagnose import examine
-from submitter.findings import Diagnosis, Finding
+from sunspot.cgroup import GROUPS, Throttling
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.ranks import each_rank_record, to_rows
+from sunspot.submitter.doctor.diagnose import examine
+from sunspot.submitter.findings import Diagnosis, Finding
 from tests.harness import REPOSITORY
 from tests.harness.program import Program
 from tests.harness.training import the_run
@@ -104,7 +104,7 @@ def group() -> Iterator[Path]:
 def test_a_quota_is_seen_to_hold_a_process_back(group: Path) -> None:
     program = """
 import os, pathlib, sys, time
-from app.cgroup import read_throttling
+from sunspot.cgroup import read_throttling
 pathlib.Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 before = read_throttling()
 end = time.monotonic() + 1

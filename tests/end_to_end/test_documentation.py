@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.settings import Settings
+from sunspot.settings import Settings
 from tests.harness import REPOSITORY, SHELL
 from tests.harness.documentation import find_commands, find_example
 
@@ -35,7 +35,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources with the same .venv, the README's task, and a folder of pictures."""
     folder = tmp_path_factory.mktemp("readme") / "sunspot"
     folder.mkdir()
-    for name in ("app", "submitter", "sunspot_client", "k8s", "requirements", "Makefile", "pyproject.toml"):
+    for name in ("app", "k8s", "requirements", "Makefile", "pyproject.toml"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
         copy(REPOSITORY / name, folder / name)
     # Stamps of its own, all new: make must not install this copy into the environment of the tests.
@@ -74,12 +74,12 @@ def run_command(command: str, checkout: Path, ray_address: str) -> str:
         "SUNSPOT_RESOURCES_PER_WORKER": '{"CPU": 1}',
         "SUNSPOT_PREDICT_ROWS": "32",
     }
-    if "app.tasks.trees" in command:
+    if "sunspot.tasks.trees" in command:
         pytest.importorskip("lightgbm", reason="the extra `trees` is not installed")
         del short["SUNSPOT_GLOBAL_BATCH_SIZE"]  # a round takes all rows
     if "keras" in command:
         pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
-    if " -m app.predict " in command:
+    if " -m sunspot.predict " in command:
         short = {"RAY_ADDRESS": ray_address}
     elif command.startswith("make tune"):
         short |= {"SUNSPOT_TRIALS": "2"}
@@ -136,8 +136,8 @@ def test_the_commands_of_fine_tuning_work(checkout: Path, ray_address: str) -> N
 def test_the_task_learns() -> None:
     import torch
 
-    from app.data.source import EmptySource
-    from app.tasks.defaults import fill_in
+    from sunspot.data.source import EmptySource
+    from sunspot.tasks.defaults import fill_in
 
     module = ModuleType("my_task")
     text = find_example("python", "# my_task.py")
@@ -166,7 +166,7 @@ def test_the_task_learns() -> None:
 def test_the_model_worker_answers(checkout: Path, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    first_line = "from app.predict import model_worker"
+    first_line = "from sunspot.predict import model_worker"
     monkeypatch.chdir(checkout)
     names: dict[str, Any] = {"ray": ray, "images": np.zeros((3, 1, 28, 28), dtype=np.uint8)}
     exec(first_line + "\n" + find_example("python", first_line), names)

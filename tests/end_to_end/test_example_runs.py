@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.run.attempts import read_attempts
+from sunspot.run.attempts import read_attempts
 from tests.harness.documentation import find_example
 from tests.harness.program import Program
 from tests.harness.training import (
@@ -25,14 +25,14 @@ from tests.harness.training import (
 STEPS = 200
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "app.tasks.gpt": {"PARALLEL": "fsdp", "MAX_STEPS": 60},
+    "sunspot.tasks.gpt": {"PARALLEL": "fsdp", "MAX_STEPS": 60},
     "my_augmentation": {"EMA": 0.99},
 }
 """What some are trained with besides."""
 
-WITHOUT_IMAGES = ("app.tasks.gpt", "tests.tasks.nano")
+WITHOUT_IMAGES = ("sunspot.tasks.gpt", "tests.tasks.nano")
 
-COMPARED = {"app.tasks.gan": 3}
+COMPARED = {"sunspot.tasks.gan": 3}
 """Of a GAN, the last bit grows: to 1e-4 after 60 steps, to 3e-3 after 300."""
 
 
@@ -44,9 +44,9 @@ pytestmark = pytest.mark.slow
         "my_task",
         "my_loop",
         "my_augmentation",
-        "app.tasks.gan",
-        "app.tasks.gpt",
-        "app.tasks.keras_mnist",
+        "sunspot.tasks.gan",
+        "sunspot.tasks.gpt",
+        "sunspot.tasks.keras_mnist",
         "tests.tasks.nano",
     ]
 )
@@ -55,10 +55,10 @@ def settings(
 ) -> dict[str, Any]:
     """What trains one of the examples."""
     task: str = request.param
-    if task == "app.tasks.keras_mnist":
+    if task == "sunspot.tasks.keras_mnist":
         pytest.importorskip("keras", reason="the extra `tensorflow` is not installed")
     if task.startswith("my_"):
-        text = find_example("python", f"# {task}.py").replace("app.tasks.mnist", "tests.tasks.tiny")
+        text = find_example("python", f"# {task}.py").replace("sunspot.tasks.mnist", "tests.tasks.tiny")
         (tmp_path / f"{task}.py").write_text(text)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), os.pathsep)
     data = {} if task in WITHOUT_IMAGES else {"DATASET": make_data(20_000, row_group=1000)}

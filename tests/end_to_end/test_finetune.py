@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ConflictError
-from app.run.attempts import read_attempts
-from app.tasks.pretrained import open_base
+from sunspot.errors import ConflictError
+from sunspot.run.attempts import read_attempts
+from sunspot.tasks.pretrained import open_base
 from tests.harness.language_models import write_base, write_texts
 from tests.harness.program import Program
 from tests.harness.training import (
@@ -32,7 +32,7 @@ STEPS = 40
 WITHOUT_THIS_PROGRAM = """
 import importlib.util, sys
 sys.path.append(sys.argv[1])
-assert not importlib.util.find_spec("app")
+assert not importlib.util.find_spec("sunspot")
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -50,7 +50,7 @@ def test_a_killed_adapter_goes_on_at_another_world_size(program: Program, tmp_pa
     base = write_base(tmp_path / "base")
     untouched = {file.name: file.read_bytes() for file in Path(base).iterdir()}
     program.settings |= {
-        "TASK": "app.tasks.finetune",
+        "TASK": "sunspot.tasks.finetune",
         "TASK_ARGS": json.dumps({"base": base, "rank": 4, "context": 32}),
         "DATASET": write_texts(tmp_path / "texts", letters=600),
         "GLOBAL_BATCH_SIZE": "10",

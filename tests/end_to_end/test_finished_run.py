@@ -10,14 +10,14 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from app.errors import ConflictError, DamageError
-from app.run.attempts import lineage, read_attempts
-from app.run.audit import AuditWriter, read_audit
-from app.run.checkpoints import in_lineage, list_checkpoints, write_manifest
-from app.run.history import read_journal
-from app.run.logs import rank_stream, read_stream
-from app.run.ranks import each_rank_record
-from app.run.status import RunState, read_status
+from sunspot.errors import ConflictError, DamageError
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.audit import AuditWriter, read_audit
+from sunspot.run.checkpoints import in_lineage, list_checkpoints, write_manifest
+from sunspot.run.history import read_journal
+from sunspot.run.logs import rank_stream, read_stream
+from sunspot.run.ranks import each_rank_record
+from sunspot.run.status import RunState, read_status
 from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun, driver_output
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, assert_complete, audit, the_run, weights

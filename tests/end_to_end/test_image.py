@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app import __version__
+from sunspot import __version__
 
 IMAGE = os.environ.get("IMAGE", f"sunspot:{__version__}")
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not image_exists(), reason=f"docker has no image
 @pytest.fixture
 def derived(tmp_path: Path) -> Iterator[str]:
     """A user's own image, as the README says it is made."""
-    (tmp_path / "my_task.py").write_text("from app.tasks.mnist import *  # noqa: F403\nprint('my own task')\n")
+    (tmp_path / "my_task.py").write_text("from sunspot.tasks.mnist import *  # noqa: F403\nprint('my own task')\n")
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY my_task.py .\nENV SUNSPOT_TASK=my_task\n")
     name = f"sunspot-test:{uuid.uuid4().hex[:8]}"
     docker("build", "-q", "-t", name, str(tmp_path))

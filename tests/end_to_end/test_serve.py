@@ -15,8 +15,8 @@ import pytest
 import ray
 from PIL import Image
 
-from app.errors import NotFoundError
-from app.predict.classifier import Classifier
+from sunspot.errors import NotFoundError
+from sunspot.predict.classifier import Classifier
 from tests.harness.finished_run import FinishedRun
 
 

@@ -11,21 +11,21 @@ import psutil
 import pytest
 import ray
 
-from app.elastic.control import open_control
-from app.formatting import as_time
-from app.ray_internals.nodes import reachable_nodes
-from app.report import gather, render
-from app.run import open_run
-from app.run.attempts import read_attempts
-from app.run.failures import read_failures
-from app.run.history import read_journal
-from app.run.incidents import Cause, describe, read_receipts
-from app.run.logs import list_streams
-from app.run.overview import read_state, read_view
-from app.run.status import RunState, read_status
-from app.train.probe import probe_all_nodes
-from submitter.doctor.diagnose import examine
-from submitter.findings import Diagnosis
+from sunspot.elastic.control import open_control
+from sunspot.formatting import as_time
+from sunspot.ray_internals.nodes import reachable_nodes
+from sunspot.report import gather, render
+from sunspot.run import open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.failures import read_failures
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Cause, describe, read_receipts
+from sunspot.run.logs import list_streams
+from sunspot.run.overview import read_state, read_view
+from sunspot.run.status import RunState, read_status
+from sunspot.submitter.doctor.diagnose import examine
+from sunspot.submitter.findings import Diagnosis
+from sunspot.train.probe import probe_all_nodes
 from tests.end_to_end.test_columns import write_numbers
 from tests.harness import s3
 from tests.harness.nodes import start_node

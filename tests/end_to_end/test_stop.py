@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from app.errors import SunspotError
-from app.run.attempts import read_attempts
-from app.run.logs import rank_stream, read_stream
-from app.run.status import RunState, read_status
-from submitter.commands.delete import in_order
-from submitter.doctor.diagnose import examine
-from submitter.findings import Diagnosis
+from sunspot.errors import SunspotError
+from sunspot.run.attempts import read_attempts
+from sunspot.run.logs import rank_stream, read_stream
+from sunspot.run.status import RunState, read_status
+from sunspot.submitter.commands.delete import in_order
+from sunspot.submitter.doctor.diagnose import examine
+from sunspot.submitter.findings import Diagnosis
 from tests.harness.finished_run import STEPS, FinishedRun, driver_output
 from tests.harness.program import Program
 from tests.harness.training import assert_audit_clean, audit, newest, the_run, wait_for_step

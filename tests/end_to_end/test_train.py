@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from app.errors import DataError
-from app.run.attempts import lineage, read_attempts
-from app.run.checkpoints import in_lineage, list_checkpoints
-from app.run.history import read_journal
-from app.storage import open_storage
-from submitter.cli import main as sunspot
+from sunspot.cli import main as sunspot
+from sunspot.errors import DataError
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.checkpoints import in_lineage, list_checkpoints
+from sunspot.run.history import read_journal
+from sunspot.storage import open_storage
 from tests.harness import s3
 from tests.harness.clouds import BUCKETS
 from tests.harness.program import Program

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.run import Run
-from app.run.attempts import lineage, read_attempts
-from app.run.history import read_journal
-from app.tasks.trees_adapter import EXTRA
-from sunspot_client import Run as Client
+from sunspot.client import Run as Client
+from sunspot.run import Run
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.history import read_journal
+from sunspot.tasks.trees_adapter import EXTRA
 from tests.harness.program import Program
 from tests.harness.training import (
     MakeData,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from app.run import SHARED_MEMORY, copies_of
+from sunspot.run import SHARED_MEMORY, copies_of
 from tests.harness.language_models import write_base, write_texts
 from tests.harness.program import Program
 from tests.harness.training import (
@@ -67,9 +67,9 @@ def test_forked_workers_end_with_the_same_bits_and_leave_nothing(
     [
         ({"TASK": "tests.tasks.tiny", "LOADER": "ray"}, ""),
         ({"TASK": "tests.tasks.lightning"}, "lightning"),
-        ({"TASK": "app.tasks.gpt", "PARALLEL": "fsdp"}, ""),
-        ({"TASK": "app.tasks.finetune"}, "peft"),
-        ({"TASK": "app.tasks.keras_mnist"}, "keras"),
+        ({"TASK": "sunspot.tasks.gpt", "PARALLEL": "fsdp"}, ""),
+        ({"TASK": "sunspot.tasks.finetune"}, "peft"),
+        ({"TASK": "sunspot.tasks.keras_mnist"}, "keras"),
         ({"TASK": "tests.tasks.slow_trees", "TASK_ARGS": '{"library": "xgboost", "pause_s": 0.5}'}, "xgboost"),
         ({"TASK": "tests.tasks.slow_trees", "TASK_ARGS": '{"library": "lightgbm", "pause_s": 0.5}'}, "lightgbm"),
     ],
@@ -81,10 +81,10 @@ def test_workers_of_every_kind_are_forked(
     if needs:
         pytest.importorskip(needs, reason="its extra is not installed")
     settings = {"DATASET": make_data(20_000, row_group=1000), "GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1000, **settings}
-    if settings["TASK"] == "app.tasks.finetune":
+    if settings["TASK"] == "sunspot.tasks.finetune":
         base, texts = write_base(tmp_path / "base"), write_texts(tmp_path / "texts")
         settings |= {"TASK_ARGS": json.dumps({"base": base, "rank": 4, "context": 32}), "DATASET": texts}
-    elif settings["TASK"] == "app.tasks.gpt":
+    elif settings["TASK"] == "sunspot.tasks.gpt":
         del settings["DATASET"]
     elif settings["TASK"] == "tests.tasks.slow_trees":
         del settings["GLOBAL_BATCH_SIZE"], program.settings["LEARNING_RATE"]  # neither means anything to trees
@@ -107,4 +107,4 @@ def servers() -> list[psutil.Process]:
     if "@sunspot-warm-" not in Path("/proc/net/unix").read_text():
         return []
     every = psutil.process_iter(["cmdline"])
-    return [process for process in every if "app.warm.server" in "".join(process.info["cmdline"] or ())]
+    return [process for process in every if "sunspot.warm.server" in "".join(process.info["cmdline"] or ())]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from app import __version__
-from submitter.manifest.profile import load_profile, manifests
+from sunspot import __version__
+from sunspot.submitter.manifest.profile import load_profile, manifests
 from tests.harness import GOLDEN, REPOSITORY
 from tests.harness.manifests import ON_A_CLOUD
 
-SOURCES = ["app", "submitter", "sunspot_client", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
+SOURCES = ["app", "k8s", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"]
 
 BUILD = """if True:
     import os, pathlib, shutil, sys
@@ -76,10 +76,10 @@ def test_every_profile_renders_from_any_directory(environment: Path, profile: st
 
 def test_it_brings_all_it_reads(environment: Path, tmp_path: Path) -> None:
     program = """if True:
-        import json, pathlib, app, submitter.manifest.profile as profile
-        package = pathlib.Path(app.__file__).parent
+        import json, pathlib, sunspot, sunspot.submitter.manifest.profile as profile
+        package = pathlib.Path(sunspot.__file__).parent
         files = [path for path in package.rglob("*.*") if path.suffix not in (".py", ".pyc")]
-        names = sorted(str(path.relative_to(package)) for path in files)
+        names = sorted(str(path.relative_to(package)) for path in files if "k8s" not in path.parts)
         print(json.dumps([str(package), str(profile.manifests()), names]))
     """
     package, k8s, files = json.loads(run(environment / "bin" / "python", "-c", program, cwd=tmp_path))
@@ -92,7 +92,7 @@ def test_it_brings_all_it_reads(environment: Path, tmp_path: Path) -> None:
 
 def test_it_says_its_version_and_license(environment: Path, tmp_path: Path) -> None:
     assert run(environment / "bin" / "sunspot", "--version", cwd=tmp_path) == f"sunspot {__version__}\n"
-    (information,) = environment.glob("lib/python3*/site-packages/sunspot-*.dist-info")
-    assert information.name == f"sunspot-{__version__}.dist-info"
+    (information,) = environment.glob("lib/python3*/site-packages/sunspot_train-*.dist-info")
+    assert information.name == f"sunspot_train-{__version__}.dist-info"
     assert {path.name for path in (information / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
-    assert (information / "top_level.txt").read_text().split() == ["app", "submitter", "sunspot_client"]
+    assert (information / "top_level.txt").read_text().split() == ["sunspot"]

@@ -1,4 +1,4 @@
-"""Stands in for Ray where nodes are asked what is wrong there (app/train/probe.py)."""
+"""Stands in for Ray where nodes are asked what is wrong there (app/sunspot/train/probe.py)."""
 
 from __future__ import annotations
 

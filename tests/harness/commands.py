@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from app.run import Run, open_run
-from submitter.cli import main
+from sunspot.cli import main
+from sunspot.run import Run, open_run
 from tests.harness import REPOSITORY
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'numpy', 'pandas'])); "
@@ -48,7 +48,7 @@ class StorageCommand:
         return process(*words, "--storage", self.storage)
 
 
-def process(*words: str, program: str = f"{WITHOUT}from submitter.cli import main; main()") -> Answer:
+def process(*words: str, program: str = f"{WITHOUT}from sunspot.cli import main; main()") -> Answer:
     done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True)
     return Answer(done.returncode, done.stdout, done.stderr)
 

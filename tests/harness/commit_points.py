@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from app.checkpoint import CheckpointManager, versions
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.plan import Plan
-from app.run import Run
-from app.run.attempts import Attempt, claim, read_attempts
-from app.run.checkpoints import find_faults, find_newest_good, list_checkpoints
-from app.run.history import Journal
-from app.settings import Settings
-from app.storage.base import Entry, Writer
-from app.storage.local import LocalStorage
+from sunspot.checkpoint import CheckpointManager, versions
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.plan import Plan
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, claim, read_attempts
+from sunspot.run.checkpoints import find_faults, find_newest_good, list_checkpoints
+from sunspot.run.history import Journal
+from sunspot.settings import Settings
+from sunspot.storage.base import Entry, Writer
+from sunspot.storage.local import LocalStorage
 
 SAVES = 3
 

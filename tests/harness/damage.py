@@ -16,25 +16,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from app.driver import report_result
-from app.errors import SunspotError
-from app.run import Run, open_run, to_json
-from app.run.attempts import fatal_error, lineage, read_attempts, record_error
-from app.run.audit import read_audit
-from app.run.checkpoints import find_newest_good, list_checkpoints
-from app.run.failures import Failure, record_failure
-from app.run.history import Journal
-from app.run.identity import read_identity
-from app.run.incidents import Cause
-from app.run.logs import LogWriter
-from app.run.outcome import recorded_outcome
-from app.run.predictions import Example, Predictions, read_predictions, write_predictions
-from app.run.search import Results, Trial, best_of, read_trial, write_results
-from app.run.status import RunState, mark_deletion, request_stop
-from app.run.submissions import record_submission
-from app.storage.local import LocalStorage
-from app.tracking.delivery import Delivery, read_delivered, read_tracking_run
-from submitter.cli import main as sunspot
+from sunspot.cli import main as sunspot
+from sunspot.errors import SunspotError
+from sunspot.run import Run, open_run, to_json
+from sunspot.run.attempts import fatal_error, lineage, read_attempts, record_error
+from sunspot.run.audit import read_audit
+from sunspot.run.checkpoints import find_newest_good, list_checkpoints
+from sunspot.run.failures import Failure, record_failure
+from sunspot.run.history import Journal
+from sunspot.run.identity import read_identity
+from sunspot.run.incidents import Cause
+from sunspot.run.logs import LogWriter
+from sunspot.run.outcome import recorded_outcome
+from sunspot.run.predictions import Example, Predictions, read_predictions, write_predictions
+from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
+from sunspot.run.status import RunState, mark_deletion, request_stop
+from sunspot.run.submissions import record_submission
+from sunspot.storage.local import LocalStorage
+from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run
+from sunspot.train.driver import report_result
 from tests.harness.fuzz import ends_well
 from tests.harness.runs import begin, commit, consumed, record_audit, report, set_status, start, write_receipt
 
@@ -84,7 +84,7 @@ MANIFEST = """\
 apiVersion: ray.io/v1
 kind: RayJob
 metadata: {name: run-1a2b3c4d, labels: {sunspot/run: run}}
-spec: {entrypoint: python -m app, rayClusterSpec: {headGroupSpec: {}}}
+spec: {entrypoint: python -m sunspot.train, rayClusterSpec: {headGroupSpec: {}}}
 """
 
 

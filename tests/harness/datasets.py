@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.data.source import Source
+from sunspot.data.source import Source
 
 
 def random_images(*shape: int, seed: int = 0) -> np.ndarray:

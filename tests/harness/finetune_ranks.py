@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from app.checkpoint import CheckpointManager
-from app.checkpoint.files import load_state, load_weights
-from app.checkpoint.sharded import is_sharded, load_parts, read_contents
-from app.data.order import Steps
-from app.data.source import read_rows
-from app.parallel import build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
-from app.plan import Plan
-from app.run import open_run
-from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
-from app.run.checkpoints import read_manifest
-from app.settings import Settings
-from app.tasks import load_task
-from app.train.forward import row_losses
-from app.train.run import passes
+from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint.files import load_state, load_weights
+from sunspot.checkpoint.sharded import is_sharded, load_parts, read_contents
+from sunspot.data.order import Steps
+from sunspot.data.source import read_rows
+from sunspot.parallel import build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from sunspot.run.checkpoints import read_manifest
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.train.forward import row_losses
+from sunspot.train.run import passes
 from tests.harness.language_models import write_base, write_texts
 from tests.harness.process_group import fork_ranks
 
@@ -68,7 +68,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
         "gloo", init_method=f"file://{root}/{name}-{attempt.number}", rank=rank, world_size=group.ranks
     )
     settings = Settings(
-        task="app.tasks.finetune",
+        task="sunspot.tasks.finetune",
         task_args={"base": f"{root}/base", **ARGUMENTS},
         dataset=f"{root}/texts",
         parallel=group.parallel,

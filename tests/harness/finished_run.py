@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from app.data.source import Source, find_sources, read_rows, rows_in
-from app.run import Run, open_run
-from app.run.attempts import read_attempts
-from app.run.checkpoints import Checkpoint, find_newest_good, write_manifest
-from app.run.logs import list_streams, read_stream
-from app.run.status import RunState, clear_stop, read_status, request_stop
-from app.settings import load_settings
+from sunspot.data.source import Source, find_sources, read_rows, rows_in
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.checkpoints import Checkpoint, find_newest_good, write_manifest
+from sunspot.run.logs import list_streams, read_stream
+from sunspot.run.status import RunState, clear_stop, read_status, request_stop
+from sunspot.settings import load_settings
 from tests.harness.program import SETTINGS, Program, images
 from tests.harness.waiting import wait_until
 

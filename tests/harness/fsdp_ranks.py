@@ -19,28 +19,28 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-import app.checkpoint.shared_memory
-import app.checkpoint.weights
-from app.checkpoint import CheckpointManager, NodeMemory
-from app.checkpoint.node_parts import NodeParts
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.sharded import Contents, is_sharded, load_parts, load_whole, read_contents
-from app.checkpoint.shared_memory import find_parts, find_snapshot
-from app.checkpoint.slots import as_bytes
-from app.data.order import Steps
-from app.data.source import read_rows
-from app.elastic.copies import Machine, choose_copy, without_copies
-from app.parallel import any_rank, build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
-from app.plan import Plan
-from app.run import Run, open_run
-from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
-from app.run.checkpoints import Checkpoint, read_manifest
-from app.run.history import Journal
-from app.settings import Settings
-from app.storage.retry import retry_storage
-from app.tasks import gpt
-from app.train.forward import row_losses
-from app.train.run import passes
+import sunspot.checkpoint.shared_memory
+import sunspot.checkpoint.weights
+from sunspot.checkpoint import CheckpointManager, NodeMemory
+from sunspot.checkpoint.node_parts import NodeParts
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.sharded import Contents, is_sharded, load_parts, load_whole, read_contents
+from sunspot.checkpoint.shared_memory import find_parts, find_snapshot
+from sunspot.checkpoint.slots import as_bytes
+from sunspot.data.order import Steps
+from sunspot.data.source import read_rows
+from sunspot.elastic.copies import Machine, choose_copy, without_copies
+from sunspot.parallel import any_rank, build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
+from sunspot.plan import Plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from sunspot.run.checkpoints import Checkpoint, read_manifest
+from sunspot.run.history import Journal
+from sunspot.settings import Settings
+from sunspot.storage.retry import retry_storage
+from sunspot.tasks import gpt
+from sunspot.train.forward import row_losses
+from sunspot.train.run import passes
 from tests.harness.process_group import fork_ranks
 
 STEPS = 6
@@ -85,7 +85,7 @@ RUNS = {
 
 def settings_of(parallel: str, **more: Any) -> Settings:
     return Settings(
-        task="app.tasks.gpt",
+        task="sunspot.tasks.gpt",
         task_args=ARGUMENTS,
         parallel=parallel,
         global_batch_size=BATCH,
@@ -172,8 +172,8 @@ def share_copy(root: str, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/share", rank=rank, world_size=3)
     world, places = dist.group.WORLD, ["a", "a", "b"]
     assert world
-    app.checkpoint.shared_memory.SHARED_MEMORY = Path(root, places[rank])
-    app.checkpoint.shared_memory.SHARED_MEMORY.mkdir(exist_ok=True)
+    sunspot.checkpoint.shared_memory.SHARED_MEMORY = Path(root, places[rank])
+    sunspot.checkpoint.shared_memory.SHARED_MEMORY.mkdir(exist_ok=True)
     content = bytes(range(256)) * 16
     if rank == 0:
         memory = NodeMemory("run")
@@ -198,7 +198,7 @@ def share_copy(root: str, rank: int) -> None:
 
 def main(root: str) -> None:
     torch.set_num_threads(1)
-    app.checkpoint.weights.SHARD_BYTES = SHARD_BYTES
+    sunspot.checkpoint.weights.SHARD_BYTES = SHARD_BYTES
     for name, groups in RUNS.items():
         for group in groups:
             run = open_run(root, name)
@@ -239,7 +239,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     world = dist.group.WORLD
     assert world
     memory.mkdir(parents=True, exist_ok=True)
-    app.checkpoint.shared_memory.SHARED_MEMORY = memory
+    sunspot.checkpoint.shared_memory.SHARED_MEMORY = memory
     first = Attempt(1, "me", None, 0)
     node_memory, node_parts = NodeMemory("run"), NodeParts(world, list(nodes))
     dist.barrier()

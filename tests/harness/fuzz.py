@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from app.errors import SunspotError
+from sunspot.errors import SunspotError
 
 Result = TypeVar("Result")
 

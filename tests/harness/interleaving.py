@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
-from app.errors import NotFoundError, StorageError, SunspotError
-from app.storage.base import Entry, Storage, Unfinished, Writer, completed
+from sunspot.errors import NotFoundError, StorageError, SunspotError
+from sunspot.storage.base import Entry, Storage, Unfinished, Writer, completed
 
 STUCK_S = 60
 """A process that takes longer than this to its next operation waits for something that no test will do."""
@@ -342,7 +342,7 @@ class _ProcessWriter(Writer):
 
 
 def run_inline(work: Callable[[], Any], name: str) -> Future[Any]:
-    """In place of `app.background.start_thread`: do the work at once, in the caller's thread."""
+    """In place of `sunspot.background.start_thread`: do the work at once, in the caller's thread."""
     future: Future[Any] = Future()
     try:
         future.set_result(contextvars.copy_context().run(work))

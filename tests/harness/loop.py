@@ -12,24 +12,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from app.checkpoint import CheckpointManager
-from app.checkpoint.average import WeightAverage
-from app.checkpoint.node_parts import NodeParts
-from app.checkpoint.node_state import NodeState
-from app.data.source import Batch, read_rows
-from app.elastic.claim import Found, begin_attempt
-from app.elastic.copies import Machine
-from app.elastic.restore import State, load_start
-from app.observe.metrics import MetricWindow
-from app.parallel import part_of
-from app.plan import Plan, make_plan
-from app.run import Run
-from app.run.attempts import Attempt
-from app.settings import Settings
-from app.tasks import load_task
-from app.train.loop import train
-from app.train.setup import build_model, build_optimizer, make_padding_batch
-from app.train.worker import Worker
+from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint.average import WeightAverage
+from sunspot.checkpoint.node_parts import NodeParts
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.data.source import Batch, read_rows
+from sunspot.elastic.claim import Found, begin_attempt
+from sunspot.elastic.copies import Machine
+from sunspot.elastic.restore import State, load_start
+from sunspot.observe.metrics import MetricWindow
+from sunspot.parallel import part_of
+from sunspot.plan import Plan, make_plan
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.train.loop import train
+from sunspot.train.setup import build_model, build_optimizer, make_padding_batch
+from sunspot.train.worker import Worker
 from tests.harness.process_group import in_processes
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from submitter.manifest.profile import load_profile
-from submitter.manifest.render import Rendered
-from submitter.manifest.render import render as render_as_given
+from sunspot.submitter.manifest.profile import load_profile
+from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.render import render as render_as_given
 
 STORAGE_PATH, IMAGE = "s3://bucket/runs", "registry.example/sunspot:1"
 

@@ -49,7 +49,7 @@ WORKER_NODE = {"training-worker": 1.0}
 
 @dataclass
 class Program:
-    """Runs `python -m app` with settings of its own, in this process or in another."""
+    """Runs `python -m sunspot.train` with settings of its own, in this process or in another."""
 
     settings: dict[str, str]
     ray_address: str
@@ -61,10 +61,10 @@ class Program:
 
     def run(self, **settings: Any) -> None:
         """Train in this process, on the shared Ray instance; raises what the program raises."""
-        from app.__main__ import main
+        from sunspot.train.__main__ import main
 
         with self.monkeypatch.context() as patch:
-            patch.setattr("sys.argv", ["app"])
+            patch.setattr("sys.argv", ["sunspot.train"])
             for name, value in self.environment(**settings).items():
                 patch.setenv(name, value)
             assert main() == 0
@@ -77,7 +77,7 @@ class Program:
         given = {name: value for name, value in os.environ.items() if name.upper().startswith(GIVEN)}
         job = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps({"runtime_env": {"env_vars": given}})} if given else {}
         environment = {**os.environ, **self.environment(**settings), "RAY_ADDRESS": self.ray_address, **job}
-        command = [sys.executable, "-m", "app"]
+        command = [sys.executable, "-m", "sunspot.train"]
         return subprocess.Popen(
             command, env=environment, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -91,8 +91,8 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     import ray
 
-    from app.ray_internals.coordinator import install_coordinator
-    from app.ray_session import RAY_ENVIRONMENT
+    from sunspot.ray_internals.coordinator import install_coordinator
+    from sunspot.ray_session import RAY_ENVIRONMENT
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Fails in a second process: pytest-xdist has not kept the group together.
@@ -121,7 +121,7 @@ def ray_processes(name: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.name().startswith(f"ray::{name}") and process.environ().get("RAY_RAYLET_PID") in own:
-                found.append(process)  # one that was forked (app/warm) is no child of ours
+                found.append(process)  # one that was forked (app/sunspot/warm) is no child of ours
     return found
 
 

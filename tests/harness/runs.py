@@ -9,17 +9,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from app.observe.ranks import RankHistory
-from app.run import Run
-from app.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
-from app.run.audit import AuditWriter
-from app.run.checkpoints import Checkpoint, write_manifest
-from app.run.history import Journal, Kind, list_journal
-from app.run.incidents import Cause, Receipt
-from app.run.objects import seal
-from app.run.ranks import to_columns
-from app.run.status import RunState, Status, write_status
-from app.storage.local import LocalStorage
+from sunspot.observe.ranks import RankHistory
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
+from sunspot.run.audit import AuditWriter
+from sunspot.run.checkpoints import Checkpoint, write_manifest
+from sunspot.run.history import Journal, Kind, list_journal
+from sunspot.run.incidents import Cause, Receipt
+from sunspot.run.objects import seal
+from sunspot.run.ranks import to_columns
+from sunspot.run.status import RunState, Status, write_status
+from sunspot.storage.local import LocalStorage
 
 ROWS, BATCH, STEPS_PER_EPOCH = 22, 5, 5
 """Four steps of 5 rows and one of 2."""

@@ -19,24 +19,24 @@ from urllib.parse import urlsplit
 
 import torch
 
-from app.checkpoint import CheckpointManager, NodeMemory
-from app.checkpoint.files import load_state
-from app.checkpoint.node_parts import NodeParts
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.shared_memory import find_snapshot
-from app.data.order import Order, Steps
-from app.data.source import EmptySource
-from app.elastic.claim import Found, begin_attempt
-from app.elastic.copies import Machine
-from app.elastic.restore import load_start
-from app.errors import SupersededError
-from app.plan import Plan
-from app.run import Run, open_run
-from app.run.attempts import lineage, read_attempts
-from app.run.checkpoints import find_faults, find_newest_good, in_lineage, list_checkpoints
-from app.run.identity import Rows, keep_identity
-from app.settings import IDENTITY, Settings
-from submitter.commands.audit import prove
+from sunspot.checkpoint import CheckpointManager, NodeMemory
+from sunspot.checkpoint.files import load_state
+from sunspot.checkpoint.node_parts import NodeParts
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.shared_memory import find_snapshot
+from sunspot.data.order import Order, Steps
+from sunspot.data.source import EmptySource
+from sunspot.elastic.claim import Found, begin_attempt
+from sunspot.elastic.copies import Machine
+from sunspot.elastic.restore import load_start
+from sunspot.errors import SupersededError
+from sunspot.plan import Plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.checkpoints import find_faults, find_newest_good, in_lineage, list_checkpoints
+from sunspot.run.identity import Rows, keep_identity
+from sunspot.settings import IDENTITY, Settings
+from sunspot.submitter.commands.audit import prove
 from tests.harness.s3 import FaultProxy, Request, _Handler
 
 ROWS, BATCH, STEP_S = 1000, 10, 0.05

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from app.run import Run
-from app.run.incidents import Cause
-from app.run.predictions import Example, Predictions, write_predictions
-from app.run.status import RunState, Status, restore_status
-from app.settings import Settings
+from sunspot.run import Run
+from sunspot.run.incidents import Cause
+from sunspot.run.predictions import Example, Predictions, write_predictions
+from sunspot.run.status import RunState, Status, restore_status
+from sunspot.settings import Settings
 from tests.harness.runs import begin, commit, report, start, write_receipt
 
 BEGUN = 1_790_000_000.0
@@ -22,7 +22,7 @@ BEGUN = 1_790_000_000.0
 
 
 def record(step: int, time: float, ranks: int = 2, **fields: Any) -> dict[str, Any]:
-    """A record of the metric history as `app.observe.metrics` makes it."""
+    """A record of the metric history as `sunspot.observe.metrics` makes it."""
     draw = random.Random(step)
     numbers = [
         {

@@ -11,13 +11,13 @@ import psutil
 import pytest
 import torch
 
-from app.run import Run, open_run
-from app.run.attempts import lineage, read_attempts
-from app.run.audit import read_audit
-from app.run.checkpoints import Checkpoint, find_newest_good, list_checkpoints
-from app.run.history import read_journal
-from app.run.incidents import Receipt, find_gaps, goodput, read_receipts
-from submitter.cli import main as sunspot
+from sunspot.cli import main as sunspot
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.audit import read_audit
+from sunspot.run.checkpoints import Checkpoint, find_newest_good, list_checkpoints
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Receipt, find_gaps, goodput, read_receipts
 from tests.harness.program import Program, ray_processes
 from tests.harness.waiting import wait_until
 

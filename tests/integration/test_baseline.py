@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.baseline.__main__ import main
+from sunspot.baseline.__main__ import main
 from tests.harness.program import Program
 
 

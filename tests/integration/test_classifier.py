@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from app.checkpoint.files import load_state
-from app.errors import ConflictError, DamageError, NotFoundError, SettingsError
-from app.predict.classifier import Classifier
-from app.run.checkpoints import MANIFEST, find_faults
-from app.settings import Settings
-from sunspot_client import Run
+from sunspot.checkpoint.files import load_state
+from sunspot.client import Run
+from sunspot.errors import ConflictError, DamageError, NotFoundError, SettingsError
+from sunspot.predict.classifier import Classifier
+from sunspot.run.checkpoints import MANIFEST, find_faults
+from sunspot.settings import Settings
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 from tests.tasks import tiny
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.checkpoint.sharded import load_model
-from app.predict.__main__ import main as predict
-from app.run import open_run
-from app.run.attempts import checkpoint_name
-from app.run.checkpoints import Checkpoint, find_faults, read_manifest
-from app.tasks.pretrained import open_base
+from sunspot.checkpoint.sharded import load_model
+from sunspot.predict.__main__ import main as predict
+from sunspot.run import open_run
+from sunspot.run.attempts import checkpoint_name
+from sunspot.run.checkpoints import Checkpoint, find_faults, read_manifest
+from sunspot.tasks.pretrained import open_base
 from tests.harness import REPOSITORY
 from tests.harness.finetune_ranks import STEPS
 from tests.harness.language_models import write_base
@@ -88,7 +88,7 @@ def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, na
 @pytest.mark.parametrize("name", ["two", "fsdp"])
 def test_the_model_of_a_checkpoint_answers(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        "app.predict",
+        "sunspot.predict",
         name,
         "--storage",
         str(adapters),

@@ -24,30 +24,30 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import app.checkpoint.pieces
-import app.checkpoint.sharded
-import app.checkpoint.snapshot
-from app.checkpoint import CheckpointManager
-from app.checkpoint.files import load_state
-from app.checkpoint.pieces import Piece, group_neighbours, read_index, read_into
-from app.checkpoint.sharded import load_model, load_parts, load_whole, read_contents
-from app.checkpoint.shared_memory import find_parts
-from app.checkpoint.weights import refuse_other_than_tensors
-from app.data.order import Steps
-from app.data.source import EmptySource, read_rows, rows_in
-from app.data.text import REFERENCE, open_text, read_text
-from app.elastic.restore import read_init
-from app.errors import ConflictError, DamageError, DataError, SettingsError
-from app.parallel import Place, find_blocks, gradient_sync, part_of, shard_model
-from app.plan import Plan, make_plan
-from app.run import Run, open_run
-from app.run.attempts import Attempt, claim, lineage, read_attempts
-from app.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
-from app.run.history import Journal, read_journal
-from app.run.incidents import Cause
-from app.settings import Settings
-from app.tasks import gpt
-from submitter.commands.checkpoints.gc import ABANDONED_S
+import sunspot.checkpoint.pieces
+import sunspot.checkpoint.sharded
+import sunspot.checkpoint.snapshot
+from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint.files import load_state
+from sunspot.checkpoint.pieces import Piece, group_neighbours, read_index, read_into
+from sunspot.checkpoint.sharded import load_model, load_parts, load_whole, read_contents
+from sunspot.checkpoint.shared_memory import find_parts
+from sunspot.checkpoint.weights import refuse_other_than_tensors
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource, read_rows, rows_in
+from sunspot.data.text import REFERENCE, open_text, read_text
+from sunspot.elastic.restore import read_init
+from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
+from sunspot.parallel import Place, find_blocks, gradient_sync, part_of, shard_model
+from sunspot.plan import Plan, make_plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, claim, lineage, read_attempts
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_faults, find_newest_good, list_checkpoints
+from sunspot.run.history import Journal, read_journal
+from sunspot.run.incidents import Cause
+from sunspot.settings import Settings
+from sunspot.submitter.commands.checkpoints.gc import ABANDONED_S
+from sunspot.tasks import gpt
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.fsdp_ranks import SHARD_BYTES, STEPS, settings_of
@@ -284,8 +284,8 @@ def test_parts_without_checksums_of_pieces_are_checked_as_files(copied: Run) -> 
 
 
 def test_pieces_are_read_together_when_they_are_near_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.checkpoint.pieces, "REQUEST_BYTES", 100)
-    monkeypatch.setattr(app.checkpoint.pieces, "CHUNK", 10)
+    monkeypatch.setattr(sunspot.checkpoint.pieces, "REQUEST_BYTES", 100)
+    monkeypatch.setattr(sunspot.checkpoint.pieces, "CHUNK", 10)
 
     def at(file: str, begin: int, size: int) -> Piece:
         return Piece("tensor", "float32", [1], [0], [1], file, begin, size, 0)
@@ -354,7 +354,7 @@ class Halves:
     """A model of which each of two ranks has half of the rows, saved without a process group."""
 
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(app.checkpoint.sharded, "LATE_S", -28.0)  # parts are waited for 2 s
+        monkeypatch.setattr(sunspot.checkpoint.sharded, "LATE_S", -28.0)  # parts are waited for 2 s
         self._patch = monkeypatch
         attempt = Attempt(1, "me", None, 0)
         assert claim(run, [], attempt)
@@ -379,7 +379,7 @@ class Halves:
 
     def save(self, rank: int, step: int) -> None:
         self.models[rank].weight.data = self.weight[3 * rank : 3 * rank + 3] + step
-        self._patch.setattr(app.checkpoint.snapshot, "find_places", lambda _: [Place((6, 2), (3 * rank, 0))])
+        self._patch.setattr(sunspot.checkpoint.snapshot, "find_places", lambda _: [Place((6, 2), (3 * rank, 0))])
         self.checkpoints[rank].save(step, {"loss": 1.0})
 
 
@@ -399,7 +399,7 @@ def test_without_every_part_there_is_no_checkpoint(run: Run, monkeypatch: pytest
 
 
 def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = app.checkpoint.sharded
+    module = sunspot.checkpoint.sharded
     halves, write_part = Halves(run, monkeypatch), module.write_part
     halves.checkpoints[0]._committer._write._timeout_s = 0.1  # type: ignore[union-attr]
     monkeypatch.setattr(module, "write_part", lambda *given: (time.sleep(2 - given[-1]), write_part(*given)))
@@ -410,7 +410,7 @@ def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: 
 
 
 def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, written = app.checkpoint.sharded, list[int]()
+    module, written = sunspot.checkpoint.sharded, list[int]()
     write_part = module.write_part
     monkeypatch.setattr(module, "write_part", lambda *given: (written.append(given[-1]), write_part(*given)))
     common, failed = module.write_common, []
@@ -464,7 +464,7 @@ def test_any_file_is_a_text(tmp_path: Path) -> None:
     train, test = open_text(str(file), 10)
     assert test
     assert (rows_in(train), rows_in(test)) == (17, 1)
-    settings = Settings(task="app.tasks.gpt", dataset=str(file), task_args={"context": 10}, parallel="fsdp")
+    settings = Settings(task="sunspot.tasks.gpt", dataset=str(file), task_args={"context": 10}, parallel="fsdp")
     plan = make_plan(settings, gpt)
     assert plan.reasons[0] == "data: 17 training rows of 11, 256 classes; 1 held-out rows"
     assert any("CHECKPOINT_EVERY_S=60" in reason for reason in plan.reasons)
@@ -486,7 +486,7 @@ def test_sizes_that_make_no_model_are_refused(arguments: dict[str, Any], told: s
 # -------------------------------------------------------------------------------------------------------- real runs
 
 GPT = {
-    "TASK": "app.tasks.gpt",
+    "TASK": "sunspot.tasks.gpt",
     "TASK_ARGS": '{"layers": 2, "width": 32, "heads": 2, "context": 32}',
     "GLOBAL_BATCH_SIZE": 64,
     "MICRO_BATCH_SIZE": 24,

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.errors import SettingsError
-from app.observe.metrics import Sums
-from app.predict.classifier import Classifier
-from app.run.attempts import lineage, read_attempts
-from app.run.checkpoints import list_checkpoints
-from app.run.failures import read_failures
-from app.run.history import read_journal
-from app.run.incidents import Cause
-from app.run.status import request_stop
-from app.settings import Settings, load_settings
-from app.tasks import load_task
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.errors import SettingsError
+from sunspot.observe.metrics import Sums
+from sunspot.predict.classifier import Classifier
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.checkpoints import list_checkpoints
+from sunspot.run.failures import read_failures
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Cause
+from sunspot.run.status import request_stop
+from sunspot.settings import Settings, load_settings
+from sunspot.tasks import load_task
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.training import (
@@ -79,7 +79,7 @@ def test_the_same_model_learns_the_same_with_and_without_lightning(program: Prog
 
 @pytest.mark.slow
 def test_a_lightning_run_goes_on_after_kills_at_another_world_size(program: Program, make_data: MakeData) -> None:
-    settings = {"TASK": "app.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
+    settings = {"TASK": "sunspot.tasks.lightning_mnist", "DATASET": make_data(16_000, row_group=1000, test_rows=50)}
     settings |= {"GLOBAL_BATCH_SIZE": 20, "EPOCHS": 1, "CHECKPOINT_EVERY_STEPS": 20, "LEARNING_RATE": 0.003}
     run = the_run(program)
     process = program.start(**settings)
@@ -136,7 +136,7 @@ def source() -> EmptySource:
 
 @pytest.mark.parametrize("step", [0, 1, 7, 19])
 def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None:
-    settings = load_settings({"TASK": "app.tasks.lightning_mnist", "GLOBAL_BATCH_SIZE": "10"})
+    settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist", "GLOBAL_BATCH_SIZE": "10"})
     groups = []
     for begins_at in (0, step):
         task: Any = load_task(settings)
@@ -152,10 +152,10 @@ def test_schedules_begin_where_they_were(step: int, source: EmptySource) -> None
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "app.tasks.lightning_mnist", raising=False)
+    monkeypatch.delitem(sys.modules, "sunspot.tasks.lightning_mnist", raising=False)
     monkeypatch.setitem(sys.modules, "lightning", None)
-    with pytest.raises(SettingsError, match=r"lightning_mnist: cannot be imported.*install sunspot\[lightning\]"):
-        load_task(load_settings({"TASK": "app.tasks.lightning_mnist"}))
+    with pytest.raises(SettingsError, match=r"lightning_mnist: cannot be imported.*install sunspot-train\[lightning\]"):
+        load_task(load_settings({"TASK": "sunspot.tasks.lightning_mnist"}))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, source: EmptySource) -> None:
     # Imported by those tests that use it: Lightning takes seconds, and a collection imports every file of tests.
-    from app.tasks.lightning_adapter import LightningTask
+    from sunspot.tasks.lightning_adapter import LightningTask
     from tests.tasks import spoiled_lightning
 
     module = ModuleType("my_task")
@@ -194,10 +194,10 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
 
 
 def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
-    settings = load_settings({"TASK": "app.tasks.lightning_mnist"})
+    settings = load_settings({"TASK": "sunspot.tasks.lightning_mnist"})
     with pytest.raises(SettingsError, match="SUNSPOT_PARALLEL=fsdp does not shard; set it to ddp"):
         load_task(settings.model_copy(update={"parallel": "fsdp"}))
-    with pytest.raises(SettingsError, match="`python -m app` only"):
+    with pytest.raises(SettingsError, match=r"`python -m sunspot\.train` only"):
         load_task(settings).schedule(0, 1)
     with pytest.raises(SettingsError, match=r"does not define build_model.*nor build_module"):
         load_task(load_settings({"TASK": "json"}))
@@ -205,7 +205,7 @@ def test_what_lightning_cannot_do_here_is_refused(source: EmptySource) -> None:
 
 @pytest.mark.parametrize(("clip_norm", "given"), [(0.0, None), (1.5, 1.5)])
 def test_the_trainer_clips_gradients(clip_norm: float, given: float | None) -> None:
-    from app.tasks.lightning_adapter import make_trainer
+    from sunspot.tasks.lightning_adapter import make_trainer
 
     assert make_trainer(Settings(clip_norm=clip_norm), Steps(100, 10), accelerator="cpu").gradient_clip_val == given
 

@@ -17,13 +17,13 @@ import pytest
 import ray
 import yaml
 
-from app.elastic.nodes import HEAD
-from app.observe.prometheus import COUNTERS, GAUGES, INCIDENTS, RUN_ACTIVE, RUN_GAUGES
-from app.run import open_run
-from app.run.attempts import read_attempts
-from app.run.incidents import Cause
-from app.train.reporter import checkpoint_interval
-from submitter.manifest.profile import manifests
+from sunspot.elastic.nodes import HEAD
+from sunspot.observe.prometheus import COUNTERS, GAUGES, INCIDENTS, RUN_ACTIVE, RUN_GAUGES
+from sunspot.run import open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.incidents import Cause
+from sunspot.submitter.manifest.profile import manifests
+from sunspot.train.reporter import checkpoint_interval
 from tests.harness.manifests import render
 from tests.harness.program import Program
 from tests.harness.training import worker_processes

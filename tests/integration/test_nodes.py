@@ -21,17 +21,17 @@ from ray.train.v2._internal.execution.controller.state import RestartingState, R
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from app.background import start_thread
-from app.elastic import nodes as elastic_nodes
-from app.elastic.control import COMMAND_EVERY_S, Command, CommandPoller, open_control
-from app.elastic.groups import GroupChoice
-from app.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
-from app.ray_internals import coordinator, warn_once
-from app.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
-from app.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
-from app.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
-from app.run.incidents import Cause
-from app.settings import NodeGroup, Workers
+from sunspot.background import start_thread
+from sunspot.elastic import nodes as elastic_nodes
+from sunspot.elastic.control import COMMAND_EVERY_S, Command, CommandPoller, open_control
+from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
+from sunspot.ray_internals import coordinator, warn_once
+from sunspot.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
+from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
+from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
+from sunspot.run.incidents import Cause
+from sunspot.settings import NodeGroup, Workers
 from tests.harness.nodes import start_node
 from tests.harness.waiting import wait_until
 
@@ -229,7 +229,7 @@ def test_idle_nodes_are_given_back_without_a_restart() -> None:
 
 
 class FakeControl:
-    """Says which group trains, and keeps what it hears: like `app.elastic.control.ControlChannel`, in this process."""
+    """Says which group trains, and keeps what it hears: as a `ControlChannel` does, in this process."""
 
     def __init__(self) -> None:
         self.trains: dict[str, Any] = {}

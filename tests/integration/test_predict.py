@@ -1,4 +1,4 @@
-"""`python -m app.predict`: the model in Ray actors, for a few images and for whole datasets."""
+"""`python -m sunspot.predict`: the model in Ray actors, for a few images and for whole datasets."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import pytest
 import ray
 from PIL import Image
 
-from app.errors import ConflictError, DamageError, NotFoundError, SettingsError, SunspotError
-from app.predict import ModelWorker, model_worker
-from app.predict import batch as predict_batch
-from app.predict.__main__ import main
-from app.predict.actor import get_result
-from app.predict.classifier import Classifier
-from app.run.checkpoints import Checkpoint
-from app.storage.local import LocalStorage
+from sunspot.errors import ConflictError, DamageError, NotFoundError, SettingsError, SunspotError
+from sunspot.predict import ModelWorker, model_worker
+from sunspot.predict import batch as predict_batch
+from sunspot.predict.__main__ import main
+from sunspot.predict.actor import get_result
+from sunspot.predict.classifier import Classifier
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.storage.local import LocalStorage
 from tests.harness import REPOSITORY
 from tests.harness.finished_run import SIDE, TEST_ROWS, FinishedRun
 from tests.harness.waiting import wait_until
@@ -193,7 +193,7 @@ def test_a_killed_command_goes_on_where_it_was(
 ) -> None:
     output = tmp_path / "out"
     words = ["run", "--dataset", finished_run.data, "--output", str(output), "--workers", "1"]
-    program = "from app.predict import __main__, batch; batch.PART_ROWS = 1; __main__.main()"
+    program = "from sunspot.predict import __main__, batch; batch.PART_ROWS = 1; __main__.main()"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *words, "--storage", finished_run.storage],
         env={**os.environ, "RAY_ADDRESS": ray_address},
@@ -294,7 +294,7 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_written(
 
 @pytest.mark.slow
 def test_a_run_a_dataset_and_predictions_in_s3(finished_run: FinishedRun, s3_bucket: str) -> None:
-    from app.storage import open_storage
+    from sunspot.storage import open_storage
 
     bucket = open_storage(f"s3://{s3_bucket}")
     for folder in (Path(finished_run.storage), Path(finished_run.data)):
@@ -304,7 +304,7 @@ def test_a_run_a_dataset_and_predictions_in_s3(finished_run: FinishedRun, s3_buc
     # A Ray of its own, as its workers get their AWS environment from the process that starts it.
     words = ["run", "--storage", f"s3://{s3_bucket}/runs", "--dataset", f"s3://{s3_bucket}/data", "--json"]
     said = subprocess.run(
-        [sys.executable, "-m", "app.predict", *words, "--output", f"s3://{s3_bucket}/out"],
+        [sys.executable, "-m", "sunspot.predict", *words, "--output", f"s3://{s3_bucket}/out"],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         check=True,

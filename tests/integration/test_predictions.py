@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.data.source import find_sources, read_rows
-from app.errors import GaveUpError, StorageError
-from app.plan import Plan, make_plan
-from app.predict.actor import get_result
-from app.predict.classifier import Classifier
-from app.predict.held_out import Summary, keep_predictions, predict_held_out
-from app.run import Run
-from app.run.attempts import read_attempts
-from app.run.checkpoints import Checkpoint
-from app.run.predictions import Example, Predictions, read_predictions, write_predictions
-from app.settings import load_settings
-from app.tasks import load_task
+from sunspot.data.source import find_sources, read_rows
+from sunspot.errors import GaveUpError, StorageError
+from sunspot.plan import Plan, make_plan
+from sunspot.predict.actor import get_result
+from sunspot.predict.classifier import Classifier
+from sunspot.predict.held_out import Summary, keep_predictions, predict_held_out
+from sunspot.run import Run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.predictions import Example, Predictions, read_predictions, write_predictions
+from sunspot.settings import load_settings
+from sunspot.tasks import load_task
 from tests.harness.finished_run import ROWS, TEST_ROWS, FinishedRun
 
 WRONG = Example(row=3, label=1, predicted=0, probability=0.75, image=b"\x89PNG\x00\xff")
@@ -104,7 +104,7 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
         pytest.fail("it predicts again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.predict.held_out.predict_held_out", refuse)
+        patch.setattr("sunspot.predict.held_out.predict_held_out", refuse)
         keep_predictions(plan_of(copied_run), run, newest)
         keep_predictions(plan_of(copied_run, PREDICT_ROWS=0), run, replace(newest, name="another"))
         keep_predictions(plan_of(copied_run), run, replace(newest, name="another", step=newest.step - 1))
@@ -131,7 +131,7 @@ def test_what_prevents_predictions_is_said_and_fails_nothing(
     def fail(*words: Any) -> Any:
         raise StorageError("storage is full")
 
-    monkeypatch.setattr("app.predict.held_out.predict_held_out", fail)
+    monkeypatch.setattr("sunspot.predict.held_out.predict_held_out", fail)
     keep_predictions(plan_of(finished_run, TASK=task), finished_run.run, replace(finished_run.newest, name="another"))
     assert said in capsys.readouterr().out
 
@@ -148,8 +148,8 @@ def test_when_time_is_up_what_was_predicted_is_kept(
             raise GaveUpError("time is up")
         return get_result(reference, 60, what)
 
-    monkeypatch.setattr("app.predict.held_out.get_result", answer_once)
-    monkeypatch.setattr("app.predict.held_out.READ_ROWS", 30)
+    monkeypatch.setattr("sunspot.predict.held_out.get_result", answer_once)
+    monkeypatch.setattr("sunspot.predict.held_out.READ_ROWS", 30)
     plan = plan_of(copied_run, STORAGE_PATH=copied_run.storage)
     kept = predict_held_out(plan, copied_run.run, copied_run.newest, TEST_ROWS)
     assert (kept.rows, sum(map(sum, kept.confusion))) == (30, 30)

@@ -17,10 +17,10 @@ import pytest
 import ray.train
 import torch
 
-from app.background import start_thread
-from app.data.order import Steps, run_order
-from app.data.ray_loader import RayLoader, StepStreams
-from app.elastic.watchdog import describe
+from sunspot.background import start_thread
+from sunspot.data.order import Steps, run_order
+from sunspot.data.ray_loader import RayLoader, StepStreams
+from sunspot.elastic.watchdog import describe
 from tests.unit.test_ray_loader import visited
 
 GROUPS, WORKERS = (1000,) * 20, 3

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from app.elastic import watchdog as hang
-from app.run import open_run
-from app.run.history import read_journal
-from app.run.incidents import suspects
+from sunspot.elastic import watchdog as hang
+from sunspot.run import open_run
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import suspects
 from tests.harness import REPOSITORY
 
 RANK = """
 import os, signal, sys, time
 from types import SimpleNamespace
 import ray, ray.train, torch, torch.distributed as dist
-import app.parallel as parallel
-from app.elastic import claim, watchdog as hang
-from app.settings import Settings
-from app.train import setup
+import sunspot.parallel as parallel
+from sunspot.elastic import claim, watchdog as hang
+from sunspot.settings import Settings
+from sunspot.train import setup
 storage, rank, freezes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "freezes"
 hang.LINGER_S, hang.REPORT_S, hang.START_S, parallel.ROUND_S = 1, 5, 0, 0.5
 ranks = {"get_world_rank": lambda: rank, "get_world_size": lambda: 2, "get_local_rank": lambda: rank}

@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-import app.tracking.delivery
-from app.errors import SettingsError, TrackingError
-from app.run import Run, open_run
-from app.run.attempts import checkpoint_name, lineage, read_attempts
-from app.run.checkpoints import choose
-from app.run.history import read_journal
-from app.run.status import RunState, Status, read_status, restore_status
-from app.settings import Settings
-from app.tracking import __main__ as command
-from app.tracking import process
-from app.tracking.delivery import Delivery, claim_tracking_run, read_delivered, read_tracking_run, to_point
+import sunspot.tracking.delivery
+from sunspot.errors import SettingsError, TrackingError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import checkpoint_name, lineage, read_attempts
+from sunspot.run.checkpoints import choose
+from sunspot.run.history import read_journal
+from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.settings import Settings
+from sunspot.tracking import __main__ as command
+from sunspot.tracking import process
+from sunspot.tracking.delivery import Delivery, claim_tracking_run, read_delivered, read_tracking_run, to_point
 from tests.harness import REPOSITORY
 from tests.harness.mlflow_server import Server
 from tests.harness.program import Program
@@ -71,8 +71,8 @@ def deliver(run: Run, project: str, lines: list[str] | None = None) -> Delivery:
 
 
 def by_hand(run: Run, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m app.tracking` says."""
-    words = [sys.executable, "-m", "app.tracking", run.name, "--storage", run.storage.locate(""), *more]
+    """What `python -m sunspot.tracking` says."""
+    words = [sys.executable, "-m", "sunspot.tracking", run.name, "--storage", run.storage.locate(""), *more]
     given = {**os.environ, **environment}
     return subprocess.run(words, env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
@@ -131,7 +131,7 @@ def test_without_a_service_nothing_happens(run: Run, monkeypatch: pytest.MonkeyP
 def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from app.__main__ import main
+    from sunspot.train.__main__ import main
 
     monkeypatch.setenv("SUNSPOT_TRACKING", "mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -139,10 +139,11 @@ def test_what_keeps_a_service_from_being_used_is_told_at_the_start(
         main([])
     # Where the library is not installed, a folder of W&B's may lie about.
     (tmp_path / "wandb").mkdir()
-    words = "import sys; from app.settings import Settings; from app.tracking.process import refuse_unusable as refuse;"
-    words += f" sys.path = ['{tmp_path}', *(p for p in sys.path if 'site-packages' not in p)]; refuse(Settings(tracking"
-    ended = subprocess.run([sys.executable, "-c", f"{words}='wandb'))"], cwd=REPOSITORY, capture_output=True, text=True)
-    assert "SettingsError: SUNSPOT_TRACKING=wandb: its library is missing; install sunspot[wandb]" in ended.stderr
+    words = "import sys; from sunspot.settings import Settings; from sunspot.tracking.process import refuse_unusable"
+    words += f"; sys.path = ['{tmp_path}', *(p for p in sys.path if 'site-packages' not in p)]"
+    words += "; refuse_unusable(Settings(tracking='wandb'))"
+    ended = subprocess.run([sys.executable, "-c", words], cwd=REPOSITORY, capture_output=True, text=True)
+    assert "SettingsError: SUNSPOT_TRACKING=wandb: its library is missing; install sunspot-train[wandb]" in ended.stderr
 
 
 def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
@@ -185,7 +186,9 @@ def test_a_server_that_never_answers_holds_nobody_up(
             connection, _ = silent.accept()  # and no word
         connection.close()
     out = capsys.readouterr().out
-    assert f"not delivered within 0.5 s; `python -m app.tracking run --storage {settings.storage_path}` goes on" in out
+    assert (
+        f"not delivered within 0.5 s; `python -m sunspot.tracking run --storage {settings.storage_path}` goes on" in out
+    )
 
 
 def test_a_process_that_fails_is_told_at_once(
@@ -198,7 +201,7 @@ def test_a_process_that_fails_is_told_at_once(
         while not out and time.monotonic() < deadline:
             time.sleep(0.05)
             out += capsys.readouterr().out
-    assert out.startswith("warning: tracking: its process ended with 1; `python -m app.tracking run --storage /")
+    assert out.startswith("warning: tracking: its process ended with 1; `python -m sunspot.tracking run --storage /")
 
 
 # ----------------------------------------------------------------------------------------------- what is there of a run
@@ -274,7 +277,7 @@ def test_whatever_dies_in_between_there_is_one_tracking_run(
     # Two processes find none at the same moment, and both create one: the first to claim it has it.
     other = trained(open_run(run.storage.locate(""), "other"))
     claim_tracking_run(other, "mlflow", shown.id)
-    monkeypatch.setattr(app.tracking.delivery, "read_tracking_run", lambda run, service: None)
+    monkeypatch.setattr(sunspot.tracking.delivery, "read_tracking_run", lambda run, service: None)
     deliver(other, "one")
     assert len(shown.client.search_runs([shown.info.experiment_id])) == 1
 
@@ -454,7 +457,7 @@ def test_a_run_without_its_server_succeeds_and_is_delivered_later(
     assert "succeeded at step 20 of 20" in out
     count = len(history(run)["loss"])
     assert f"not delivered: {count} records of the steps 10 to 20; what comes at the end (report, model, state)" in out
-    later = f"python -m app.tracking run --storage {program.settings['STORAGE_PATH']}"
+    later = f"python -m sunspot.tracking run --storage {program.settings['STORAGE_PATH']}"
     assert f"`{later}` delivers it later" in out
     url = mlflow_server.wait()
     said = by_hand(run, MLFLOW_TRACKING_URI=url)

@@ -10,13 +10,13 @@ import pytest
 import ray
 from ray.train import TrainingFailedError
 
-from app.elastic.control import StopRequest
-from app.errors import SettingsError
-from app.plan import make_plan
-from app.run import open_run
-from app.settings import Settings
-from app.tasks import load_task
-from app.train import trainer
+from sunspot.elastic.control import StopRequest
+from sunspot.errors import SettingsError
+from sunspot.plan import make_plan
+from sunspot.run import open_run
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.train import trainer
 
 
 @pytest.mark.parametrize("gone", [False, True])

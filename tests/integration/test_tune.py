@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-import app.tune.concurrency
-import app.tune.promotion
-from app.errors import ConflictError, DamageError, StorageError, SupersededError
-from app.report.search import render_search
-from app.run import Run, open_run
-from app.run.attempts import read_attempts
-from app.run.checkpoints import find_newest_good, list_checkpoints, list_directories
-from app.run.search import Results, Trial, best_of, read_results, read_trial
-from app.run.status import RunState, Status, clear_stop, read_status, request_stop, restore_status, stop_requested
-from app.settings import Settings
-from app.tune.concurrency import allocate, await_nodes
-from app.tune.promotion import begin_attempt, promote
-from app.tune.trials import PART, SCORE, WHOLE, HistoryReplay, StoppingAsha, StopWhenIdle, has_ended
-from submitter.cli import main as sunspot
+import sunspot.tune.concurrency
+import sunspot.tune.promotion
+from sunspot.cli import main as command
+from sunspot.errors import ConflictError, DamageError, StorageError, SupersededError
+from sunspot.report.search import render_search
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.checkpoints import find_newest_good, list_checkpoints, list_directories
+from sunspot.run.search import Results, Trial, best_of, read_results, read_trial
+from sunspot.run.status import RunState, Status, clear_stop, read_status, request_stop, restore_status, stop_requested
+from sunspot.settings import Settings
+from sunspot.tune.concurrency import allocate, await_nodes
+from sunspot.tune.promotion import begin_attempt, promote
+from sunspot.tune.trials import PART, SCORE, WHOLE, HistoryReplay, StoppingAsha, StopWhenIdle, has_ended
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.program import Program
@@ -52,7 +52,7 @@ SEARCH = {
 
 
 class Search:
-    """Runs `python -m app.tune` on the settings of a test."""
+    """Runs `python -m sunspot.tune` on the settings of a test."""
 
     def __init__(self, program: Program, **settings: Any) -> None:
         self._program, self._settings = program, {**SEARCH, **settings}
@@ -66,7 +66,7 @@ class Search:
         """As a process group of its own."""
         environment = {**os.environ, **self._program.environment(**self._settings)}
         return subprocess.Popen(
-            [sys.executable, "-m", "app.tune"],
+            [sys.executable, "-m", "sunspot.tune"],
             env={**environment, "RAY_ADDRESS": self._program.ray_address},
             cwd=REPOSITORY,
             text=True,
@@ -77,10 +77,10 @@ class Search:
 
     def main(self, **settings: Any) -> int:
         """In this process; raises what the program raises."""
-        from app.tune.search import main
+        from sunspot.tune.search import main
 
         with self._program.monkeypatch.context() as patch:
-            patch.setattr("sys.argv", ["app.tune"])
+            patch.setattr("sys.argv", ["sunspot.tune"])
             for name, value in self._program.environment(**{**self._settings, **settings}).items():
                 patch.setenv(name, value)
             return main()
@@ -115,9 +115,9 @@ def test_the_best_of_two_trials_is_promoted(
 
     for words in (["checkpoints", "verify", "run"], ["status", "run"]):
         with pytest.raises(SystemExit) as ended:
-            sunspot([*words, "--storage", program.settings["STORAGE_PATH"]])
+            command([*words, "--storage", program.settings["STORAGE_PATH"]])
         assert ended.value.code == 0
-    from app.predict.classifier import Classifier
+    from sunspot.predict.classifier import Classifier
 
     labels, _ = Classifier("run", storage=program.settings["STORAGE_PATH"]).predict(torch.zeros(1, 1, 8, 8).byte())
     assert labels.shape == (1,)
@@ -347,14 +347,14 @@ def test_a_search_that_is_taken_over_while_it_copies_promotes_nothing(
     run: Run, trial: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = promote(run, "old", {}, trial, "step-00000010-attempt-0001")
-    copy, taken = app.tune.promotion.upload, list[int]()
+    copy, taken = sunspot.tune.promotion.upload, list[int]()
 
     def copy_and_lose(*words: Any) -> Any:
         if not taken:
             taken.append(begin_attempt(run, "new", {}, first).number)
         return copy(*words)
 
-    monkeypatch.setattr("app.tune.promotion.upload", copy_and_lose)
+    monkeypatch.setattr("sunspot.tune.promotion.upload", copy_and_lose)
     with pytest.raises(SupersededError):
         promote(run, "old", {}, trial, "step-00000005-attempt-0001")
     assert list_checkpoints(run) == [first], "the new one goes on from it"
@@ -444,8 +444,8 @@ def test_trials_share_what_is_there(
 
 
 def test_a_driver_waits_for_the_nodes_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.tune.concurrency, "POLL_EVERY_S", 0.01)
-    monkeypatch.setattr(app.tune.concurrency, "NODES_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sunspot.tune.concurrency, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.tune.concurrency, "NODES_TIMEOUT_S", 0.5)
     wanted = {"concurrent_trials": 2, "num_workers": "1", "resources_per_worker": {"CPU": 1, "slot": 1}}
 
     def at_once(nodes: Iterator[int], **settings: Any) -> int:

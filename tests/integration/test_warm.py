@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from app.warm import keeper
+from sunspot.warm import keeper
 
 
 @ray.remote(num_cpus=0)
@@ -33,7 +33,7 @@ def test_ray_knows_and_ends_forked_workers(ray_address: str, monkeypatch: pytest
     for name, value in {"RAY_JOB_ID": context.get_job_id(), "RAY_RAYLET_PID": str(raylet)}.items():
         monkeypatch.setenv(name, value)  # as in a worker: Ray reads them as it is imported
     key, node = keeper.new_key(), context.get_node_id()
-    assert keeper.begin_server(key, node, raylet, ["ray", "app.warm"]) == ""
+    assert keeper.begin_server(key, node, raylet, ["ray", "sunspot.warm"]) == ""
     runtime_env = {"py_executable": keeper.executable(key), "env_vars": {"GIVEN": "1"}}
     ends: dict[str, Callable[[Any, psutil.Process], object]] = {
         "by Ray": lambda worker, _: ray.kill(worker),

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from app.elastic import watchdog as hang
-from app.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
-from app.run import Run, open_run
-from app.run.attempts import Attempt, claim
-from app.run.history import Journal, read_journal
-from app.run.incidents import starved, suspects
+from sunspot.elastic import watchdog as hang
+from sunspot.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, claim
+from sunspot.run.history import Journal, read_journal
+from sunspot.run.incidents import starved, suspects
 from tests.harness import REPOSITORY
 
 TIMEOUT_S = 2.0
 
 RANK = """
 import ctypes, json, re, sys, threading, time
-from app.elastic import watchdog as hang
-from app.run import open_run
-from app.run.attempts import Attempt
+from sunspot.elastic import watchdog as hang
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt
 storage, rank = sys.argv[1], int(sys.argv[2])
 hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S, hang.START_S = 1, 2, 2, 0
 run = open_run(storage, "run")
@@ -329,21 +329,25 @@ ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "
 @pytest.mark.parametrize(
     ("files", "waits_for", "place"),
     [
-        (["/w/app/tasks/mnist.py"], "", "/w/app/tasks/mnist.py"),
+        (["/w/sunspot/tasks/mnist.py"], "", "/w/sunspot/tasks/mnist.py"),
         (["/usr/lib/python3.11/socket.py", "/w/my_task.py"], "", "/w/my_task.py"),
-        (["/v/site-packages/torch/distributed/distributed_c10d.py", "/w/app/metrics.py"], RANKS, "/w/app/metrics.py"),
-        (["/w/app/parallel.py", "/w/app/train/loop.py"], RANKS, "/w/app/parallel.py"),
-        (["/v/site-packages/torch/autograd/graph.py", "/w/app/train/loop.py"], RANKS, "/w/app/train/loop.py"),
+        (
+            ["/v/site-packages/torch/distributed/distributed_c10d.py", "/w/sunspot/metrics.py"],
+            RANKS,
+            "/w/sunspot/metrics.py",
+        ),
+        (["/w/sunspot/parallel.py", "/w/sunspot/train/loop.py"], RANKS, "/w/sunspot/parallel.py"),
+        (["/v/site-packages/torch/autograd/graph.py", "/w/sunspot/train/loop.py"], RANKS, "/w/sunspot/train/loop.py"),
         (["/w/my_layer.py", "/v/site-packages/torch/autograd/graph.py", "/w/a.py"], "", "/w/my_layer.py"),
         (
             [
                 "/usr/lib/python3.11/threading.py",
                 "/v/site-packages/ray/_private/worker.py",
                 "/v/site-packages/ray/train/collective.py",
-                "/w/app/worker.py",
+                "/w/sunspot/worker.py",
             ],
             RANKS,
-            "/w/app/worker.py",
+            "/w/sunspot/worker.py",
         ),
         (["/v/site-packages/boto3/x.py", "/v/site-packages/ray/train/run.py"], "", "/v/site-packages/boto3/x.py"),
         (["/usr/lib/python3.11/queue.py", "/v/site-packages/ray/data/iterator.py", "/w/step.py"], ROWS, "/w/step.py"),

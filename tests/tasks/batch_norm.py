@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from app.data.source import Source
-from app.settings import Settings
-from app.tasks.images import loss, schedule
+from sunspot.data.source import Source
+from sunspot.settings import Settings
+from sunspot.tasks.images import loss, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 

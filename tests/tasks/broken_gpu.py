@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 import torch
 
-from app.data.source import Batch
+from sunspot.data.source import Batch
 from tests.tasks import slow
 from tests.tasks.tiny import build_model, build_optimizer, schedule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from app.data.source import Batch
+from sunspot.data.source import Batch
 from tests.tasks.tiny import build_model, build_optimizer, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]

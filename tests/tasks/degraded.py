@@ -10,10 +10,10 @@ from typing import Any
 import ray.train
 import torch
 
-from app.data.source import Batch, Source
-from app.data.torch_loader import Selections
-from app.settings import Settings
-from app.tasks.images import loss as fast_loss
+from sunspot.data.source import Batch, Source
+from sunspot.data.torch_loader import Selections
+from sunspot.settings import Settings
+from sunspot.tasks.images import loss as fast_loss
 from tests.tasks import tiny
 from tests.tasks.tiny import build_optimizer, schedule
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import ray.train
 import torch
 
-from app.data.source import Batch
-from app.settings import Settings
-from app.tasks.images import loss as fast_loss
+from sunspot.data.source import Batch
+from sunspot.settings import Settings
+from sunspot.tasks.images import loss as fast_loss
 from tests.tasks import tiny
 from tests.tasks.tiny import build_optimizer, schedule
 

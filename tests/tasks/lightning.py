@@ -9,9 +9,9 @@ import lightning
 import torch
 from torch.nn import functional
 
-from app.data.source import Source
-from app.settings import Settings
-from app.tasks.images import normalize, schedule
+from sunspot.data.source import Source
+from sunspot.settings import Settings
+from sunspot.tasks.images import normalize, schedule
 from tests.tasks import tiny
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from app.data.source import Source
-from app.data.text import open_text
-from app.settings import Settings
-from app.tasks import TrainingRun
-from app.tasks.gpt import GPT
+from sunspot.data.source import Source
+from sunspot.data.text import open_text
+from sunspot.settings import Settings
+from sunspot.tasks import TrainingRun
+from sunspot.tasks.gpt import GPT
 
 CONTEXT = 32
 STEPS, WARMUP, PEAK = 200, 10, 1e-3

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from app.tasks.gpt import GPT
+from sunspot.tasks.gpt import GPT
 
 CONTEXT, BATCH, ACCUMULATION = 32, 16, 2
 STEPS, WARMUP, PEAK, SAVE_EVERY = 200, 10, 1e-3, 50

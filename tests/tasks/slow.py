@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from app.data.source import Batch
-from app.tasks.images import loss as fast_loss
+from sunspot.data.source import Batch
+from sunspot.tasks.images import loss as fast_loss
 from tests.tasks.tiny import build_model, build_optimizer, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]

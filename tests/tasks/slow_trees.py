@@ -6,10 +6,10 @@ import time
 
 import torch
 
-from app.data.source import Source
-from app.settings import Settings
-from app.tasks.trees import build_trees as build
-from app.tasks.trees_adapter import Trees
+from sunspot.data.source import Source
+from sunspot.settings import Settings
+from sunspot.tasks.trees import build_trees as build
+from sunspot.tasks.trees_adapter import Trees
 
 
 def build_trees(settings: Settings, source: Source) -> Trees:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from app.data.source import Batch, Source
-from app.settings import Settings
+from sunspot.data.source import Batch, Source
+from sunspot.settings import Settings
 from tests.tasks import table
 from tests.tasks.table import build_model, build_optimizer
 

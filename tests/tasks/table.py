@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from app.data.source import Batch, Source
-from app.data.table import open_table
-from app.data.table_columns import Column
-from app.settings import Settings
+from sunspot.data.source import Batch, Source
+from sunspot.data.table import open_table
+from sunspot.data.table_columns import Column
+from sunspot.settings import Settings
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from app.data.source import Batch
+from sunspot.data.source import Batch
 from tests.tasks.tiny import build_model, build_optimizer, schedule
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]

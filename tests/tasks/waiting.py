@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from app.data.source import Batch, Source
-from app.settings import Settings
-from app.tasks.images import loss as fast_loss
+from sunspot.data.source import Batch, Source
+from sunspot.settings import Settings
+from sunspot.tasks.images import loss as fast_loss
 from tests.tasks import tiny
 from tests.tasks.tiny import build_optimizer, predict, schedule
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.errors import SettingsError
-from app.settings import Settings
-from app.tasks import load_task
-from app.train.augment import augment
-from app.train.run import TrainingRun
-from app.train.step import seed_generators
+from sunspot.errors import SettingsError
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.train.augment import augment
+from sunspot.train.run import TrainingRun
+from sunspot.train.step import seed_generators
 from tests.harness.documentation import find_example
 from tests.harness.loop import losses_of_ranks
 
@@ -26,8 +26,8 @@ DRAW: Any = None
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The task of docs/tasks.md, with a smaller model."""
     block = find_example("python", "# my_augmentation.py")
-    assert "app.tasks.mnist" in block
-    (tmp_path / "my_small_augmentation.py").write_text(block.replace("app.tasks.mnist", "tests.tasks.tiny"))
+    assert "sunspot.tasks.mnist" in block
+    (tmp_path / "my_small_augmentation.py").write_text(block.replace("sunspot.tasks.mnist", "tests.tasks.tiny"))
     monkeypatch.syspath_prepend(tmp_path)
     return "my_small_augmentation"
 

@@ -13,8 +13,8 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import ClusterResourceConstraint, NodeState, NodeStatus
 from ray.core.generated.instance_manager_pb2 import Instance, NodeKind
 
-from submitter.manifest.pods import AUTOSCALER
-from submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.pods import AUTOSCALER
+from sunspot.submitter.manifest.render import Rendered
 from tests.harness.manifests import render
 
 SPOT, PAID = "workers", "workers-2"

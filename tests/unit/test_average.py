@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from app.checkpoint.average import WeightAverage
-from app.settings import Settings
-from app.train.loop import take_step
-from app.train.run import TrainingRun
+from sunspot.checkpoint.average import WeightAverage
+from sunspot.settings import Settings
+from sunspot.train.loop import take_step
+from sunspot.train.run import TrainingRun
 from tests.harness.loop import gather, make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 

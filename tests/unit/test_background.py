@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-import app.background
-from app.background import Background
+import sunspot.background
+from sunspot.background import Background
 
 
 def test_a_task_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.background, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sunspot.background, "CLOSE_TIMEOUT_S", 0.5)
     let_go, begun = threading.Event(), threading.Event()
 
     def hang() -> None:

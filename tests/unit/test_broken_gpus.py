@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.elastic.failures import Suspects
-from app.errors import SunspotError
-from app.train import broken_gpus, probe
-from app.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
+from sunspot.elastic.failures import Suspects
+from sunspot.errors import SunspotError
+from sunspot.train import broken_gpus, probe
+from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from tests.harness.asked_nodes import FakeRay
 from tests.harness.waiting import wait_until
 

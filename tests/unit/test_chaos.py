@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from app.run import Run
-from app.run.attempts import Attempt, read_attempts
-from app.run.incidents import Cause
-from app.run.status import RunState
-from submitter.commands.chaos import AT_ONCE_S, FaultInjector, Kind, make_plan
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, read_attempts
+from sunspot.run.incidents import Cause
+from sunspot.run.status import RunState
+from sunspot.submitter.commands.chaos import AT_ONCE_S, FaultInjector, Kind, make_plan
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
 from tests.harness.runs import begin, commit, consumed, damage, record_audit, set_status, start, write_receipt
@@ -75,7 +75,7 @@ class Training:
 
 @pytest.fixture
 def training(cluster: FakeCluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> Training:
-    monkeypatch.setattr("submitter.commands.chaos.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.commands.chaos.LOOK_EVERY_S", 0.02)
     training, say = Training(cluster, run), FaultInjector.say
 
     def go_on_when_told(injector: FaultInjector, record: dict[str, Any], text: str) -> None:
@@ -255,9 +255,9 @@ def test_waiting_ends(
     training: Training,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("submitter.commands.chaos.READY_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.commands.chaos.READY_WITHIN_S", 0.1)
     for seconds, recovers, missing in ((0.1, False, "the receipt of fault 1"), (3, True, "a checkpoint after fault 1")):
-        monkeypatch.setattr("submitter.commands.chaos.RECOVERED_WITHIN_S", seconds)
+        monkeypatch.setattr("sunspot.submitter.commands.chaos.RECOVERED_WITHIN_S", seconds)
         training.recovers, training.commits = recovers, False
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
         assert f"waiting for {missing}\n" in sunspot.err

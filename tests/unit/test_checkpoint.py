@@ -26,27 +26,27 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import app.checkpoint.commit
-import app.checkpoint.files
-import app.checkpoint.sharded
-import app.checkpoint.snapshot
-import app.elastic.restore
-import app.storage.local
-import app.storage.retry
-from app.checkpoint import CheckpointManager, versions
-from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import load_state, unpack, upload_state
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.sharded import PartWriter, load_model, read_indexes, write_part
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.elastic.restore import load_start, read_init
-from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
-from app.parallel import Place
-from app.plan import Plan
-from app.run import Run, open_run
-from app.run.attempts import Attempt, checkpoint_name, claim, lineage, read_attempts
-from app.run.checkpoints import (
+import sunspot.checkpoint.commit
+import sunspot.checkpoint.files
+import sunspot.checkpoint.sharded
+import sunspot.checkpoint.snapshot
+import sunspot.elastic.restore
+import sunspot.storage.local
+import sunspot.storage.retry
+from sunspot.checkpoint import CheckpointManager, versions
+from sunspot.checkpoint.commit import CheckpointCommitter
+from sunspot.checkpoint.files import load_state, unpack, upload_state
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.sharded import PartWriter, load_model, read_indexes, write_part
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.elastic.restore import load_start, read_init
+from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
+from sunspot.parallel import Place
+from sunspot.plan import Plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, lineage, read_attempts
+from sunspot.run.checkpoints import (
     MANIFEST,
     Checkpoint,
     delete_checkpoint,
@@ -57,12 +57,12 @@ from app.run.checkpoints import (
     list_checkpoints,
     list_directories,
 )
-from app.run.history import Journal, read_journal
-from app.settings import Settings
-from app.storage.base import Writer
-from app.storage.deadline import CURRENT
-from app.storage.local import LocalStorage
-from app.train.run import set_learning_rate
+from sunspot.run.history import Journal, read_journal
+from sunspot.settings import Settings
+from sunspot.storage.base import Writer
+from sunspot.storage.deadline import CURRENT
+from sunspot.storage.local import LocalStorage
+from sunspot.train.run import set_learning_rate
 from tests.harness import REPOSITORY, s3
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
@@ -259,7 +259,7 @@ def test_weights_that_each_forward_pass_changes_through_data_are_copied_at_once(
 
 def test_the_next_step_waits_for_the_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters do not change under the copy, and batch norm's averages, which do, were copied before."""
-    import app.checkpoint.snapshot as module
+    import sunspot.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module.copy
     monkeypatch.setattr(module, "copy", lambda *arguments: go.wait(30) and copy(*arguments))
@@ -323,7 +323,7 @@ class WithTeacher(torch.nn.Module):
 def test_parameters_that_the_forward_pass_changes_are_copied_whole(
     model: WithTeacher, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import app.checkpoint.snapshot as module
+    import sunspot.checkpoint.snapshot as module
 
     go, copy = threading.Event(), module.copy
     monkeypatch.setattr(module, "copy", lambda *arguments: go.wait(30) and copy(*arguments))
@@ -395,7 +395,7 @@ def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
                 self.lost = True
                 raise StorageError("the answer was lost")
 
-    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
     run = Run(Forgetful(str(tmp_path)), "run")
     trainee = Trainee(run)
     trainee.train()
@@ -434,7 +434,7 @@ def test_what_a_superseded_process_was_about_to_do_is_left_undone(
     old.train()
     old.save(loss=2)
     old.checkpoints.drain()
-    start, module = newest(run), app.checkpoint.files if last == "upload_state" else app.checkpoint.commit
+    start, module = newest(run), sunspot.checkpoint.files if last == "upload_state" else sunspot.checkpoint.commit
     act, taken, at_once = getattr(module, last), [], threading.Lock()
 
     def late(*arguments: Any) -> Any:
@@ -458,7 +458,7 @@ def test_a_run_deleted_while_a_commit_tidies_ends_it_as_superseded(run: Run, mon
 
     trainee = Trainee(run)
     run.storage.write(run.key("checkpoints", "step-00000007-attempt-0001", "model.pt"), b"half")
-    monkeypatch.setattr(app.checkpoint.commit, "read_attempts", late)
+    monkeypatch.setattr(sunspot.checkpoint.commit, "read_attempts", late)
     trainee.train()
     trainee.save()
     assert trainee.checkpoints.drain(20)
@@ -494,7 +494,7 @@ def test_what_killed_attempts_left_is_removed_by_the_next(run: Run) -> None:
 
 def test_a_late_manifest_of_the_old_owner_does_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last moment at which it can be superseded: after its check, before its manifest."""
-    import app.checkpoint.commit as module
+    import sunspot.checkpoint.commit as module
 
     old = Trainee(run)
     old.train()
@@ -588,14 +588,14 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
     versions()  # imports Ray, which takes seconds: not in each child
     run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
     assert claim(run, [], attempt)
-    monkeypatch.setattr(app.checkpoint.sharded, "POLL_EVERY_S", 0.05)
-    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.05,))
+    monkeypatch.setattr(sunspot.checkpoint.sharded, "POLL_EVERY_S", 0.05)
+    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.05,))
 
     def play(act: Callable[[Ranks, int], Any], **settings: Any) -> list[Any]:
         def work(group: dist.ProcessGroup) -> Any:
             rank, storage = dist.get_rank(), SlowStorage(str(tmp_path))
             model = torch.nn.Linear(2, 3, bias=False)
-            app.checkpoint.snapshot.find_places = lambda _: [Place((6, 2), (3 * rank, 0))]
+            sunspot.checkpoint.snapshot.find_places = lambda _: [Place((6, 2), (3 * rank, 0))]
             plan = Plan(
                 Settings(parallel="fsdp", checkpoints_to_keep=9, **settings),
                 EmptySource((2,), 3),
@@ -697,7 +697,7 @@ def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: 
         rank.storage.open = noted(opened, rank.storage.open)  # type: ignore[method-assign]
         assert world
         if how == "as INIT_FROM":
-            app.elastic.restore._init_run = lambda _: its
+            sunspot.elastic.restore._init_run = lambda _: its
             weight = read_init(Settings(init_from="run:run"), world, print)["weight"]
         else:
             start: Any = SimpleNamespace(checkpoint=list_checkpoints(run)[0], snapshot=None)
@@ -732,7 +732,7 @@ def test_one_rank_looks_for_all_whether_the_parts_of_the_last_checkpoint_are_the
 
 
 def test_a_second_try_of_a_part_writes_none_of_its_files_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, done = app.checkpoint.sharded, list[str]()
+    module, done = sunspot.checkpoint.sharded, list[str]()
 
     def write(index: str) -> Callable[..., None]:
         def act(run: Run, *_: Any) -> None:
@@ -801,7 +801,7 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
     trainee.save()
     trainee.checkpoints.drain()
     set_storage_timeout(trainee, 0.3)
-    module: Any = app.storage.local if function == "open" else os
+    module: Any = sunspot.storage.local if function == "open" else os
     obstacle = Obstacle(getattr(module, function, open), file)
     monkeypatch.setattr(module, function, obstacle, raising=False)
     obstacle.closed = True
@@ -831,11 +831,11 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
 def test_a_directory_that_refuses_is_told_of_once_and_training_goes_on(
     number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
     trainee = Trainee(run)
     obstacle = Obstacle(open, "model.pt")
     obstacle.error = OSError(number, os.strerror(number))
-    monkeypatch.setattr(app.storage.local, "open", obstacle, raising=False)
+    monkeypatch.setattr(sunspot.storage.local, "open", obstacle, raising=False)
     obstacle.closed = True
     trainee.train()
     trainee.save()
@@ -884,14 +884,14 @@ def test_a_clock_that_is_set_back_changes_nothing(run: Run, monkeypatch: pytest.
 @pytest.fixture
 def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in S3 behind the proxy; the checkpoints take several parts."""
-    from app.storage import bucket as storage
-    from app.storage import parts
+    from sunspot.storage import bucket as storage
+    from sunspot.storage import parts
 
     monkeypatch.setattr(parts, "PART", 5 << 20)
     limits = {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)
-    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.1,))
+    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.1,))
     return open_run(f"s3://{s3_bucket}/runs", "run")
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from app.errors import StorageError
-from app.run import Run, open_run
-from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
-from app.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_checkpoints, write_manifest
-from app.run.status import RunState, Status, write_status
-from app.storage.local import LocalStorage
-from submitter.commands.checkpoints import gc as checkpoints_gc
-from submitter.commands.checkpoints import get as checkpoints_get
+from sunspot.errors import StorageError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, find_newest_good, list_checkpoints, write_manifest
+from sunspot.run.status import RunState, Status, write_status
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.commands.checkpoints import gc as checkpoints_gc
+from sunspot.submitter.commands.checkpoints import get as checkpoints_get
 from tests.harness import s3
 from tests.harness.commands import StorageCommand
 from tests.harness.runs import age, begin, commit, start

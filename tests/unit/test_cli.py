@@ -17,15 +17,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from app.errors import StorageError
-from app.run import Run, open_run
-from app.run.attempts import checkpoint_name
-from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
-from app.run.incidents import Cause
-from app.storage.base import Entry
-from app.storage.local import LocalStorage
-from submitter.cli import VERBS, main, make_parser
-from submitter.output import doing
+from sunspot.cli import VERBS, main, make_parser
+from sunspot.errors import StorageError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import checkpoint_name
+from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
+from sunspot.run.incidents import Cause
+from sunspot.storage.base import Entry
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.output import doing
 from tests.harness.commands import StorageCommand, process
 from tests.harness.runs import (
     BATCH,
@@ -64,7 +64,7 @@ os.name = "nt"
 for name in ("O_NONBLOCK", "getuid", "getpgid"):
     delattr(os, name)
 sys.modules.update(dict.fromkeys(["fcntl", "grp", "posix", "pwd", "resource", "termios"]))
-from submitter.cli import main
+from sunspot.cli import main
 main()
 """
 """The command, without what Windows has not."""
@@ -81,12 +81,12 @@ def imported_by(*words: str, code: int) -> set[str]:
     """The libraries that a command, which ends with `code`, imports."""
     program = (
         "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
-        "from submitter.cli import main; main()"
+        "from sunspot.cli import main; main()"
     )
     answer = process(*words, program=program)
     assert answer.code == code
     imported = answer.err.splitlines()[-1].split()
-    assert "submitter.cli" in imported
+    assert "sunspot.cli" in imported
     return {name.partition(".")[0] for name in imported}
 
 
@@ -143,7 +143,7 @@ def test_a_verb_that_needs_no_cluster_takes_its_options_all_the_same(sunspot: St
 def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with doing("reading"):
         pass
-    monkeypatch.setattr("submitter.output.SILENT_S", 0.01)
+    monkeypatch.setattr("sunspot.submitter.output.SILENT_S", 0.01)
     with doing("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")
@@ -151,7 +151,7 @@ def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], m
 
 def test_the_module_is_the_command(run: Run) -> None:
     storage = run.storage.locate("")
-    command = [sys.executable, "-m", "submitter.cli", "metrics", "run", "--json", "--storage", storage]
+    command = [sys.executable, "-m", "sunspot.cli", "metrics", "run", "--json", "--storage", storage]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, [], "")
 
@@ -189,7 +189,7 @@ def test_others_that_cannot_be_listed_do_not_hide_that_the_run_is_not_there(
             raise StorageError("private")
         return []
 
-    monkeypatch.setattr("app.storage.local.LocalStorage.list", refuse)
+    monkeypatch.setattr("sunspot.storage.local.LocalStorage.list", refuse)
     assert sunspot("metrics", "other").code == 3
 
 
@@ -234,7 +234,7 @@ def test_storage_that_cannot_be_reached(s3_bucket: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("records", [1, 5000], ids=["met at the end", "met on the way"])
 def test_a_reader_that_goes_away_is_no_error(run: Run, records: int) -> None:
     report(run, start(run, "job"), *({"step": step, "time": 0.0} for step in range(1, records + 1)))
-    program = "from submitter.cli import main; main()"
+    program = "from sunspot.cli import main; main()"
     words = [sys.executable, "-c", program, "metrics", "run", "--storage", run.storage.locate("")]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(words, cwd=REPOSITORY, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -335,7 +335,7 @@ def test_a_checkpoint_deleted_while_it_is_verified_is_not_damaged(
         delete_checkpoint(run, old.name)
         return find_faults(run, checkpoint, listed)
 
-    monkeypatch.setattr("app.run.checkpoints.find_faults", delete_first)
+    monkeypatch.setattr("sunspot.run.checkpoints.find_faults", delete_first)
     verified = sunspot("checkpoints", "verify", "run", "--json")
     assert (verified.code, [line["name"] for line in verified.json]) == (0, [new.name])
 

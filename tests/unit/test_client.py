@@ -1,4 +1,4 @@
-"""`sunspot_client`: what it returns is what the command prints, and its errors are the command's."""
+"""`sunspot.client`: what it returns is what the command prints, and its errors are the command's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from app.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, SettingsError, SunspotError
-from app.run import Run as StoredRun
-from app.run import open_run
-from app.run.logs import LogWriter, rank_stream
-from app.run.status import RunState, Status, write_status
-from app.run.submissions import owner_of
-from submitter.cli import main
-from sunspot_client import Run, submit
+from sunspot.cli import main
+from sunspot.client import Run, submit
+from sunspot.errors import ClusterError, ConflictError, GaveUpError, NotFoundError, SettingsError, SunspotError
+from sunspot.run import Run as StoredRun
+from sunspot.run import open_run
+from sunspot.run.logs import LogWriter, rank_stream
+from sunspot.run.status import RunState, Status, write_status
+from sunspot.run.submissions import owner_of
 from tests.harness import REPOSITORY
 from tests.harness.commands import WITHOUT, process
 from tests.harness.kubernetes import FakeCluster
@@ -124,11 +124,11 @@ def test_a_run_that_is_not_there_is_one_error(run: StoredRun) -> None:
 
 
 def test_prediction_without_the_extra_names_it(run: StoredRun) -> None:
-    program = f"{WITHOUT}from sunspot_client import Run; Run(*sys.argv[1:]).predict([])"
+    program = f"{WITHOUT}from sunspot.client import Run; Run(*sys.argv[1:]).predict([])"
     begin(run)
     answer = process("run", run.storage.locate(""), program=program)
     assert answer.err.splitlines()[-1] == (
-        "app.errors.SettingsError: predict: numpy is not installed; pip install 'sunspot[train]'"
+        "sunspot.errors.SettingsError: predict: numpy is not installed; pip install 'sunspot-train[train]'"
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from app.errors import NotFoundError, StorageError
-from app.storage import bucket, open_storage, parts
-from app.storage.base import Storage
-from app.storage.google_upload import ComposedUpload, put
-from app.storage.parts import Part
+from sunspot.errors import NotFoundError, StorageError
+from sunspot.storage import bucket, open_storage, parts
+from sunspot.storage.base import Storage
+from sunspot.storage.google_upload import ComposedUpload, put
+from sunspot.storage.parts import Part
 from tests.harness import clouds, s3
 from tests.harness.s3 import FaultProxy, Request
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from app.run import Run, open_run
-from app.storage import open_storage
-from app.storage.local import LocalStorage
-from app.storage.probe import FOLDER, Check, Result, probe_path, probe_storage
-from submitter.doctor.cluster_checks import what_it_takes
-from submitter.doctor.nodes import find_places
-from submitter.doctor.probe_pods import LABEL, make_pod, read_checks
-from submitter.manifest.profile import manifests
-from submitter.manifest.shape import parse_quantity
+from sunspot.run import Run, open_run
+from sunspot.storage import open_storage
+from sunspot.storage.local import LocalStorage
+from sunspot.storage.probe import FOLDER, Check, Result, probe_path, probe_storage
+from sunspot.submitter.doctor.cluster_checks import what_it_takes
+from sunspot.submitter.doctor.nodes import find_places
+from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
+from sunspot.submitter.manifest.profile import manifests
+from sunspot.submitter.manifest.shape import parse_quantity
 from tests.harness import REPOSITORY, s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, pod
@@ -47,7 +47,7 @@ def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.probe.LARGE_TIMES", 1)
+    monkeypatch.setattr("sunspot.storage.probe.LARGE_TIMES", 1)
 
 
 @pytest.fixture
@@ -425,11 +425,11 @@ def test_what_may_not_be_looked_up_is_a_warning(s3_bucket: str, s3_proxy: FaultP
 
 
 def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.probe.MOST_LATENCY_S", 0.02)
-    monkeypatch.setattr("app.storage.probe.LEAST_MB_PER_S", 1e6)
+    monkeypatch.setattr("sunspot.storage.probe.MOST_LATENCY_S", 0.02)
+    monkeypatch.setattr("sunspot.storage.probe.LEAST_MB_PER_S", 1e6)
     s3_proxy.on("GetObject", delay(0.03))
     really = time.time
-    monkeypatch.setattr("app.storage.probe.time.time", lambda: really() - 100)
+    monkeypatch.setattr("sunspot.storage.probe.time.time", lambda: really() - 100)
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
     assert found["storage latency"].result is found["storage throughput"].result is Result.WARNING
     assert found["clock"].result is Result.WARNING
@@ -457,7 +457,7 @@ GOOD = '[{"check": "storage access", "result": "ok", "seen": "all of it", "fix":
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("submitter.doctor.probe_pods.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.LOOK_EVERY_S", 0.02)
 
 
 def test_pods_are_made_like_the_runs(fit: FakeCluster, sunspot: Command, patient: None) -> None:
@@ -508,7 +508,12 @@ def test_spot_workers_are_tried_on_spot_nodes() -> None:
 @pytest.mark.parametrize(
     ("message", "phase", "code", "said"),
     [
-        ("No module named app.train.pod_probe", "Failed", 1, "ended with 1: No module named app.train.pod_probe"),
+        (
+            "No module named sunspot.train.pod_probe",
+            "Failed",
+            1,
+            "ended with 1: No module named sunspot.train.pod_probe",
+        ),
         (GOOD.replace('"ok"', '"failed"'), "Succeeded", 0, "all of it"),
     ],
 )
@@ -524,7 +529,7 @@ def test_pods_that_find_fault_are_deleted_all_the_same(
 def test_pods_that_no_node_takes(
     fit: FakeCluster, sunspot: Command, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("submitter.doctor.probe_pods.WITHIN_S", 0.3)
+    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.WITHIN_S", 0.3)
     condition = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available: 2 Insufficient cpu"}
     fit.on_create = lambda pod: pod.update(status={"phase": "Pending", "conditions": [condition]})
     found = checks(sunspot, "--from-pods", code=4)
@@ -547,7 +552,7 @@ def test_a_pod_that_is_refused_takes_the_first_with_it(fit: FakeCluster, sunspot
 def test_what_a_pod_runs_prints_what_is_read(tmp_path: Path) -> None:
     output = tmp_path / "message"
     environment = {**os.environ, "SUNSPOT_STORAGE_PATH": str(tmp_path / "runs")}
-    command = [sys.executable, "-m", "app.train.pod_probe", "--output", str(output)]
+    command = [sys.executable, "-m", "sunspot.train.pod_probe", "--output", str(output)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(output.read_bytes()) < 4096
@@ -569,7 +574,7 @@ def test_an_interrupt_leaves_no_pods(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("submitter.doctor.probe_pods.time.sleep", interrupt)
+    monkeypatch.setattr("sunspot.submitter.doctor.probe_pods.time.sleep", interrupt)
     assert sunspot("doctor", "--from-pods") == 130
     assert len(fit.deleted) == 2
     assert not fit.pods

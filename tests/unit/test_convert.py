@@ -1,4 +1,4 @@
-"""`python -m app.data.convert`: what it writes reads back, and it writes all of it or nothing."""
+"""`python -m sunspot.data.convert`: what it writes reads back, and it writes all of it or nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from app.data import convert
-from app.data.convert import CLASS_NAMES, main
-from app.data.parquet import open_dataset, open_parquet
-from app.data.source import rows_in
-from app.errors import DataError, SettingsError
+from sunspot.data import convert
+from sunspot.data.convert import CLASS_NAMES, main
+from sunspot.data.parquet import open_dataset, open_parquet
+from sunspot.data.source import rows_in
+from sunspot.errors import DataError, SettingsError
 from tests.harness.datasets import everything, put_mnist, refusal
 
 REPOSITORY = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ def test_an_existing_directory_is_not_touched(tmp_path):
 def test_a_kill_leaves_nothing_that_reads_as_a_dataset(tmp_path):
     put_mnist(tmp_path / "data")
     program = (
-        "import sys, time; from app.data import convert; fsync = convert._fsync\n"
+        "import sys, time; from sunspot.data import convert; fsync = convert._fsync\n"
         "def stop(path): print(path, flush=True); time.sleep(60)\n"
         "convert._fsync = stop\n"
         "convert.main(sys.argv[1:])"
@@ -156,7 +156,7 @@ def test_a_kill_leaves_nothing_that_reads_as_a_dataset(tmp_path):
 
 
 def test_the_command_ends_with_a_message_and_a_code(tmp_path):
-    command = [sys.executable, "-m", "app.data.convert", "--from", "imagefolder", "--root", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "sunspot.data.convert", "--from", "imagefolder", "--root", str(tmp_path / "none")]
     ended = subprocess.run([*command, str(tmp_path / "out")], cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: ")
@@ -165,7 +165,7 @@ def test_the_command_ends_with_a_message_and_a_code(tmp_path):
 
 
 def test_nothing_heavy_is_imported_to_read_data():
-    program = "import sys, app.data.source, app.data.parquet, app.data.mnist, app.data.convert; print(*sys.modules)"
+    program = "import sys; from sunspot.data import convert, mnist, parquet, source; print(*sys.modules)"
     began = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert not {"torch", "ray", "torchvision", "PIL"} & set(ended.stdout.split())

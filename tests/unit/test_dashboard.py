@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 import websocket
 
-from app.errors import ClusterError, SettingsError
-from app.run import Run
-from app.run.status import RunState, Status, write_status
-from submitter.cluster import forward
-from submitter.cluster.forward import LocalPort, find_problem, rewrite
+from sunspot.errors import ClusterError, SettingsError
+from sunspot.run import Run
+from sunspot.run.status import RunState, Status, write_status
+from sunspot.submitter.cluster import forward
+from sunspot.submitter.cluster.forward import LocalPort, find_problem, rewrite
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, _Handler, answer, pod, rayjob
@@ -335,7 +335,7 @@ class Process:
 
     def __init__(self, run: Run, *words: str) -> None:
         storage = run.storage.locate("")
-        command = [sys.executable, "-m", "submitter.cli", "dashboard", "run", "--storage", storage, *words]
+        command = [sys.executable, "-m", "sunspot.cli", "dashboard", "run", "--storage", storage, *words]
         self.process = subprocess.Popen(
             command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

@@ -25,14 +25,14 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.data import fingerprint, mnist, parquet_files
-from app.data.mnist import open_mnist
-from app.data.parquet import SAMPLE, open_dataset, open_parquet
-from app.data.source import check_labels_match, find_sources, rows_in
-from app.errors import DataError, StorageError
-from app.settings import Settings
-from app.storage import open_storage
 from scripts import object_stores
+from sunspot.data import fingerprint, mnist, parquet_files
+from sunspot.data.mnist import open_mnist
+from sunspot.data.parquet import SAMPLE, open_dataset, open_parquet
+from sunspot.data.source import check_labels_match, find_sources, rows_in
+from sunspot.errors import DataError, StorageError
+from sunspot.settings import Settings
+from sunspot.storage import open_storage
 from tests.harness.clouds import BUCKETS, CLOUDS, use_azure, use_google
 from tests.harness.datasets import everything, put_mnist, random_images, refusal
 

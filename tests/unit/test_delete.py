@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from app.errors import SupersededError
-from app.run import Run, copies_of, open_run
-from app.run.attempts import Attempt, claim, ensure_owner, read_attempts
-from app.run.search import Results, Trial, write_results
-from app.run.status import DELETION, RunState, Status, deletion_begun, mark_deletion, write_status
-from app.run.submissions import record_submission
-from app.storage.local import LocalStorage
-from submitter.commands.delete import in_order
+from sunspot.errors import SupersededError
+from sunspot.run import Run, copies_of, open_run
+from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
+from sunspot.run.search import Results, Trial, write_results
+from sunspot.run.status import DELETION, RunState, Status, deletion_begun, mark_deletion, write_status
+from sunspot.run.submissions import record_submission
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.commands.delete import in_order
 from tests.harness import s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
@@ -369,7 +369,7 @@ def test_only_the_mark_is_left(sunspot: Command, run: Run) -> None:
 def test_pods_that_do_not_go_keep_the_storage(
     sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("submitter.commands.delete.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.commands.delete.GONE_WITHIN_S", 0.1)
     fill(run)
     end_job(cluster)
     stuck = pod("stuck", CLUSTER)

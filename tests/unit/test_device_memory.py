@@ -10,8 +10,8 @@ import pytest
 import ray
 import torch
 
-from app.train import device_memory
-from app.train.device_memory import DEVICE_WAIT_S, await_device_memory
+from sunspot.train import device_memory
+from sunspot.train.device_memory import DEVICE_WAIT_S, await_device_memory
 
 GB = 10**9
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import PREFIX, Settings
 from scripts.docs import pages
+from sunspot.settings import PREFIX, Settings
 from tests.harness import REPOSITORY
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-TREES = ("app", "submitter", "sunspot_client", "scripts", "k8s", "docker", "tests", "docs", "requirements")
+TREES = ("app", "scripts", "k8s", "docker", "tests", "docs", "requirements")
 
 
 def anchors(page: Path) -> set[str]:
@@ -45,11 +45,11 @@ def test_files_modules_and_functions_are_there(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(rf"`((?:{'|'.join(TREES)})/[\w./-]*)`", text):
         assert (REPOSITORY / name).exists(), name
-    for name in re.findall(r"`((?:app|submitter|scripts|tests)(?:\.\w+)+)`", text):
-        path = REPOSITORY / name.replace(".", "/")
+    for name in re.findall(r"`((?:sunspot|scripts|tests)(?:\.\w+)+)`", text):
+        path = REPOSITORY / ("app" if name.startswith("sunspot") else "") / name.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), name
     for name, function in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
-        [file] = [path for path in (REPOSITORY / name, REPOSITORY / "app" / name) if path.exists()]
+        [file] = [path for path in (REPOSITORY / name, REPOSITORY / "app" / "sunspot" / name) if path.exists()]
         *owner, last = function.split(".")
         assert all(f"class {cls}" in file.read_text() for cls in owner), f"{name}:{function}"
         assert re.search(rf"(def|class) {last}\b", file.read_text()), f"{name}:{function}"
@@ -62,9 +62,7 @@ def test_settings_are_settings(page: Path) -> None:
 
 
 def test_messages_are_those_of_the_program() -> None:
-    sources = "".join(
-        path.read_text() for package in ("app", "submitter") for path in (REPOSITORY / package).rglob("*.py")
-    )
+    sources = "".join(path.read_text() for path in (REPOSITORY / "app").rglob("*.py"))
     table = (REPOSITORY / "docs/troubleshooting.md").read_text().partition("## Common messages")[2]
     messages = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     assert len(messages) >= 10
@@ -75,15 +73,17 @@ def test_messages_are_those_of_the_program() -> None:
 
 def test_the_path_of_a_notice_is_told_alike() -> None:
     """By the concepts and by the package: the same functions of ours in the same steps."""
-    in_the_package = steps(ast.get_docstring(ast.parse((REPOSITORY / "app/elastic/__init__.py").read_text())) or "")
+    in_the_package = steps(
+        ast.get_docstring(ast.parse((REPOSITORY / "app/sunspot/elastic/__init__.py").read_text())) or ""
+    )
     in_the_concepts = steps((REPOSITORY / "docs/concepts.md").read_text().partition("## A notice, step by step")[2])
     assert len(in_the_package) == len(in_the_concepts) == 13
     for ours, theirs in zip(in_the_package, in_the_concepts, strict=True):
         for module, name in re.findall(r"((?:\w+\.)+)([A-Za-z]\w*)", ours):
             assert name in theirs, ours
             first, *rest = [*module.strip(".").split("."), name]
-            folder = REPOSITORY / "app" / (first if (REPOSITORY / "app" / first).is_dir() else "")
-            files = [*folder.glob("*.py"), *(REPOSITORY / "app/elastic").glob("*.py")]
+            folder = REPOSITORY / "app/sunspot" / (first if (REPOSITORY / "app/sunspot" / first).is_dir() else "")
+            files = [*folder.glob("*.py"), *(REPOSITORY / "app/sunspot/elastic").glob("*.py")]
             assert any(
                 re.search(rf"(def|class) {rest[-1]}\b|^    {rest[-1]}: ", file.read_text(), re.M) for file in files
             ), name

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-import app.run
-from app.errors import DamageError, StorageError
-from app.run import Run
-from app.run.attempts import Attempt, give_up_damaged, read_attempts
-from app.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
-from app.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
-from app.run.history import Journal
-from app.run.incidents import BRING_ROWS, Cause
-from app.run.ranks import with_columns
-from app.run.status import RunState, Status, restore_status
-from submitter.doctor.pending import parse_refusals
-from submitter.doctor.training.memory import LEAST_WINDOWS, climb, slope
-from submitter.doctor.training.slow import measure_throughput
-from submitter.findings import Diagnosis, Finding, Severity, in_order
+import sunspot.run
+from sunspot.errors import DamageError, StorageError
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, give_up_damaged, read_attempts
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
+from sunspot.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
+from sunspot.run.history import Journal
+from sunspot.run.incidents import BRING_ROWS, Cause
+from sunspot.run.ranks import with_columns
+from sunspot.run.status import RunState, Status, restore_status
+from sunspot.submitter.doctor.pending import parse_refusals
+from sunspot.submitter.doctor.training.memory import LEAST_WINDOWS, climb, slope
+from sunspot.submitter.doctor.training.slow import measure_throughput
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, in_order
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
 from tests.harness.runs import age, begin, commit, report, start, write_receipt
@@ -543,7 +543,7 @@ def test_where_an_error_comes_from() -> None:
     def text(*files: str) -> str:
         return "".join(f'  File "{file}", line {n}, in f{n}\n    code\n' for n, file in enumerate(files, 1))
 
-    ours = app.run.__file__
+    ours = sunspot.run.__file__
     assert find_place(text(ours, "/w/my_task.py", "/v/site-packages/torch/nn.py")) == ("/w/my_task.py", 2, "f2")
     assert find_place(text(ours, "/v/site-packages/torch/nn.py")) == (ours, 1, "f1")
     assert find_place(text("/usr/lib/python3.11/json.py")) == ("/usr/lib/python3.11/json.py", 1, "f1")
@@ -734,7 +734,7 @@ def test_storage_that_is_away_leaves_the_cluster(
     def refuse(*words: Any) -> None:
         raise StorageError("the bucket is gone")
 
-    monkeypatch.setattr("submitter.cluster.watch.read_fresh_status", refuse)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.read_fresh_status", refuse)
     cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
     assert "insufficient resources" in findings(sunspot)
     assert any("the bucket is gone" in text for text in sunspot.json["unseen"])

@@ -16,18 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.background import TokenBucket
-from app.driver import report_result
-from app.elastic.claim import begin_attempt
-from app.elastic.control import StopRequest, watch_stop
-from app.elastic.copies import Machine
-from app.errors import ConflictError, SettingsError, SunspotError, SupersededError, TerminatedError, run_and_exit
-from app.formatting import as_bytes
-from app.observe.output import shipped_driver_output
-from app.run import Run, open_run
-from app.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from app.run.failures import read_failures
-from app.run.logs import (
+from sunspot.background import TokenBucket
+from sunspot.elastic.claim import begin_attempt
+from sunspot.elastic.control import StopRequest, watch_stop
+from sunspot.elastic.copies import Machine
+from sunspot.errors import ConflictError, SettingsError, SunspotError, SupersededError, TerminatedError, run_and_exit
+from sunspot.formatting import as_bytes
+from sunspot.observe.output import shipped_driver_output
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
+from sunspot.run.failures import read_failures
+from sunspot.run.logs import (
     BURST,
     MOST_WAITING,
     RANK_EVERY_S,
@@ -38,9 +37,9 @@ from app.run.logs import (
     rank_stream,
     read_stream,
 )
-from app.run.outcome import recorded_outcome
-from app.run.overview import list_runs
-from app.run.status import (
+from sunspot.run.outcome import recorded_outcome
+from sunspot.run.overview import list_runs
+from sunspot.run.status import (
     RunState,
     Status,
     clear_stop,
@@ -50,8 +49,9 @@ from app.run.status import (
     stop_requested,
     write_status,
 )
-from app.run.submissions import newest_submission, owner_of, record_submission
-from app.settings import Settings
+from sunspot.run.submissions import newest_submission, owner_of, record_submission
+from sunspot.settings import Settings
+from sunspot.train.driver import report_result
 from tests.harness import REPOSITORY, s3
 from tests.harness.runs import BATCH, begin, commit, start
 from tests.harness.s3 import FaultProxy
@@ -143,7 +143,7 @@ def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: 
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
     with recorded_outcome(run, "another", new_driver(), None, 10):
         assert state(run)[0] is RunState.RUNNING
-        monkeypatch.setattr("app.run.outcome.SILENT_S", -1.0)
+        monkeypatch.setattr("sunspot.run.outcome.SILENT_S", -1.0)
     assert state(run)[0] is RunState.SUCCEEDED
 
 
@@ -208,7 +208,7 @@ def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
 ) -> None:
     asked = threading.Event()
     control, request = SimpleNamespace(stop=SimpleNamespace(remote=asked.set)), StopRequest()
-    monkeypatch.setattr("app.elastic.control.STOP_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.elastic.control.STOP_CHECK_EVERY_S", 0.01)
     usual = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), watch_stop(run, control, request):  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
@@ -231,7 +231,7 @@ def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
     run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
 ) -> None:
     """There it is a lost head, which the operator replaces."""
-    monkeypatch.setattr("app.elastic.control.STOP_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.elastic.control.STOP_CHECK_EVERY_S", 0.01)
 
     def train() -> int:
         asked, request = threading.Event(), StopRequest()
@@ -279,7 +279,7 @@ def test_only_a_new_submission_takes_a_run_back(run: Run) -> None:
 
 def test_two_submissions_at_once_get_numbers_of_their_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     record_submission(run, "a", "1")
-    monkeypatch.setattr("app.run.submissions.list_submissions", lambda run: [])  # the other one was not listed yet
+    monkeypatch.setattr("sunspot.run.submissions.list_submissions", lambda run: [])  # the other one was not listed yet
     record_submission(run, "a", "2")
     monkeypatch.undo()
     assert newest_submission(run) == ("a", "2")
@@ -341,9 +341,9 @@ def test_of_output_without_end_the_first_part_and_the_newest_stay(run: Run, monk
 
     monkeypatch.setattr(run.storage, "write", count)
     for name, size in {"SEGMENT": 8000, "FIRST": 20_000, "NEWEST": 100_000}.items():
-        monkeypatch.setattr(f"app.run.logs.{name}_BYTES", size)
-    monkeypatch.setattr("app.run.logs.MOST_WAITING", 200_000)
-    monkeypatch.setattr("app.run.logs.TokenBucket", partial(TokenBucket, clock=lambda: now))
+        monkeypatch.setattr(f"sunspot.run.logs.{name}_BYTES", size)
+    monkeypatch.setattr("sunspot.run.logs.MOST_WAITING", 200_000)
+    monkeypatch.setattr("sunspot.run.logs.TokenBucket", partial(TokenBucket, clock=lambda: now))
     stream = rank_stream(1, 0)
     log = LogWriter(run, stream)
     for second in range(0, 3600, 5):
@@ -376,7 +376,7 @@ def test_logs_of_an_earlier_version_can_be_read(run: Run) -> None:
 def test_storage_that_hangs_ends_the_command_at_its_limit(s3_proxy: FaultProxy, s3_bucket: str) -> None:
     s3_proxy.on(lambda request: request.method == "GET", s3.trickle)
     settings = {"SUNSPOT_STORAGE_PATH": f"s3://{s3_bucket}/runs", "SUNSPOT_STORAGE_TIMEOUT_S": "1"}
-    command = [sys.executable, "-m", "app"]
+    command = [sys.executable, "-m", "sunspot.train"]
     ended = subprocess.run(
         command, env={**os.environ, **settings}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )

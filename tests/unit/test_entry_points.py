@@ -1,4 +1,4 @@
-"""Every `python -m app...`: its help answers at once and does nothing, and an unknown argument ends it with 2."""
+"""Every `python -m sunspot...`: its help answers at once and does nothing, and an unknown argument ends it with 2."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import PREFIX, CommandParser, Settings, describe_settings
-from tests.harness import REPOSITORY
+from sunspot.settings import PREFIX, CommandParser, Settings, describe_settings
 
 ENTRY_POINTS = [
-    "app",
-    "app.tune",
-    "app.predict",
-    "app.baseline",
-    "app.data.convert",
-    "app.tracking",
-    "app.train.pod_probe",
+    "sunspot.train",
+    "sunspot.tune",
+    "sunspot.predict",
+    "sunspot.baseline",
+    "sunspot.data.convert",
+    "sunspot.tracking",
+    "sunspot.train.pod_probe",
 ]
+
+OWN = ("app", "client", "data", "main", "run", "settings", "storage", "submitter", "train")
+"""What users call their own files, which are not to run in the place of ours."""
 
 
 def run_module(module: str, word: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORD` in a folder; what it has imported of torch and Ray is its last line on stdout."""
+    """Run `python -m MODULE WORD` among a user's own files; the last line says what it imported of torch and Ray."""
     program = (
         f"import runpy, sys; sys.argv = ['', {word!r}]\n"
         f"try: runpy.run_module({module!r}, run_name='__main__')\n"
         "finally: print('imported', sorted({'torch', 'ray'} & sys.modules.keys()))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for name in OWN:
+        (folder / f"{name}.py").write_text("raise SystemExit('a file of the user ran')")
+    environment = {**os.environ, "PYTHONPATH": ".", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -40,9 +44,9 @@ def test_help_describes_the_command_and_does_nothing(module: str, tmp_path: Path
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m {module} [-h]")
     assert done.stdout.endswith("imported []\n")
-    if module != "app.data.convert":
+    if module != "sunspot.data.convert":
         assert f"  {PREFIX}STORAGE_PATH=runs\n" in done.stdout
-    assert not list(tmp_path.iterdir())
+    assert {path.stem for path in tmp_path.iterdir()} == set(OWN)
 
 
 @pytest.mark.parametrize("module", ENTRY_POINTS)
@@ -51,7 +55,20 @@ def test_an_unknown_argument_ends_it(module: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: --hepl: no such argument; did you mean --help?\n"
     assert done.stdout == "imported []\n"
-    assert not list(tmp_path.iterdir())
+    assert {path.stem for path in tmp_path.iterdir()} == set(OWN)
+
+
+@pytest.mark.parametrize("module", ["sunspot", "sunspot.cli"])
+def test_the_command_runs_as_a_module(module: str, tmp_path: Path) -> None:
+    done = run_module(module, "--help", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: sunspot ")
+    assert done.stdout.endswith("imported []\n")
+
+
+def test_the_library_is_imported_among_files_of_the_user(tmp_path: Path) -> None:
+    done = run_module("sunspot.client", "", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "imported []\n", "")
 
 
 @pytest.mark.parametrize(
@@ -59,12 +76,12 @@ def test_an_unknown_argument_ends_it(module: str, tmp_path: Path) -> None:
     [
         ("--epoch", "did you mean the environment variable SUNSPOT_EPOCHS?"),
         ("SUNSPOT_EPOCHS=3", "did you mean the environment variable SUNSPOT_EPOCHS?"),
-        ("xyz", "`python -m app.some --help` lists what there is"),
+        ("xyz", "`python -m sunspot.some --help` lists what there is"),
     ],
 )
 def test_a_setting_given_as_an_argument_is_named(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        CommandParser("app.some", "", ["epochs"]).parse([word])
+        CommandParser("sunspot.some", "", ["epochs"]).parse([word])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {word}: no such argument; {hint}\n"
 

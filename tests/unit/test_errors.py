@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from app.errors import ConflictError, SunspotError, shorten
-from app.storage import open_storage
+from sunspot.errors import ConflictError, SunspotError, shorten
+from sunspot.storage import open_storage
 from tests.harness import REPOSITORY
 
 CANARY = "canary0123456789"
@@ -75,7 +75,7 @@ def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{CANARY}@127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setattr("app.storage.bucket.REQUEST_TRIES", 1)
+    monkeypatch.setattr("sunspot.storage.bucket.REQUEST_TRIES", 1)
     with pytest.raises(SunspotError) as refused:
         open_storage("s3://bucket").read("run.json")
     assert CANARY not in str(refused.value)
@@ -86,7 +86,7 @@ def test_no_secret_gets_into_the_traceback_of_a_defect() -> None:
     program = f"""
 import os
 os.environ["WANDB_API_KEY"] = "{CANARY}"
-from app.errors import run_and_exit
+from sunspot.errors import run_and_exit
 def fail():
     raise KeyError(os.environ["WANDB_API_KEY"], "\\x1b]0;title\\x07")
 run_and_exit(fail)
@@ -110,7 +110,7 @@ def test_an_error_commands_no_terminal_and_travels() -> None:
 )
 def test_a_ray_that_does_not_start_is_one_message(monkeypatch: pytest.MonkeyPatch, address: str, told: str) -> None:
     ray = pytest.importorskip("ray")
-    from app.ray_session import ray_session
+    from sunspot.ray_session import ray_session
 
     def fail(**_: object) -> None:
         raise Exception("The current node timed out during startup. This could happen because ...")

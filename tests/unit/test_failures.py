@@ -16,14 +16,14 @@ import pytest
 import scripts.cluster
 import scripts.failures.__main__ as program
 import scripts.subjects
-from app.errors import ClusterError, SettingsError, SunspotError
-from app.storage import open_storage
 from scripts.cluster import Pod
 from scripts.failures.losses import schedule
 from scripts.failures.result import RESULTS, Result, plot, read, table, write
 from scripts.failures.rows import of_checkpoints, of_replicas
 from scripts.subjects import Stock, Torchft
-from submitter.commands.audit import Epoch
+from sunspot.errors import ClusterError, SettingsError, SunspotError
+from sunspot.storage import open_storage
+from sunspot.submitter.commands.audit import Epoch
 from tests.harness import REPOSITORY
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.checkpoint.files import load_weights
-from app.data.source import EmptySource, read_rows
-from app.errors import ConflictError, DataError, SettingsError
-from app.predict.shown import to_parts
-from app.settings import Settings
-from app.storage import open_storage
-from app.tasks import finetune, load_task
-from app.tasks.pretrained import open_base
+from sunspot.checkpoint.files import load_weights
+from sunspot.data.source import EmptySource, read_rows
+from sunspot.errors import ConflictError, DataError, SettingsError
+from sunspot.predict.shown import to_parts
+from sunspot.settings import Settings
+from sunspot.storage import open_storage
+from sunspot.tasks import finetune, load_task
+from sunspot.tasks.pretrained import open_base
 from tests.harness.datasets import refusal
 from tests.harness.language_models import write_base, write_texts
 
@@ -40,7 +40,7 @@ def texts(tmp_path: Path) -> str:
 
 def settings_of(base: str, texts: str = "sample", precision: str = "fp32", **arguments: Any) -> Settings:
     return Settings(
-        task="app.tasks.finetune",
+        task="sunspot.tasks.finetune",
         dataset=texts,
         precision=precision,
         learning_rate=0.01,

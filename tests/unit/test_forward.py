@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from app.data.order import Steps, micro_batches
-from app.data.source import EmptySource
-from app.errors import SettingsError
-from app.plan import Plan
-from app.settings import Settings
-from app.tasks import load_task
-from app.train.forward import compile_model, row_losses
-from app.train.loop import train
+from sunspot.data.order import Steps, micro_batches
+from sunspot.data.source import EmptySource
+from sunspot.errors import SettingsError
+from sunspot.plan import Plan
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.train.forward import compile_model, row_losses
+from sunspot.train.loop import train
 from tests.harness.loop import make_worker, plan_without_evaluation, train_rank
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Count
 
 def test_blocks_compile_themselves_under_fsdp(group: dist.ProcessGroup, only_graphs: Counter[str]) -> None:
     gpt = {
-        "task": "app.tasks.gpt",
+        "task": "sunspot.tasks.gpt",
         "task_args": {"layers": 2, "width": 50, "heads": 2, "context": 16},
         "global_batch_size": 25,
         "micro_batch_size": 9,
@@ -119,7 +119,7 @@ def test_without_a_compiler_one_message_says_so(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_lightning_trains_compiles_itself() -> None:
     with pytest.raises(SettingsError, match="SUNSPOT_COMPILE=default does not compile"):
-        load_task(Settings(task="app.tasks.lightning_mnist", compile="default"))
+        load_task(Settings(task="sunspot.tasks.lightning_mnist", compile="default"))
 
 
 @pytest.mark.parametrize(("micro", "mode"), [(0, "max-autotune"), (40, "max-autotune-no-cudagraphs")])

@@ -27,23 +27,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from app.data.images import decode_bytes, decode_images
-from app.data.parquet import open_parquet
-from app.elastic.restore import read_init
-from app.errors import SunspotError
-from app.report import gather, render
-from app.report.html import element
-from app.run import Run, open_run
-from app.run.overview import list_runs
-from app.run.status import RunState
-from app.search_space import load_search
-from app.settings import PREFIX, Settings, load_settings
-from app.storage.base import Entry
-from app.storage.local import LocalStorage
-from submitter.manifest.profile import Profile, manifests
-from submitter.manifest.render import render as render_manifest
-from submitter.output import print_table, write_file
-from submitter.runs import find_run, find_storage
+from sunspot.data.images import decode_bytes, decode_images
+from sunspot.data.parquet import open_parquet
+from sunspot.elastic.restore import read_init
+from sunspot.errors import SunspotError
+from sunspot.report import gather, render
+from sunspot.report.html import element
+from sunspot.run import Run, open_run
+from sunspot.run.overview import list_runs
+from sunspot.run.status import RunState
+from sunspot.search_space import load_search
+from sunspot.settings import PREFIX, Settings, load_settings
+from sunspot.storage.base import Entry
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.manifest.profile import Profile, manifests
+from sunspot.submitter.manifest.render import render as render_manifest
+from sunspot.submitter.output import print_table, write_file
+from sunspot.submitter.runs import find_run, find_storage
 from tests.harness.datasets import random_images
 from tests.harness.fuzz import COMMANDS, damaged, effort, ends_well, hostile_text
 from tests.harness.runs import begin
@@ -386,7 +386,7 @@ def test_storage_and_run_names(place: Path, storage: str, name: str) -> None:
     before = set(place.parent.parent.rglob("*"))
     with (
         mock.patch.dict(os.environ, {**environment, "AWS_SECRET_ACCESS_KEY": "x", "AWS_EC2_METADATA_DISABLED": "true"}),
-        mock.patch("app.storage.bucket.REQUEST_TRIES", 1),
+        mock.patch("sunspot.storage.bucket.REQUEST_TRIES", 1),
     ):
         ends_well(lambda: list_runs(find_storage(storage)))
         ends_well(lambda: find_run(name, storage))

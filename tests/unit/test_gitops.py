@@ -10,10 +10,10 @@ import yaml
 from cel_expr_python import cel
 from lupa import lua51
 
-from app.run.status import RunState
-from submitter.cluster.state import judge
-from submitter.cluster.views import job_view
-from submitter.manifest.profile import manifests
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.state import judge
+from sunspot.submitter.cluster.views import job_view
+from sunspot.submitter.manifest.profile import manifests
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, rayjob
 
 CASES = list(itertools.product(DEPLOYMENT_STATUSES, JOB_STATUSES))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.elastic import gpu
-from app.elastic.gpu import find_gpu_problem, try_gpus
-from app.storage.probe import Result
+from sunspot.elastic import gpu
+from sunspot.elastic.gpu import find_gpu_problem, try_gpus
+from sunspot.storage.probe import Result
 
 
 class Driver:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.elastic.groups import GroupChoice, find_spare
-from app.settings import NodeGroup, load_settings
+from sunspot.elastic.groups import GroupChoice, find_spare
+from sunspot.settings import NodeGroup, load_settings
 
 SPOT = NodeGroup(name="spot", most=4, after_s=300)
 ON_DEMAND = NodeGroup(name="ondemand", most=4, after_s=300)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.elastic import nodes
-from app.elastic.control import Command
-from app.parallel import StepActions
-from app.settings import Workers
-from app.train.worker import Worker
+from sunspot.elastic import nodes
+from sunspot.elastic.control import Command
+from sunspot.parallel import StepActions
+from sunspot.settings import Workers
+from sunspot.train.worker import Worker
 from tests.harness.waiting import wait_until
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.errors import StorageError
-from app.run import Run, segments
-from app.run.attempts import Attempt, checkpoint_name, lineage
-from app.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
-from app.run.ranks import newest_rank_records
+from sunspot.errors import StorageError
+from sunspot.run import Run, segments
+from sunspot.run.attempts import Attempt, checkpoint_name, lineage
+from sunspot.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
+from sunspot.run.ranks import newest_rank_records
 from tests.harness.runs import begin, report, report_as_before, start
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from app.data.order import WINDOW_ROWS, Order, run_order
-from app.driver import identify_rows
-from app.errors import ConflictError
-from app.plan import make_plan
-from app.run import Run, to_json
-from app.run.identity import Rows, keep_identity
-from app.settings import IDENTITY, load_settings
-from app.tasks import load_task
-from app.train.setup import make_loader
+from sunspot.data.order import WINDOW_ROWS, Order, run_order
+from sunspot.errors import ConflictError
+from sunspot.plan import make_plan
+from sunspot.run import Run, to_json
+from sunspot.run.identity import Rows, keep_identity
+from sunspot.settings import IDENTITY, load_settings
+from sunspot.tasks import load_task
+from sunspot.train.driver import identify_rows
+from sunspot.train.setup import make_loader
 
 ROWS = Rows("layout-content", 100, 10, "1a2b", "NumPy 2.4.6")
 NAMES = ("seed", "dataset")

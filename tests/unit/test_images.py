@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.data import images
-from app.data.images import decode_bytes, decode_images, open_image, read_images
-from app.errors import DataError, SettingsError, SunspotError
+from sunspot.data import images
+from sunspot.data.images import decode_bytes, decode_images, open_image, read_images
+from sunspot.errors import DataError, SettingsError, SunspotError
 
 Decode = Callable[[bytes], np.ndarray]
 

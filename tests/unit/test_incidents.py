@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.run.attempts import Attempt
-from app.run.incidents import Cause, Receipt, describe, find_gaps, goodput, read_receipts, worker_seconds
+from sunspot.run.attempts import Attempt
+from sunspot.run.incidents import Cause, Receipt, describe, find_gaps, goodput, read_receipts, worker_seconds
 
 
 def attempt(number: int, time: float, workers: int = 2) -> Attempt:

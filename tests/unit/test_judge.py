@@ -16,16 +16,16 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
-from app.elastic import failures
-from app.elastic.control import ControlChannel, GroupEnd, RankError
-from app.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
-from app.elastic.receipts import FailureRecorder
-from app.errors import SettingsError, SunspotError
-from app.observe.progress import _Lines
-from app.ray_internals.controller import GroupRestartError
-from app.run.attempts import Attempt
-from app.run.failures import Failure
-from app.run.incidents import TIER, Cause
+from sunspot.elastic import failures
+from sunspot.elastic.control import ControlChannel, GroupEnd, RankError
+from sunspot.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
+from sunspot.elastic.receipts import FailureRecorder
+from sunspot.errors import SettingsError, SunspotError
+from sunspot.observe.progress import _Lines
+from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.run.attempts import Attempt
+from sunspot.run.failures import Failure
+from sunspot.run.incidents import TIER, Cause
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
 LOST = RayActorError(error_msg="The actor died because its node has died.\nmore")

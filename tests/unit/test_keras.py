@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from app.checkpoint.files import load_weights
-from app.data.source import Batch, EmptySource
-from app.errors import ConflictError, SettingsError
-from app.settings import Settings
-from app.tasks import load_task
+from sunspot.checkpoint.files import load_weights
+from sunspot.data.source import Batch, EmptySource
+from sunspot.errors import ConflictError, SettingsError
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
 from tests.harness.state_files import through_a_file
 
 if TYPE_CHECKING:
-    from app.tasks.keras_adapter import KerasModule
+    from sunspot.tasks.keras_adapter import KerasModule
 
 SOURCE = EmptySource((1, 6, 6), 3)
 ROWS = 30

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from submitter.cli import main
-from submitter.cluster import kubeconfig
-from submitter.cluster.api import connect
+from sunspot.cli import main
+from sunspot.submitter.cluster import kubeconfig
+from sunspot.submitter.cluster.api import connect
 from tests.harness.commands import Command
 from tests.harness.kubernetes import JOBS, FakeCluster, answer, rayjob
 
@@ -91,7 +91,7 @@ def test_a_file_that_is_no_kubeconfig_is_one_message(cluster: FakeCluster, sunsp
 def test_a_plugin_is_asked_with_its_variables_and_says_where_to_sign_in(
     cluster: FakeCluster, config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("submitter.output.SILENT_S", 0)
+    monkeypatch.setattr("sunspot.submitter.output.SILENT_S", 0)
     program = "print('open https://sign.in/', file=sys.stderr)\n"
     program += "info = json.loads(os.environ['KUBERNETES_EXEC_INFO'])\nassert info['spec']['cluster']['server']\n"
     config.sign_in_by(

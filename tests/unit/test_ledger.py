@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.checkpoint.ledger import Ledger
-from app.errors import DamageError, StorageError
-from app.run import Run, segments
-from app.run.attempts import Span
-from app.run.audit import read_audit, tidy_audit
+from sunspot.checkpoint.ledger import Ledger
+from sunspot.errors import DamageError, StorageError
+from sunspot.run import Run, segments
+from sunspot.run.attempts import Span
+from sunspot.run.audit import read_audit, tidy_audit
 
 
 def take(ledger: Ledger, first: int, last: int) -> None:

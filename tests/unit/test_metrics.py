@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.observe.metrics import NUMBERS, RECENT_ROWS, MetricWindow, RecentMeans, Reducer, Sums
-from app.run.checkpoints import Checkpoint, best_first
+from sunspot.observe.metrics import NUMBERS, RECENT_ROWS, MetricWindow, RecentMeans, Reducer, Sums
+from sunspot.run.checkpoints import Checkpoint, best_first
 from tests.harness.process_group import in_processes
 
 EPOCH = 100_000

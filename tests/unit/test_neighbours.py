@@ -11,15 +11,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import app.checkpoint.neighbours
-import app.checkpoint.node_state
-from app.checkpoint.neighbours import PartExchange, find_keepers
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.slots import LoadedSnapshot, MemorySnapshot, Slot, list_snapshots
-from app.run import open_run
-from app.run.attempts import checkpoint_name
-from app.run.checkpoints import Checkpoint
-from app.shared_pages import Pages, map_pages
+import sunspot.checkpoint.neighbours
+import sunspot.checkpoint.node_state
+from sunspot.checkpoint.neighbours import PartExchange, find_keepers
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot, Slot, list_snapshots
+from sunspot.run import open_run
+from sunspot.run.attempts import checkpoint_name
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.shared_pages import Pages, map_pages
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]
@@ -80,7 +80,7 @@ def expected(step: int, *parts: int) -> set[tuple[int, int, int, str]]:
 
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.checkpoint.neighbours, "CHUNK", 1000)
+    monkeypatch.setattr(sunspot.checkpoint.neighbours, "CHUNK", 1000)
 
 
 def test_a_copy_counts_when_all_parts_are_where_they_should_be(tmp_path: Path, small_messages: None) -> None:
@@ -141,7 +141,7 @@ def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest
 def test_a_node_that_freezes_while_it_sends_a_copy_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.checkpoint.node_state, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sunspot.checkpoint.node_state, "TIMEOUT_S", 0.5)
     chosen, ended = MemorySnapshot(1, 7, True, 0.0, 100, 0, "file", ""), tmp_path / "ended"
 
     def freeze(*_: Any, **__: Any) -> None:

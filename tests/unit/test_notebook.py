@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.checkpoint import CheckpointManager
-from app.data.source import read_rows
-from app.plan import make_plan
-from app.run import open_run
-from app.run.logs import LogWriter, driver_stream
-from app.run.status import RunState
-from app.run.submissions import owner_of
-from app.settings import load_settings
-from app.tasks import load_task
+from sunspot.checkpoint import CheckpointManager
+from sunspot.data.source import read_rows
+from sunspot.plan import make_plan
+from sunspot.run import open_run
+from sunspot.run.logs import LogWriter, driver_stream
+from sunspot.run.status import RunState
+from sunspot.run.submissions import owner_of
+from sunspot.settings import load_settings
+from sunspot.tasks import load_task
 from tests.harness import REPOSITORY
 from tests.harness.kubernetes import FakeCluster
 from tests.harness.notebook import execute

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import ConflictError, DamageError, NotFoundError
-from app.report import gather, render
-from app.run import Run, to_json
-from app.run.attempts import Attempt, lineage, newest_number, read_attempts
-from app.run.audit import AuditWriter, read_audit
-from app.run.history import Journal, read_journal
-from app.run.identity import Identity, Rows, keep_identity, read_identity
-from app.run.objects import MOST_BYTES, parse, seal
-from app.run.overview import list_runs, read_state
-from app.run.search import read_trial
-from app.run.status import RunState, Status, read_status, write_status
-from app.run.submissions import newest_submission, record_submission
-from submitter.cluster.restart import parse_submission
+from sunspot.errors import ConflictError, DamageError, NotFoundError
+from sunspot.report import gather, render
+from sunspot.run import Run, to_json
+from sunspot.run.attempts import Attempt, lineage, newest_number, read_attempts
+from sunspot.run.audit import AuditWriter, read_audit
+from sunspot.run.history import Journal, read_journal
+from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
+from sunspot.run.objects import MOST_BYTES, parse, seal
+from sunspot.run.overview import list_runs, read_state
+from sunspot.run.search import read_trial
+from sunspot.run.status import RunState, Status, read_status, write_status
+from sunspot.run.submissions import newest_submission, record_submission
+from sunspot.submitter.cluster.restart import parse_submission
 from tests.harness.commands import Command
 from tests.harness.runs import begin, commit, consumed, journal_keys, record_audit, report, set_status, start
 

@@ -30,14 +30,14 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from app.checkpoint.snapshot import map_tensors
-from app.elastic.restore import State
-from app.errors import SettingsError
-from app.parallel import clip_gradients, shard_model
-from app.settings import Settings
-from app.tasks import load_task
-from app.tasks.defaults import MAKERS_OF_RATES, build_optimizer, can_jump, fill_in, jump, learning_rate_factor
-from app.train import setup
+from sunspot.checkpoint.snapshot import map_tensors
+from sunspot.elastic.restore import State
+from sunspot.errors import SettingsError
+from sunspot.parallel import clip_gradients, shard_model
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.tasks.defaults import MAKERS_OF_RATES, build_optimizer, can_jump, fill_in, jump, learning_rate_factor
+from sunspot.train import setup
 from tests.harness.loop import train_ranks
 
 TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.1, "max_steps": 4}
@@ -167,7 +167,7 @@ def _groups(task: Any, settings: Settings) -> Any:
     return task.build_optimizer(task.build_model(settings, None), settings).param_groups
 
 
-@pytest.mark.parametrize("task", ["app.tasks.mnist", "app.tasks.gpt", "app.tasks.lightning_mnist"])
+@pytest.mark.parametrize("task", ["sunspot.tasks.mnist", "sunspot.tasks.gpt", "sunspot.tasks.lightning_mnist"])
 @pytest.mark.parametrize(("name", "value"), [("schedule", "cosine"), ("warmup_steps", 3), ("weight_decay", 0.1)])
 def test_a_setting_that_would_change_nothing_is_refused(task: str, name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=f"SUNSPOT_{name.upper()}={value}: {task} brings its own"):
@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
 @pytest.mark.parametrize("fused", [None, True])
 def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
-    monkeypatch.setattr("app.parallel.CHANNELS_LAST", ("cpu",))
+    monkeypatch.setattr("sunspot.parallel.CHANNELS_LAST", ("cpu",))
     module, settings, state = ModuleType("mine"), Settings(), State()
     module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)  # type: ignore[attr-defined]
     images, losses = torch.rand(5, 3, 8, 8), []

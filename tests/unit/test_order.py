@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.order import MIN_ROWS, Order, ShuffleWindow, Steps, largest_pass, locate_rows, micro_batches, share
+from sunspot.data.order import MIN_ROWS, Order, ShuffleWindow, Steps, largest_pass, locate_rows, micro_batches, share
 
 rows = st.integers(2, 500)
 batches = st.integers(2, 64)

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import app.baseline.train
-from app.data.source import EmptySource
-from app.errors import SettingsError
-from app.parallel import shard_model
-from app.plan import make_plan
-from app.settings import Settings
-from app.tasks import gan, load_task
-from app.tasks.defaults import fill_in
-from app.tasks.optimizers import Optimizers
-from app.train.loop import train
+import sunspot.baseline.train
+from sunspot.data.source import EmptySource
+from sunspot.errors import SettingsError
+from sunspot.parallel import shard_model
+from sunspot.plan import make_plan
+from sunspot.settings import Settings
+from sunspot.tasks import gan, load_task
+from sunspot.tasks.defaults import fill_in
+from sunspot.tasks.optimizers import Optimizers
+from sunspot.train.loop import train
 from tests.harness import REPOSITORY
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
 
@@ -43,7 +43,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize("task", ["my_loop", "my_parts", "my_average", "tests.tasks.nano", "app.tasks.gan"])
+@pytest.mark.parametrize("task", ["my_loop", "my_parts", "my_average", "tests.tasks.nano", "sunspot.tasks.gan"])
 def test_losses_do_not_depend_on_the_number_of_workers(task: str, examples: None, tmp_path: Path) -> None:
     settings = {**BATCH, "task": task, "micro_batch_size": 4, "learning_rate": 2e-4}
     alone = losses_of_ranks(tmp_path / "1", 1, **settings)
@@ -68,7 +68,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 PLAIN = """
-from app.tasks.images import loss as measure
+from sunspot.tasks.images import loss as measure
 
 def train(run):
     for batch in run.batches():
@@ -100,7 +100,7 @@ def test_an_infinite_loss_of_rows_that_do_not_count_changes_nothing(
     """Idle ranks are given the first row twice; its loss may be infinite, and 0 times that is not 0."""
     infinite = own("""
 import torch
-from app.tasks.images import loss as measure
+from sunspot.tasks.images import loss as measure
 
 def loss(model, batch):
     losses, metrics = measure(model, batch)
@@ -155,7 +155,7 @@ def test_modes_that_a_task_has_set_are_kept(own: Callable[..., str], group: dist
     """But a model that is in evaluation mode as a whole was loaded like that, and trains."""
     task = own("""
 import tests.tasks.tiny
-from app.tasks.images import loss
+from sunspot.tasks.images import loss
 
 def build_model(settings, source):
     model = tests.tasks.tiny.build_model(settings, source)
@@ -208,7 +208,7 @@ def test_several_optimizers_are_saved_and_restored_as_one() -> None:
 def test_our_loop_steps_several_optimizers(own: Callable[..., str], tmp_path: Path) -> None:
     two = own("""
 import torch
-from app.tasks.images import loss
+from sunspot.tasks.images import loss
 
 def build_optimizer(model, settings):
     parts = {"first": model[0], "last": model[4]}
@@ -229,8 +229,8 @@ def test_the_loop_of_the_gan_is_that_of_the_docs() -> None:
 
 
 def test_several_models_and_optimizers_that_cannot_be_are_refused() -> None:
-    settings = Settings(task="app.tasks.gan", parallel="fsdp")
-    with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: app.tasks.gan has several models .ModuleDict"):
+    settings = Settings(task="sunspot.tasks.gan", parallel="fsdp")
+    with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: sunspot.tasks.gan has several models .ModuleDict"):
         shard_model(gan.build_model(settings, EmptySource((1, 8, 8), 3)), settings, torch.device("cpu"))
     module, model = ModuleType("mine"), nn.Linear(1, 1)
     module.build_optimizer = lambda model, _: {n: torch.optim.SGD(model.parameters(), 1) for n in "ab"}  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def test_held_out_rows_need_a_loss(examples: None) -> None:
     assert plan.test is None
     assert "; no loss, so no evaluation" in plan.reasons[0]
     with pytest.raises(SettingsError, match="my_loop: has train, which"):
-        app.baseline.train.train(settings)
+        sunspot.baseline.train.train(settings)
 
 
 def test_the_script_that_became_a_task_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

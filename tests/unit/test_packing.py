@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.packing import PackedSource, open_packed
-from app.data.source import rows_in
-from app.data.table_columns import Column
-from app.errors import DataError, SettingsError
-from app.settings import Settings
+from sunspot.data.packing import PackedSource, open_packed
+from sunspot.data.source import rows_in
+from sunspot.data.table_columns import Column
+from sunspot.errors import DataError, SettingsError
+from sunspot.settings import Settings
 from tests.harness import REPOSITORY
 from tests.harness.datasets import everything, refusal
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
 
 def test_text_becomes_tokens(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
-    from app.data.tokens import Tokenizer
+    from sunspot.data.tokens import Tokenizer
 
     words = {"[UNK]": 0, "a": 1, "b": 2}
     tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))

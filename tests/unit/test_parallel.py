@@ -17,17 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.checkpoint.commit
-import app.parallel
-from app.background import start_thread
-from app.checkpoint import CheckpointManager
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.parallel import MOST_STEPS, StepActions, StepConsensus, any_rank, build_without_values, finish_together
-from app.plan import Plan
-from app.run import open_run
-from app.run.checkpoints import list_checkpoints
-from app.settings import Settings
+import sunspot.checkpoint.commit
+import sunspot.parallel
+from sunspot.background import start_thread
+from sunspot.checkpoint import CheckpointManager
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.parallel import MOST_STEPS, StepActions, StepConsensus, any_rank, build_without_values, finish_together
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.checkpoints import list_checkpoints
+from sunspot.settings import Settings
 from tests.harness import process_group
 from tests.harness.process_group import in_processes
 from tests.harness.runs import start
@@ -51,7 +51,7 @@ def slowly() -> str:
 
 
 def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel, "ROUND_S", LIMIT_S / 10)
+    monkeypatch.setattr(sunspot.parallel, "ROUND_S", LIMIT_S / 10)
     ranks = run_ranks(
         lambda group: finish_together(group, slowly), lambda group: finish_together(group, lambda: "quick")
     )
@@ -66,10 +66,10 @@ def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatc
 
 def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes the model as one file, say, while the others have nothing to do."""
-    monkeypatch.setattr(app.parallel, "ROUND_S", LIMIT_S / 10)
+    monkeypatch.setattr(sunspot.parallel, "ROUND_S", LIMIT_S / 10)
     run, plan = open_run(str(tmp_path), "run"), Plan(Settings(), EmptySource((2,), 2), None, Steps(20, 2), 10)
-    attempt, write_manifest = start(run, "me"), app.checkpoint.commit.write_manifest
-    monkeypatch.setattr(app.checkpoint.commit, "write_manifest", lambda *about: (slowly(), write_manifest(*about)))
+    attempt, write_manifest = start(run, "me"), sunspot.checkpoint.commit.write_manifest
+    monkeypatch.setattr(sunspot.checkpoint.commit, "write_manifest", lambda *about: (slowly(), write_manifest(*about)))
 
     def make(rank: int) -> CheckpointManager:
         model = torch.nn.Linear(2, 2)
@@ -88,7 +88,7 @@ def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monke
 
 
 def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel, "ROUND_S", LIMIT_S / 10)
+    monkeypatch.setattr(sunspot.parallel, "ROUND_S", LIMIT_S / 10)
 
     def fail() -> None:
         raise ValueError("mine")
@@ -132,7 +132,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
 
 
 def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 60.0)  # however busy the machine is
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
     assert asked[7] == 56, "as after a pause"
@@ -143,7 +143,7 @@ def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.
 
 
 def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
     assert [actions.restart for actions in agreed].index(True) == 8
@@ -151,8 +151,8 @@ def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatc
 
 
 def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(app.parallel, "AT_ONCE_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel, "AT_ONCE_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == [1, *range(3, 13)]
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [5]
@@ -161,8 +161,8 @@ def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_what_was_decided_is_done_when_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two ways, nothing is lost and nothing done twice."""
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(app.parallel, "AT_ONCE_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel, "AT_ONCE_S", 0.01)
     wishes = {step: StepActions(save=True) for step in range(1, 9)}
     _, agreed = agree_for([*[0.0] * 5, *[0.02] * 5, *[0.0] * 60], wishes)
     assert not wishes
@@ -170,7 +170,7 @@ def test_what_was_decided_is_done_when_steps_get_longer_and_shorter(monkeypatch:
 
 
 def test_until_rank_0_is_asked_again_a_commit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 60.0)
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 60.0)
     _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 

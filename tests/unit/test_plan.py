@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.errors import SettingsError
-from app.plan import Plan, choose_resources, make_plan, with_absolute_paths
-from app.settings import load_settings
-from app.tasks import load_task
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.errors import SettingsError
+from sunspot.plan import Plan, choose_resources, make_plan, with_absolute_paths
+from sunspot.settings import load_settings
+from sunspot.tasks import load_task
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["torch", "ray"]))

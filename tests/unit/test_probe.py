@@ -9,9 +9,9 @@ from uuid import uuid4
 import pytest
 import ray.exceptions
 
-from app.errors import StorageError
-from app.train import probe
-from app.train.probe import probe_all_nodes
+from sunspot.errors import StorageError
+from sunspot.train import probe
+from sunspot.train.probe import probe_all_nodes
 from tests.harness.asked_nodes import Answer, FakeRay
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import SettingsError
-from submitter.manifest.profile import load_profile
-from submitter.manifest.yaml_files import DEEPEST, MOST_VALUES, parse_yaml
+from sunspot.errors import SettingsError
+from sunspot.submitter.manifest.profile import load_profile
+from sunspot.submitter.manifest.yaml_files import DEEPEST, MOST_VALUES, parse_yaml
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 

@@ -35,24 +35,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import app.checkpoint.commit
-import app.checkpoint.shared_memory
-import app.elastic.claim
-import app.run
-import app.storage.deadline
-import app.storage.retry
-from app.checkpoint.commit import CheckpointCommitter
-from app.checkpoint.files import read_file, upload
-from app.checkpoint.ledger import Ledger
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.shared_memory import find_snapshot
-from app.checkpoint.slots import LoadedSnapshot
-from app.checkpoint.snapshot import ChangeWatch, Snapshot
-from app.elastic.claim import Start, begin_attempt
-from app.elastic.copies import Machine
-from app.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
-from app.run import Run
-from app.run.attempts import (
+import sunspot.checkpoint.commit
+import sunspot.checkpoint.shared_memory
+import sunspot.elastic.claim
+import sunspot.run
+import sunspot.storage.deadline
+import sunspot.storage.retry
+from sunspot.checkpoint.commit import CheckpointCommitter
+from sunspot.checkpoint.files import read_file, upload
+from sunspot.checkpoint.ledger import Ledger
+from sunspot.checkpoint.memory import NodeMemory
+from sunspot.checkpoint.shared_memory import find_snapshot
+from sunspot.checkpoint.slots import LoadedSnapshot
+from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
+from sunspot.elastic.claim import Start, begin_attempt
+from sunspot.elastic.copies import Machine
+from sunspot.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
+from sunspot.run import Run
+from sunspot.run.attempts import (
     Attempt,
     checkpoint_name,
     claim,
@@ -60,7 +60,7 @@ from app.run.attempts import (
     lineage,
     read_attempts,
 )
-from app.run.checkpoints import (
+from sunspot.run.checkpoints import (
     MANIFEST,
     Checkpoint,
     classify,
@@ -68,16 +68,16 @@ from app.run.checkpoints import (
     list_directories,
     read_manifest,
 )
-from app.run.identity import Rows, keep_identity
-from app.run.incidents import TIER
-from app.run.status import DELETION, deletion_begun, refuse_if_deleted
-from app.settings import IDENTITY, Settings
-from app.storage.base import Storage
-from app.storage.local import LocalStorage
-from app.storage.retry import retry_storage
-from submitter.commands.audit import Epoch, prove
-from submitter.commands.checkpoints.gc import plan
-from submitter.commands.delete import _remove
+from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.incidents import TIER
+from sunspot.run.status import DELETION, deletion_begun, refuse_if_deleted
+from sunspot.settings import IDENTITY, Settings
+from sunspot.storage.base import Storage
+from sunspot.storage.local import LocalStorage
+from sunspot.storage.retry import retry_storage
+from sunspot.submitter.commands.audit import Epoch, prove
+from sunspot.submitter.commands.checkpoints.gc import plan
+from sunspot.submitter.commands.delete import _remove
 from tests.harness.interleaving import FAULTS, Fate, MemoryStorage, Operation, Process, World, run_inline
 from tests.harness.runs import BATCH, ROWS, STEPS_PER_EPOCH
 
@@ -143,7 +143,7 @@ class Protocol(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         type(self).schedules += 1
-        memory = app.run.SHARED_MEMORY
+        memory = sunspot.run.SHARED_MEMORY
         self.folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
         for node in range(NODES):
             (self.folder / str(node)).mkdir()
@@ -272,9 +272,9 @@ class Protocol(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------------- processes
 
     def train(self, process: Process, owner: str, node: int) -> None:
-        """One start of a worker group with one worker: as app/train/setup.py and app/train/loop.py have it."""
+        """One start of a worker group with one worker: as train/setup.py and train/loop.py have it."""
         run = Run(process.storage, RUN)
-        app.checkpoint.shared_memory.SHARED_MEMORY = self.folder / str(node)
+        sunspot.checkpoint.shared_memory.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location, str)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
@@ -498,11 +498,13 @@ def serialized(value: Any) -> bytes:
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and nothing runs in a thread that the model does not drive."""
-    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0,))
-    monkeypatch.setattr(app.storage.base, "start_thread", run_inline)
-    monkeypatch.setattr(app.storage.deadline, "start_thread", run_inline)
+    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0,))
+    monkeypatch.setattr(sunspot.storage.base, "start_thread", run_inline)
+    monkeypatch.setattr(sunspot.storage.deadline, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
-    monkeypatch.setattr(app.checkpoint.shared_memory, "SHARED_MEMORY", app.run.SHARED_MEMORY)  # changed by each start
+    monkeypatch.setattr(
+        sunspot.checkpoint.shared_memory, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY
+    )  # changed by each start
 
 
 def explore(machine: type[Protocol], examples: int, **options: Any) -> None:
@@ -544,9 +546,9 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
         if not claim(run, read_attempts(run), attempt):
             raise SupersededError("another process was faster")
 
-    monkeypatch.setattr(app.elastic.claim, "claim", lambda *_: True)
-    monkeypatch.setattr(app.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
-    monkeypatch.setattr(app.elastic.claim, "record_start", claim_with_start)
+    monkeypatch.setattr(sunspot.elastic.claim, "claim", lambda *_: True)
+    monkeypatch.setattr(sunspot.elastic.claim, "ensure_owner", lambda *_: None)  # it is not, before the claim
+    monkeypatch.setattr(sunspot.elastic.claim, "record_start", claim_with_start)
     expect_counterexample(
         NeverDeleted, "starts from .* which is gone|lost its base|no whole checkpoint any more", start=15
     )
@@ -554,10 +556,10 @@ def test_a_start_chosen_before_the_claim_may_be_deleted(monkeypatch: pytest.Monk
 
 def test_claims_without_a_nonce_mix_two_runs_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a copy in memory, a file of a checkpoint, or the audit, whichever comes first."""
-    monkeypatch.setattr(app.elastic.claim, "new_nonce", str)
+    monkeypatch.setattr(sunspot.elastic.claim, "new_nonce", str)
     expect_counterexample(Protocol, "restored step .* of a run that was deleted|is damaged|instead of", start=13)
 
 
 def test_a_second_upload_into_the_same_file_damages_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.checkpoint.commit, "read_manifest", lambda *_: None)
+    monkeypatch.setattr(sunspot.checkpoint.commit, "read_manifest", lambda *_: None)
     expect_counterexample(OverGrowingFiles, "was committed and is damaged", start=3)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from app.background import TokenBucket
-from app.observe import ranks
-from app.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, thin
-from app.run import Run, open_run
-from app.run.attempts import lineage
-from app.run.ranks import each_rank_record, newest_rank_records, to_rows
+from sunspot.background import TokenBucket
+from sunspot.observe import ranks
+from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, thin
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import lineage
+from sunspot.run.ranks import each_rank_record, newest_rank_records, to_rows
 from tests.harness.runs import begin, start
 
 NAMES = ("rows", "seconds", "step_time_median_s", "step_time_p95_s", "memory_mib", "resident_mib", "throttled_share")
@@ -54,7 +54,7 @@ def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytes
     """However long the attempt, so many are kept; totals are those of all."""
     monkeypatch.setattr(ranks, "LEAST_RECORDS", 8)
     monkeypatch.setattr(ranks, "LEAST_BYTES", 2000)
-    monkeypatch.setattr("app.run.segments.SIZES", (1000, 4000, 8000))
+    monkeypatch.setattr("sunspot.run.segments.SIZES", (1000, 4000, 8000))
     attempt, sizes = start(run, "job"), []
     history = RankHistory(run, attempt.number)
     history.end()
@@ -84,7 +84,7 @@ def test_few_records_are_left_alone() -> None:
 
 def test_they_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("app.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
+    monkeypatch.setattr("sunspot.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])
     for number in range(1, 2 * FLUSH_BURST + 1):
         now = 10.0 * number

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.data.order import Order, Steps, locate_rows
-from app.data.ray_loader import PieceReader, RayLoader, RoundPlanner, RoundReader, cut_evenly
+from sunspot.data.order import Order, Steps, locate_rows
+from sunspot.data.ray_loader import PieceReader, RayLoader, RoundPlanner, RoundReader, cut_evenly
 
 row_groups = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda groups: sum(groups) >= 2)
 

@@ -15,17 +15,17 @@ import yaml
 import scripts.cluster
 import scripts.recovery
 import scripts.subjects
-import submitter.cluster
-import submitter.cluster.watch
-from app.errors import ClusterError, GaveUpError, SettingsError, SunspotError
-from app.run import open_run
-from app.run.attempts import Attempt, checkpoint_name, claim
-from app.run.history import Journal
-from app.run.incidents import Cause, Receipt
-from app.run.status import RunState
+import sunspot.submitter.cluster
+import sunspot.submitter.cluster.watch
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
 from scripts.recovery import choose, inject, measure, table
 from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
+from sunspot.errors import ClusterError, GaveUpError, SettingsError, SunspotError
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim
+from sunspot.run.history import Journal
+from sunspot.run.incidents import Cause, Receipt
+from sunspot.run.status import RunState
 
 PODS = [
     Pod("head", "n0", "10.0.0.1", True),
@@ -180,8 +180,8 @@ def test_groups_in_a_drivers_log() -> None:
 def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = [(RunState.RUNNING, "2 workers train")]
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster_trouble="", storage_trouble="")
-    monkeypatch.setattr(submitter.cluster.watch, "observe_run", lambda cluster, run: snapshot)
-    monkeypatch.setattr(submitter.cluster.api, "connect", lambda context, namespace: None)
+    monkeypatch.setattr(sunspot.submitter.cluster.watch, "observe_run", lambda cluster, run: snapshot)
+    monkeypatch.setattr(sunspot.submitter.cluster.api, "connect", lambda context, namespace: None)
     ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
-from app.errors import SettingsError
-from submitter.cli import main
-from submitter.cluster.api import POD_ROLE, ROLE, ROLES
-from submitter.manifest.profile import load_profile
-from submitter.manifest.render import Rendered, image_problem, settings_of, to_yaml
-from submitter.manifest.yaml_files import read_documents
+from sunspot.cli import main
+from sunspot.errors import SettingsError
+from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
+from sunspot.submitter.manifest.profile import load_profile
+from sunspot.submitter.manifest.render import Rendered, image_problem, settings_of, to_yaml
+from sunspot.submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN, SHELL
 from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, render, render_as_given
 
@@ -304,7 +304,7 @@ def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
     for order, seed in ((1, "1"), (-1, "2")):
         environment = {**dict(list(settings.items())[::order]), "PYTHONHASHSEED": seed, "PATH": os.environ["PATH"]}
         done = subprocess.run(
-            [sys.executable, "-m", "submitter.cli", "render", "--profile", "gke-spot", *ON_A_CLOUD],
+            [sys.executable, "-m", "sunspot.cli", "render", "--profile", "gke-spot", *ON_A_CLOUD],
             cwd=REPOSITORY,
             env=environment,
             capture_output=True,
@@ -318,7 +318,7 @@ def test_the_same_inputs_give_the_same_bytes_in_every_process() -> None:
 def test_rendering_imports_no_client_of_a_cluster_or_a_bucket() -> None:
     program = (
         "import sys, atexit; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); "
-        "from submitter.cli import main; main()"
+        "from sunspot.cli import main; main()"
     )
     command = [sys.executable, "-c", program, "render"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -448,7 +448,7 @@ def test_what_every_job_has(profile: str) -> None:
     rendered = render(profile, {})
     spec = rendered.manifest["spec"]
     assert spec["submissionMode"] == "HTTPMode"
-    assert spec["entrypoint"] == "python -m app"
+    assert spec["entrypoint"] == "python -m sunspot.train"
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["ttlSecondsAfterFinished"] == 60
     assert spec["backoffLimit"] == 2

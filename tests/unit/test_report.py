@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.report import gather, render
-from app.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
-from app.report.history import MOST_RECORDS, Curves, Series
-from app.run import Run
-from app.run.checkpoints import MANIFEST
-from app.run.failures import Failure, record_failure
-from app.run.history import Journal
-from app.run.incidents import Cause
-from app.run.predictions import write_predictions
-from app.run.status import RunState, read_status, restore_status
-from app.storage.local import LocalStorage
+from sunspot.report import gather, render
+from sunspot.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
+from sunspot.report.history import MOST_RECORDS, Curves, Series
+from sunspot.run import Run
+from sunspot.run.checkpoints import MANIFEST
+from sunspot.run.failures import Failure, record_failure
+from sunspot.run.history import Journal
+from sunspot.run.incidents import Cause
+from sunspot.run.predictions import write_predictions
+from sunspot.run.status import RunState, read_status, restore_status
+from sunspot.storage.local import LocalStorage
 from tests.harness.browser import Browser
 from tests.harness.commands import Command
 from tests.harness.runs import begin, commit, journal_keys, report, start, write_receipt

@@ -12,27 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.observe.progress
-import app.train.reporter
-import app.train.worker
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.elastic.claim import Start
-from app.elastic.restore import State
-from app.observe.metrics import MetricWindow, RecentMeans
-from app.observe.progress import _Lines, _watch, epoch_line
-from app.parallel import StepActions, StepConsensus
-from app.plan import Plan
-from app.run import open_run
-from app.run.attempts import Attempt, lineage
-from app.run.history import Journal, newest_record, read_journal
-from app.run.incidents import Cause, read_receipts
-from app.run.ranks import each_rank_record
-from app.run.status import RunState, read_status
-from app.settings import Settings
-from app.train.reporter import Reporter
-from app.train.step import after_step
-from app.train.worker import Worker
+import sunspot.observe.progress
+import sunspot.train.reporter
+import sunspot.train.worker
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.elastic.claim import Start
+from sunspot.elastic.restore import State
+from sunspot.observe.metrics import MetricWindow, RecentMeans
+from sunspot.observe.progress import _Lines, _watch, epoch_line
+from sunspot.parallel import StepActions, StepConsensus
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, lineage
+from sunspot.run.history import Journal, newest_record, read_journal
+from sunspot.run.incidents import Cause, read_receipts
+from sunspot.run.ranks import each_rank_record
+from sunspot.run.status import RunState, read_status
+from sunspot.settings import Settings
+from sunspot.train.reporter import Reporter
+from sunspot.train.step import after_step
+from sunspot.train.worker import Worker
 from tests.harness.runs import begin, consumed, record_audit, start
 
 
@@ -42,10 +42,12 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
 ) -> None:
     """Twelve steps of an epoch of four, reported at its ends; a loop of its own may name its losses as it likes."""
     reported: list[dict[str, Any]] = []
-    monkeypatch.setattr(app.train.worker.ray.train, "report", reported.append)
+    monkeypatch.setattr(sunspot.train.worker.ray.train, "report", reported.append)
     incident: dict[str, Any] = {"cause": Cause.BEGIN, "detail": "", "noticed": None, "save_began": None}
     incident |= {"committed": None, "left_out": [{"detail": "node a left out: GPU 3 cannot be used", "time": 1.5}]}
-    monkeypatch.setattr(app.train.reporter.ray, "get", lambda *_, **__: incident | {"world_before": 0, "paused_s": 0.0})
+    monkeypatch.setattr(
+        sunspot.train.reporter.ray, "get", lambda *_, **__: incident | {"world_before": 0, "paused_s": 0.0}
+    )
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
     for first in (1, 4):  # left unmerged by one before it
@@ -106,8 +108,8 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report after step 3 leaves one step to the window that ends with the epoch of four."""
-    monkeypatch.setattr(app.train.worker.ray.train, "report", lambda _: None)
-    monkeypatch.setattr(app.train.reporter.ray, "get", lambda *_, **__: {"cause": Cause.BEGIN})
+    monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
+    monkeypatch.setattr(sunspot.train.reporter.ray, "get", lambda *_, **__: {"cause": Cause.BEGIN})
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
@@ -147,11 +149,11 @@ def test_the_line_of_an_epoch_has_the_metrics_of_the_task(group: dist.ProcessGro
 def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.observe.progress, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
     steps = [{"step": step, "loss": 0.5, "committed": 0, "time": float(step), "doing": ""} for step in (1, 2, 3)]
     fetched = [(steps[0], [], []), (steps[1], [], ["rank 1: lost"]), (steps[1], [], []), (steps[2], [], [])]
     answers, closing = iter(fetched), iter([False, False, False, True])
-    monkeypatch.setattr(app.observe.progress.ray, "get", lambda *_, **__: next(answers))
+    monkeypatch.setattr(sunspot.observe.progress.ray, "get", lambda *_, **__: next(answers))
     _watch(MagicMock(), _Lines(10, 5), cast(Any, SimpleNamespace(wait=lambda _: next(closing))))
     assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
         "step 1/10",
@@ -172,7 +174,7 @@ def test_a_rate_is_of_one_worker_group_alone() -> None:
 
 
 def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.observe.progress, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
     lines, state = _Lines(10, 5), {"step": 5, "loss": 0.5, "committed": 0, "time": 1.0, "doing": ""}
     for newest in (
         state,

@@ -20,23 +20,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import app.checkpoint.shared_memory
-import app.elastic.claim
-import app.elastic.restore
-from app.checkpoint.memory import NodeMemory
-from app.checkpoint.node_parts import NodeParts, PartCopy
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.shared_memory import find_snapshot
-from app.checkpoint.slots import MemorySnapshot
-from app.checkpoint.snapshot import in_buffer, map_tensors, size_of
-from app.elastic.claim import Found, Start, begin_attempt
-from app.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
-from app.elastic.receipts import Phases, first_incident, make_receipt
-from app.elastic.restore import State, choose_init, load_init, load_start, read_init
-from app.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
-from app.run import Run, open_run
-from app.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
-from app.run.checkpoints import (
+import sunspot.checkpoint.shared_memory
+import sunspot.elastic.claim
+import sunspot.elastic.restore
+from sunspot.checkpoint.memory import NodeMemory
+from sunspot.checkpoint.node_parts import NodeParts, PartCopy
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.shared_memory import find_snapshot
+from sunspot.checkpoint.slots import MemorySnapshot
+from sunspot.checkpoint.snapshot import in_buffer, map_tensors, size_of
+from sunspot.elastic.claim import Found, Start, begin_attempt
+from sunspot.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
+from sunspot.elastic.receipts import Phases, first_incident, make_receipt
+from sunspot.elastic.restore import State, choose_init, load_init, load_start, read_init
+from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
+from sunspot.run.checkpoints import (
     Checkpoint,
     delete_checkpoint,
     find_faults,
@@ -44,12 +44,12 @@ from app.run.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from app.run.incidents import Cause, Receipt, describe
-from app.run.status import RunState, Status, write_status
-from app.settings import Settings
-from app.storage.local import LocalStorage
-from app.storage.retry import retry_storage
-from app.train.reporter import warn_of_notice
+from sunspot.run.incidents import Cause, Receipt, describe
+from sunspot.run.status import RunState, Status, write_status
+from sunspot.settings import Settings
+from sunspot.storage.local import LocalStorage
+from sunspot.storage.retry import retry_storage
+from sunspot.train.reporter import warn_of_notice
 from tests.harness.runs import begin, commit, start
 
 
@@ -190,7 +190,7 @@ def test_what_any_rank_finds_damaged_is_passed_over_by_all(run: Run, monkeypatch
     def gather(mine: list[str], group: Any) -> list[list[str]]:
         return [mine, ["optimizer.pt has 1 bytes instead of 2"] if reads[-1] == names[2] else []]
 
-    monkeypatch.setattr("app.elastic.claim.gather_objects", gather)
+    monkeypatch.setattr("sunspot.elastic.claim.gather_objects", gather)
     found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(None, None), read=read)
     assert found
     assert reads == names[::-1]
@@ -248,7 +248,7 @@ def test_who_dies_before_it_has_chosen_costs_no_step(run: Run, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.elastic.claim.record_start", die)
+        patch.setattr("sunspot.elastic.claim.record_start", die)
         with pytest.raises(KeyboardInterrupt):
             begun(run)
     claimed = read_attempts(run)[-1]
@@ -311,13 +311,13 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Run) -> None:
 def test_what_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion removes files while they are looked at, and the claim with them."""
     damaged_run(run)
-    find = app.elastic.claim.find_newest_good
+    find = sunspot.elastic.claim.find_newest_good
 
     def find_while_deleted(*words: Any, **more: Any) -> Any:
         run.storage.delete(run.key("attempts", "0002.json"))
         return find(*words, **more)
 
-    monkeypatch.setattr("app.elastic.claim.find_newest_good", find_while_deleted)
+    monkeypatch.setattr("sunspot.elastic.claim.find_newest_good", find_while_deleted)
     assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
     assert read_error(run, 2) is None
 
@@ -375,26 +375,26 @@ def test_a_run_that_is_deleted_while_a_start_is_chosen_is_not_damaged(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(run, start(run, "me"), 5)
-    find = app.elastic.claim.find_newest_good
+    find = sunspot.elastic.claim.find_newest_good
 
     def find_later(*arguments: Any, **options: Any) -> Any:
         gone = [*run.storage.list(run.key("attempts")), *run.storage.list(run.key("checkpoints"))]
         run.storage.delete_many([entry.key for entry in gone if not entry.key.endswith("manifest.json")])
         return find(*arguments, **options)
 
-    monkeypatch.setattr(app.elastic.claim, "find_newest_good", find_later)
+    monkeypatch.setattr(sunspot.elastic.claim, "find_newest_good", find_later)
     assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
 
 
 def test_who_loses_a_claim_to_another_process_tries_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = app.elastic.claim.claim
+    claim = sunspot.elastic.claim.claim
 
     def lose(*arguments: Any) -> bool:
-        monkeypatch.setattr(app.elastic.claim, "claim", claim)
+        monkeypatch.setattr(sunspot.elastic.claim, "claim", claim)
         start(run, "other")
         return claim(*arguments)
 
-    monkeypatch.setattr(app.elastic.claim, "claim", lose)
+    monkeypatch.setattr(sunspot.elastic.claim, "claim", lose)
     assert begun(run).attempt.number == 2
 
 
@@ -424,7 +424,7 @@ def test_what_came_with_the_state_comes_back(
     tier: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That its epoch is not evaluated yet, its metrics, and in memory the rows that no audit in storage has."""
-    monkeypatch.setattr(app.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sunspot.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
     first = start(run, "me")
     values = {"model": {"weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}}
     name, metrics, windows = checkpoint_name(7, 1, first.nonce), {"loss": 0.5}, ((1, 1, 7, [3]),)
@@ -576,9 +576,9 @@ def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
 
 
 def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import app.storage.retry
+    import sunspot.storage.retry
 
-    monkeypatch.setattr(app.storage.retry, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
     warned: list[str] = []
     answers = iter([StorageError("503"), StorageError("503"), "here"])
 
@@ -599,10 +599,12 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_timeline_of_a_preemption_names_functions_that_exist() -> None:
-    names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", app.elastic.__doc__ or "", re.MULTILINE)
+    names = re.findall(r"^ ?\d+\. (\w+(?:\.\w+)+)", sunspot.elastic.__doc__ or "", re.MULTILINE)
     assert len(names) == 10
     for name in names:
-        package = "app.elastic" if importlib.util.find_spec(f"app.elastic.{name.partition('.')[0]}") else "app"
+        package = (
+            "sunspot.elastic" if importlib.util.find_spec(f"sunspot.elastic.{name.partition('.')[0]}") else "sunspot"
+        )
         assert callable(pkgutil.resolve_name(f"{package}.{name}")), name
 
 
@@ -659,7 +661,7 @@ def test_all_ranks_begin_with_what_rank_0_chose_of_a_live_run(
             commit_weights(other, 2)
         return chosen[0]
 
-    monkeypatch.setattr(app.elastic.restore, "from_rank_0", from_rank_0)
+    monkeypatch.setattr(sunspot.elastic.restore, "from_rank_0", from_rank_0)
     ranks = [read_init(settings, None, print)["weight"].item() for _ in range(2)]
     assert ranks == [1, 1]
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.data.source import rows_in
-from app.plan import Plan
-from app.run import Run, open_run
-from app.run.attempts import read_attempts
-from app.run.identity import Rows, keep_identity
-from app.settings import IDENTITY, Settings
-from app.train.loop import train
+from sunspot.data.source import rows_in
+from sunspot.plan import Plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.identity import Rows, keep_identity
+from sunspot.settings import IDENTITY, Settings
+from sunspot.train.loop import train
 from tests.harness.loop import join_run, plan_without_evaluation
 from tests.harness.process_group import in_processes
 from tests.harness.training import consumed, newest, weights
@@ -66,7 +66,7 @@ def run_group(plan: Plan, folder: Path, owner: str, ranks: int, killed_at: int =
 @pytest.mark.parametrize(
     ("settings", "then"),
     [
-        ({"task": "app.tasks.gan", "task_args": {"width": 16}}, {}),
+        ({"task": "sunspot.tasks.gan", "task_args": {"width": 16}}, {}),
         ({"task": "tests.tasks.nano"}, {}),
         ({"task": "tests.tasks.tiny", "ema": 0.9, "learning_rate": 0.05, "parallel": "fsdp"}, {"parallel": "ddp"}),
         ({"task": "tests.tasks.tiny", "ema": 0.9, "learning_rate": 0.05}, {"parallel": "fsdp"}),

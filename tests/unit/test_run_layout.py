@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import DamageError, StorageError, SupersededError
-from app.run import Run, open_run, to_json
-from app.run.attempts import (
+from sunspot.errors import DamageError, StorageError, SupersededError
+from sunspot.run import Run, open_run, to_json
+from sunspot.run.attempts import (
     Attempt,
     attempt_of,
     checkpoint_name,
@@ -28,8 +28,8 @@ from app.run.attempts import (
     refuse_if_superseded,
     step_of,
 )
-from app.run.audit import read_audit
-from app.run.checkpoints import (
+from sunspot.run.audit import read_audit
+from sunspot.run.checkpoints import (
     MANIFEST,
     Checkpoint,
     best_first,
@@ -41,7 +41,7 @@ from app.run.checkpoints import (
     list_directories,
     verify,
 )
-from app.run.objects import seal
+from sunspot.run.objects import seal
 from tests.harness.runs import commit, consumed, record_audit, start
 
 

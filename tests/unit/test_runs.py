@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from app.errors import DamageError, NotFoundError
-from app.run import Run, open_run
-from app.run.attempts import Attempt, checkpoint_name, claim, record_error
-from app.run.history import Journal
-from app.run.incidents import Cause
-from app.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
-from app.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
-from app.run.status import SILENT_S, RunState, Status, request_stop, restore_status, write_status
-from app.run.submissions import record_submission
-from app.storage.local import LocalStorage
-from submitter.commands import logs
-from submitter.runs import find_run
+from sunspot.errors import DamageError, NotFoundError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, record_error
+from sunspot.run.history import Journal
+from sunspot.run.incidents import Cause
+from sunspot.run.logs import SEGMENT_BYTES, LogWriter, rank_stream, read_stream
+from sunspot.run.overview import LOST_S, RunSummary, list_runs, read_state, read_statuses, read_view, state_from_storage
+from sunspot.run.status import SILENT_S, RunState, Status, request_stop, restore_status, write_status
+from sunspot.run.submissions import record_submission
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.commands import logs
+from sunspot.submitter.runs import find_run
 from tests.harness.commands import Answer, StorageCommand
 from tests.harness.runs import age, begin, commit, report, start, write_receipt
 from tests.harness.s3 import FaultProxy

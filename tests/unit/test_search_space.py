@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import SettingsError
-from app.search_space import Dimension, find_dimensions, load_search, parse, trial_name
-from submitter.manifest.render import render
+from sunspot.errors import SettingsError
+from sunspot.search_space import Dimension, find_dimensions, load_search, parse, trial_name
+from sunspot.submitter.manifest.render import render
 from tests.harness import GOLDEN, REPOSITORY
 
 SPACE = {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)", "SUNSPOT_TASK_ARGS": '{"width": "choice(8,16)", "depth": 3}'}
@@ -163,17 +163,17 @@ def test_trials_have_a_fixed_number_of_workers() -> None:
     ("module", "settings", "said"),
     [
         (
-            "app",
+            "sunspot.train",
             {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)"},
-            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): one run takes one value; `python -m app.tune` trains",
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2): one run takes one value; `python -m sunspot.tune` trains",
         ),
         (
-            "app.tune",
+            "sunspot.tune",
             {},
             "there is nothing to search: no setting is an expression, such as SUNSPOT_LEARNING_RATE=",
         ),
         (
-            "app.tune",
+            "sunspot.tune",
             {"SUNSPOT_LEARNING_RATE": "uniform(1)"},
             "SUNSPOT_LEARNING_RATE=uniform(1): uniform takes two",
         ),
@@ -206,7 +206,7 @@ def test_the_job_of_a_search() -> None:
         (GOLDEN / "search.yaml").write_text(text)
     assert text == (GOLDEN / "search.yaml").read_text()
     spec = rendered.manifest["spec"]
-    assert spec["entrypoint"] == "python -m app.tune"
+    assert spec["entrypoint"] == "python -m sunspot.tune"
     cluster = spec["rayClusterSpec"]
     assert cluster["workerGroupSpecs"][0]["replicas"] == 6, "three trials of two workers"
     container = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -218,13 +218,13 @@ def test_the_job_of_a_search() -> None:
 
 def test_the_job_of_one_run_is_no_search() -> None:
     rendered = render("kind", {"SUNSPOT_CONCURRENT_TRIALS": "3"})
-    assert rendered.manifest["spec"]["entrypoint"] == "python -m app"
+    assert rendered.manifest["spec"]["entrypoint"] == "python -m sunspot.train"
     assert rendered.manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 2
 
 
 def test_a_search_is_sent_into_a_cluster_that_is_kept() -> None:
     rendered = render("kind", SPACE, cluster="mine")
-    assert rendered.manifest["spec"]["entrypoint"] == "python -m app.tune"
+    assert rendered.manifest["spec"]["entrypoint"] == "python -m sunspot.tune"
     assert "loguniform(1e-4,1e-2)" in rendered.manifest["spec"]["runtimeEnvYAML"]
 
 

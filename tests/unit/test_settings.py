@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import SettingsError
-from app.settings import PREFIX, Settings, Workers, differences, load_settings
+from sunspot.errors import SettingsError
+from sunspot.settings import PREFIX, Settings, Workers, differences, load_settings
 from tests.harness import REPOSITORY
 
 CONTRACT = {
-    "TASK": "app.tasks.mnist",
+    "TASK": "sunspot.tasks.mnist",
     "RUN_NAME": "mnist",
     "TASK_ARGS": "{}",
     "INIT_FROM": "",
@@ -63,7 +63,7 @@ def test_all_problems_at_once_without_torch_or_ray() -> None:
     }
     check = (
         "import sys, runpy\n"
-        "try: runpy.run_module('app', run_name='__main__')\n"
+        "try: runpy.run_module('sunspot.train', run_name='__main__')\n"
         "finally: print('imported', sorted({'torch', 'ray', 'numpy', 'pyarrow'} & sys.modules.keys()))"
     )
     answer = subprocess.run(
@@ -153,6 +153,6 @@ def test_weights_come_from_runs_of_this_storage_only(name: str) -> None:
 
 
 def test_bytes_in_the_environment_that_are_no_text_are_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"app.\xff"))
-    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=app\.\\udcff: "):
+    monkeypatch.setenv("SUNSPOT_TASK", os.fsdecode(b"sunspot.\xff"))
+    with pytest.raises(SettingsError, match=r"SUNSPOT_TASK=sunspot\.\\udcff: "):
         load_settings()

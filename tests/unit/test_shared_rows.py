@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import app.data.shared_rows
-from app.data.order import Order, Steps
-from app.data.shared_rows import Workers, load_shared
-from app.data.torch_loader import EpochShares, Selections
-from app.errors import DataError
+import sunspot.data.shared_rows
 from scripts.bench.scale.threads import load_in_threads
+from sunspot.data.order import Order, Steps
+from sunspot.data.shared_rows import Workers, load_shared
+from sunspot.data.torch_loader import EpochShares, Selections
+from sunspot.errors import DataError
 
 NODES = ("a", "b", "a", "a")
 """The node of each worker."""
@@ -47,7 +47,7 @@ def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
         def refuse(*_: Any, **options: Any) -> None:
             raise PermissionError
 
-        monkeypatch.setattr(app.data.shared_rows, "map_pages", refuse)
+        monkeypatch.setattr(sunspot.data.shared_rows, "map_pages", refuse)
     train, test = CountingSource((5, 0, 7, 3)), CountingSource((4,))
     loaded = load_in_threads([train, test], NODES)
     for batches in loaded:
@@ -65,10 +65,10 @@ def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
 def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = CountingSource((1000,))
     alone = Workers("a", lambda mine: [mine], lambda act: act())
-    monkeypatch.setattr(app.data.shared_rows, "MEMORY_WAIT_S", 0)
+    monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
     size = 3008 + 8000  # a column begins at a multiple of 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:
-        monkeypatch.setattr(app.data.shared_rows, "memory_left", lambda left=left: left)
+        monkeypatch.setattr(sunspot.data.shared_rows, "memory_left", lambda left=left: left)
         source.reads.clear()
         if fits:
             load_shared([source], alone)

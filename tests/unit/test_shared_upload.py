@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-import app.checkpoint.shared_upload
-from app.checkpoint import CheckpointManager, NodeMemory
-from app.checkpoint.files import load_state
-from app.checkpoint.layout import Layout, crc32_of, layout_from_json, layout_to_json, read_spans
-from app.checkpoint.shared_upload import SharedWriter, ShareSender
-from app.checkpoint.slots import Slot
-from app.checkpoint.snapshot import ChangeWatch, Snapshot, in_buffer, size_of, tensors_in
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.errors import StorageError
-from app.plan import Plan
-from app.run import Run, open_run
-from app.run.attempts import Attempt, claim
-from app.run.checkpoints import Checkpoint, find_faults, list_checkpoints
-from app.settings import Settings
-from app.storage import parts
-from app.storage.s3_upload import MultipartUpload
+import sunspot.checkpoint.shared_upload
+from sunspot.checkpoint import CheckpointManager, NodeMemory
+from sunspot.checkpoint.files import load_state
+from sunspot.checkpoint.layout import Layout, crc32_of, layout_from_json, layout_to_json, read_spans
+from sunspot.checkpoint.shared_upload import SharedWriter, ShareSender
+from sunspot.checkpoint.slots import Slot
+from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot, in_buffer, size_of, tensors_in
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.errors import StorageError
+from sunspot.plan import Plan
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, claim
+from sunspot.run.checkpoints import Checkpoint, find_faults, list_checkpoints
+from sunspot.settings import Settings
+from sunspot.storage import parts
+from sunspot.storage.s3_upload import MultipartUpload
 from tests.harness import s3
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
@@ -66,8 +66,8 @@ class Node:
 def run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(parts, "PART", PART)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
-    monkeypatch.setattr(app.checkpoint.shared_upload, "LEAST_BYTES", 1)
-    monkeypatch.setattr(app.checkpoint.shared_upload, "POLL_EVERY_S", 0.02)
+    monkeypatch.setattr(sunspot.checkpoint.shared_upload, "LEAST_BYTES", 1)
+    monkeypatch.setattr(sunspot.checkpoint.shared_upload, "POLL_EVERY_S", 0.02)
     return open_run(f"s3://{s3_bucket}", "run")
 
 
@@ -132,7 +132,7 @@ def test_each_node_sends_its_share(run: Run, s3_proxy: FaultProxy, sent: list[tu
 def test_parts_of_a_node_that_is_gone_are_sent_by_rank_0(
     run: Run, sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.checkpoint.shared_upload, "LATE_S", 0.3)
+    monkeypatch.setattr(sunspot.checkpoint.shared_upload, "LATE_S", 0.3)
     warnings: list[str] = []
     writer = SharedWriter([1], warnings.append)
     first = snapshot_of()
@@ -148,7 +148,7 @@ def test_parts_of_a_node_that_is_gone_are_sent_by_rank_0(
 def test_a_node_that_dies_on_the_way_costs_no_checkpoint(
     run: Run, monkeypatch: pytest.MonkeyPatch, sent: list[tuple[str, int]]
 ) -> None:
-    monkeypatch.setattr(app.checkpoint.shared_upload, "LATE_S", 0.3)
+    monkeypatch.setattr(sunspot.checkpoint.shared_upload, "LATE_S", 0.3)
     send = MultipartUpload.send
 
     def send_one(self: MultipartUpload, number: int, body: bytearray) -> Any:

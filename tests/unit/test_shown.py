@@ -11,19 +11,19 @@ import pytest
 import torch
 from PIL import Image
 
-from app.checkpoint import CheckpointManager
-from app.data.source import EmptySource
-from app.errors import SettingsError
-from app.plan import make_plan
-from app.predict.shown import show, to_parts
-from app.report import gather, render
-from app.run import Run
-from app.run.overview import read_state
-from app.run.shown import MOST_IMAGES, MOST_ROWS, Part, Shown, read_shown, write_shown
-from app.settings import Settings
-from app.tasks import load_task
-from app.tasks.texts import SHOWN
-from app.tasks.trees_adapter import EXTRA
+from sunspot.checkpoint import CheckpointManager
+from sunspot.data.source import EmptySource
+from sunspot.errors import SettingsError
+from sunspot.plan import make_plan
+from sunspot.predict.shown import show, to_parts
+from sunspot.report import gather, render
+from sunspot.run import Run
+from sunspot.run.overview import read_state
+from sunspot.run.shown import MOST_IMAGES, MOST_ROWS, Part, Shown, read_shown, write_shown
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.tasks.texts import SHOWN
+from sunspot.tasks.trees_adapter import EXTRA
 from tests.harness.runs import begin, start
 from tests.harness.trained import trained
 
@@ -100,7 +100,7 @@ def test_what_is_damaged_is_left_out(run: Run) -> None:
 
 def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     settings = Settings(
-        task="app.tasks.gpt",
+        task="sunspot.tasks.gpt",
         task_args={"layers": 1, "width": 8, "heads": 1, "context": 16},
         run_name=run.name,
         storage_path=run.storage.locate(""),
@@ -125,7 +125,7 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
 @pytest.mark.parametrize("library", EXTRA)
 def test_trees_show_what_gained(library: str) -> None:
     pytest.importorskip(library, reason="the extra `trees` is not installed")
-    settings = Settings(task="app.tasks.trees", task_args={"library": library})
+    settings = Settings(task="sunspot.tasks.trees", task_args={"library": library})
     task: Any = load_task(settings)
     random = np.random.default_rng(0)
     rows = {name: torch.from_numpy(random.random(200)) for name in ("age", "income")}

@@ -22,15 +22,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import app.checkpoint.shared_memory
-import app.checkpoint.snapshot
-from app.checkpoint.manager import SnapshotInterval
-from app.checkpoint.memory import MOST_SLOTS, NodeMemory
-from app.checkpoint.shared_memory import STALE_S, find_heartbeats, find_parts, find_snapshot
-from app.checkpoint.slots import Slot, as_bytes, list_snapshots
-from app.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
-from app.run.attempts import checkpoint_name
-from app.run.checkpoints import Checkpoint
+import sunspot.checkpoint.shared_memory
+import sunspot.checkpoint.snapshot
+from sunspot.checkpoint.manager import SnapshotInterval
+from sunspot.checkpoint.memory import MOST_SLOTS, NodeMemory
+from sunspot.checkpoint.shared_memory import STALE_S, find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.slots import Slot, as_bytes, list_snapshots
+from sunspot.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
+from sunspot.run.attempts import checkpoint_name
+from sunspot.run.checkpoints import Checkpoint
 from tests.harness.damage import damaged
 
 RUN = "s3://bucket/runs/run"
@@ -41,7 +41,7 @@ INPUTS = 2000 if settings().max_examples > 100 else 100
 
 @pytest.fixture(autouse=True)
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(app.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sunspot.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -211,13 +211,13 @@ def test_a_copy_in_the_making_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (0, 1):
         trainee.take(step)
         trainee.snapshots.wait_until_complete()
-    go, copy = threading.Event(), app.checkpoint.snapshot.copy
+    go, copy = threading.Event(), sunspot.checkpoint.snapshot.copy
 
     def late_copy(*arguments: Any) -> None:
         go.wait(10)
         copy(*arguments)
 
-    monkeypatch.setattr(app.checkpoint.snapshot, "copy", late_copy)
+    monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", late_copy)
     trainee.take(2)
     assert trainee.memory.directory
     assert [held.step for held in list_snapshots(trainee.memory.directory)] == [1], "2 takes the place of 0"
@@ -325,7 +325,7 @@ def test_a_damaged_copy_is_passed_over_for_the_whole_one(suffix: str, shared_mem
 
 
 def test_without_room_storage_still_gets_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.checkpoint.shared_memory, "memory_left", lambda: 1000)
+    monkeypatch.setattr(sunspot.checkpoint.shared_memory, "memory_left", lambda: 1000)
     trainee = Trainee()
     trainee.train()
     assert trainee.take(1) is None
@@ -345,7 +345,7 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
     def free() -> int:
         return round(size / 0.23) - sum(file.stat().st_size for file in shared_memory.rglob("*.data"))
 
-    monkeypatch.setattr(app.checkpoint.shared_memory, "memory_left", free)
+    monkeypatch.setattr(sunspot.checkpoint.shared_memory, "memory_left", free)
     for attempt in range(1, 5):
         trainee = Trainee(attempt)
         trainee.train()
@@ -399,13 +399,13 @@ def test_a_full_memory_keeps_the_copy_there_is_and_is_tried_again(
 
 def test_the_copy_of_a_smaller_state_stays_until_the_larger_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when layers are added, or unfrozen late."""
-    trainee, go, copy = Trainee(), threading.Event(), app.checkpoint.snapshot.copy
+    trainee, go, copy = Trainee(), threading.Event(), sunspot.checkpoint.snapshot.copy
     for step in (1, 2, 3):
         trainee.train()
         trainee.take(step)
         trainee.snapshots.wait_until_complete()
     trainee.model.append(torch.nn.Linear(5, 50))
-    monkeypatch.setattr(app.checkpoint.snapshot, "copy", lambda *arguments: (go.wait(10), copy(*arguments))[1])
+    monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", lambda *arguments: (go.wait(10), copy(*arguments))[1])
     assert trainee.take(4)
     found = find_snapshot(RUN)
     assert found
@@ -488,7 +488,7 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when weights are clamped after some steps (`stepped` says that only the optimizer changes them)."""
-    trainee, copy, change = Trainee(), app.checkpoint.snapshot.copy, threading.Event()
+    trainee, copy, change = Trainee(), sunspot.checkpoint.snapshot.copy, threading.Event()
 
     def clamp() -> None:
         with torch.no_grad():
@@ -510,7 +510,7 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
         snapshot.release()
         return not snapshot.torn
 
-    monkeypatch.setattr(app.checkpoint.snapshot, "copy", copy_half_then_the_rest)
+    monkeypatch.setattr(sunspot.checkpoint.snapshot, "copy", copy_half_then_the_rest)
     trainee.train()
     assert take(1)
     change.set()
@@ -540,7 +540,7 @@ def test_training_waits_neither_for_the_pinning_of_a_copy_nor_for_a_queue_of_its
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or Mock())
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
-    monkeypatch.setattr(app.checkpoint.snapshot, "mark_queue", lambda pairs: Mock(device=device))
+    monkeypatch.setattr(sunspot.checkpoint.snapshot, "mark_queue", lambda pairs: Mock(device=device))
     monkeypatch.setattr(Slot, "pin", lambda slot: go.wait(10))
     trainee.train()
     began = time.monotonic()
@@ -669,7 +669,7 @@ def test_heartbeats_outlive_the_process() -> None:
 
 
 def _train_and_kill_yourself(root: str) -> None:
-    app.checkpoint.shared_memory.SHARED_MEMORY = Path(root)
+    sunspot.checkpoint.shared_memory.SHARED_MEMORY = Path(root)
     trainee = Trainee()
     trainee.train()
     trainee.take(7)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from app.run.status import RunState, Status
-from submitter.cluster.state import CLOCK_SKEW_S, judge
-from submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
+from sunspot.run.status import RunState, Status
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, judge
+from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, timestamp
 
 NOW = time.time()

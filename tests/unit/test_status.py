@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from app.driver import report_result
-from app.elastic.claim import begin_attempt
-from app.elastic.copies import Machine
-from app.errors import StorageError, SupersededError, TrackingError
-from app.predict.held_out import keep_predictions
-from app.run import Run, open_run
-from app.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from app.run.outcome import DriverStatus
-from app.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
-from app.run.predictions import Predictions, read_predictions
-from app.run.status import (
+from sunspot.elastic.claim import begin_attempt
+from sunspot.elastic.copies import Machine
+from sunspot.errors import StorageError, SupersededError, TrackingError
+from sunspot.predict.held_out import keep_predictions
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
+from sunspot.run.outcome import DriverStatus
+from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
+from sunspot.run.predictions import Predictions, read_predictions
+from sunspot.run.status import (
     SILENT_S,
     STATUS_EVERY_S,
     WORKERS_SILENT_S,
@@ -37,11 +36,12 @@ from app.run.status import (
     withdraw_status,
     write_status,
 )
-from app.settings import Settings
-from app.storage.base import Entry
-from app.storage.local import LocalStorage
-from app.storage.s3 import S3Storage
-from app.tracking.delivery import Delivery
+from sunspot.settings import Settings
+from sunspot.storage.base import Entry
+from sunspot.storage.local import LocalStorage
+from sunspot.storage.s3 import S3Storage
+from sunspot.tracking.delivery import Delivery
+from sunspot.train.driver import report_result
 from tests.harness.runs import begin, start
 
 OLD, NEW = (
@@ -240,7 +240,7 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
         return made
 
     for name, act in (("rows_in", lambda source: 1), ("load_predict", str), ("predict_held_out", predict)):
-        monkeypatch.setattr(f"app.predict.held_out.{name}", act)
+        monkeypatch.setattr(f"sunspot.predict.held_out.{name}", act)
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), total_steps=1, source=SimpleNamespace(classes=1))
     checkpoint: Any = SimpleNamespace(evaluated=True, step=1, name="step-00000001-attempt-0001")
     for taken_over, kept in ((True, None), (False, made)):
@@ -317,7 +317,7 @@ def test_the_readers_wrong_clock_does_not_freeze_a_live_run(
     assert isinstance(run.storage, S3Storage)
     write_status(run, OLD)
     wrong = SimpleNamespace(time=lambda: time.time() + ahead_s)
-    for module in ("app.storage.bucket", "app.run.overview"):
+    for module in ("sunspot.storage.bucket", "sunspot.run.overview"):
         monkeypatch.setattr(f"{module}.time", wrong)
     status = read_status(run)
     assert status

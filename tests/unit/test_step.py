@@ -15,20 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.parallel
-from app.checkpoint.average import WeightAverage
-from app.data.order import Steps
-from app.data.source import Batch, EmptySource
-from app.elastic.control import Command
-from app.elastic.restore import State
-from app.observe.metrics import MetricWindow, RecentMeans
-from app.parallel import StepActions, StepConsensus
-from app.plan import Plan
-from app.settings import Settings
-from app.train.loop import take_step
-from app.train.run import TrainingRun
-from app.train.setup import build_optimizer
-from app.train.step import after_step, evaluate, make_up_evaluation, seed_generators
+import sunspot.parallel
+from sunspot.checkpoint.average import WeightAverage
+from sunspot.data.order import Steps
+from sunspot.data.source import Batch, EmptySource
+from sunspot.elastic.control import Command
+from sunspot.elastic.restore import State
+from sunspot.observe.metrics import MetricWindow, RecentMeans
+from sunspot.parallel import StepActions, StepConsensus
+from sunspot.plan import Plan
+from sunspot.settings import Settings
+from sunspot.train.loop import take_step
+from sunspot.train.run import TrainingRun
+from sunspot.train.setup import build_optimizer
+from sunspot.train.step import after_step, evaluate, make_up_evaluation, seed_generators
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -108,7 +108,7 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
     parallel: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though only rank 0 hears of it, and the other one has more rows than it will ever see."""
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[bool, bool, bool]:
         slowly = ({"row": torch.full((4,), time.sleep(0.001) or number)} for number in range(20_000))
@@ -123,7 +123,7 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
 
 def test_who_has_no_rows_left_is_alive_while_others_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As held-out rows may be uneven, and an evaluation may take longer than HANG_TIMEOUT_S."""
-    monkeypatch.setattr(app.parallel, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
         rows = range(20) if dist.get_rank() == 0 else range(1)

@@ -21,17 +21,17 @@ from typing import Any, BinaryIO, cast
 import pytest
 import torch
 
-import app.storage.deadline
-import app.storage.local
-from app.errors import NotFoundError, SettingsError, StorageError
-from app.storage import bucket as module
-from app.storage import open_storage, parts
-from app.storage.base import Storage, map_parallel
-from app.storage.bucket import Bucket
-from app.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
-from app.storage.local import LocalStorage
-from app.storage.retry import Outage
-from app.storage.s3 import S3Storage
+import sunspot.storage.deadline
+import sunspot.storage.local
+from sunspot.errors import NotFoundError, SettingsError, StorageError
+from sunspot.storage import bucket as module
+from sunspot.storage import open_storage, parts
+from sunspot.storage.base import Storage, map_parallel
+from sunspot.storage.bucket import Bucket
+from sunspot.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
+from sunspot.storage.local import LocalStorage
+from sunspot.storage.retry import Outage
+from sunspot.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
 from tests.harness.clouds import BUCKETS, CLOUDS, VERSITYGW
 from tests.harness.s3 import FaultProxy
@@ -295,7 +295,7 @@ def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch:
     def refuse() -> None:
         raise StorageError("refused")
 
-    monkeypatch.setattr("app.storage.retry.ProgressDeadline", Recorded)
+    monkeypatch.setattr("sunspot.storage.retry.ProgressDeadline", Recorded)
     for _ in range(2):
         with pytest.raises(StorageError):
             outage.attempt(refuse, 60, "reading", str)
@@ -311,7 +311,7 @@ def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch:
 
 
 def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.storage.deadline, "WARN_AFTER_S", 0.05)
+    monkeypatch.setattr(sunspot.storage.deadline, "WARN_AFTER_S", 0.05)
     told: list[str] = []
 
     def answers() -> str:
@@ -336,9 +336,9 @@ def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPa
 def test_a_process_ends_though_its_storage_hangs() -> None:
     program = """
 import threading
-from app.errors import run_and_exit
-from app.storage.base import map_parallel
-from app.storage.retry import retry_storage
+from sunspot.errors import run_and_exit
+from sunspot.storage.base import map_parallel
+from sunspot.storage.retry import retry_storage
 hang = lambda number: threading.Event().wait()
 run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint", print))
 """
@@ -495,7 +495,7 @@ def test_what_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
 def test_a_full_disk_is_a_storage_error_also_out_of_torch_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(str(tmp_path))
     os.symlink("/dev/full", tmp_path / "full")
-    monkeypatch.setattr(app.storage.local, "_temporary_name", lambda path: path.with_name("full"))
+    monkeypatch.setattr(sunspot.storage.local, "_temporary_name", lambda path: path.with_name("full"))
     with (
         pytest.raises(StorageError, match=r"/model\.pt: No space left on device"),
         storage.writer("model.pt") as writer,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from app.run import Run, open_run
-from app.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
-from app.run.submissions import newest_submission, owner_of
-from submitter.cli import main
-from submitter.cluster.api import Cluster
+from sunspot.cli import main
+from sunspot.run import Run, open_run
+from sunspot.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
+from sunspot.run.submissions import newest_submission, owner_of
+from sunspot.submitter.cluster.api import Cluster
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin
 
@@ -87,7 +87,7 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
 def test_the_steps_are_announced_on_stderr(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("submitter.output.SILENT_S", 0)
+    monkeypatch.setattr("sunspot.submitter.output.SILENT_S", 0)
     assert sunspot.submit("--json") == 0
     assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
     assert f"applying {sunspot.json['job']} ..." in sunspot.err
@@ -115,7 +115,7 @@ def test_a_search_is_submitted_by_its_environment_and_found_again(
     monkeypatch.setenv("SUNSPOT_LEARNING_RATE", "loguniform(1e-4,1e-2)")
     monkeypatch.setenv("SUNSPOT_NUM_WORKERS", "2")
     assert sunspot.submit() == 0, sunspot.err
-    assert cluster.jobs[only_job(cluster)]["spec"]["entrypoint"].endswith("app.tune")
+    assert cluster.jobs[only_job(cluster)]["spec"]["entrypoint"].endswith("sunspot.tune")
     assert "sunspot wait run" in sunspot.out
     assert sunspot("status", "run") == 0, sunspot.err
     monkeypatch.setenv("SUNSPOT_EPOCHS", "-1")
@@ -207,7 +207,7 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
     name = only_job(cluster)
     cluster.set_status(name, "Failed", "FAILED", rayClusterName="c")
     cluster.pods.append(pod("stays", "c"))
-    monkeypatch.setattr("submitter.commands.submit.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.commands.submit.GONE_WITHIN_S", 0.1)
     assert sunspot.submit() == 5
     assert name not in cluster.jobs
     cluster.pods.clear()
@@ -218,7 +218,7 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
 def test_a_pod_on_a_frozen_node_is_not_waited_for(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("submitter.commands.submit.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.commands.submit.GONE_WITHIN_S", 0.1)
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Failed", "RUNNING", rayClusterName="c")
     frozen = pod("head", "c", head=True)
@@ -259,7 +259,7 @@ def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, mo
     cluster.set_status(name, "Running", "RUNNING")
     write_status(sunspot.run, Status(RunState.RUNNING, f"{name}#1"))
     request_stop(sunspot.run, "me")
-    monkeypatch.setattr("submitter.commands.submit.STOPPED_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.commands.submit.STOPPED_WITHIN_S", 0.1)
     assert sunspot.submit() == 5
     assert "still ending" in sunspot.err
     end(cluster, sunspot.run, RunState.STOPPED)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from app.driver import report_result
-from app.errors import ConflictError, StorageError, SunspotError, SupersededError
-from app.run import Run
-from app.run.checkpoints import delete_checkpoint
-from app.run.status import RunState, Status, read_status, restore_status
+from sunspot.errors import ConflictError, StorageError, SunspotError, SupersededError
+from sunspot.run import Run
+from sunspot.run.checkpoints import delete_checkpoint
+from sunspot.run.status import RunState, Status, read_status, restore_status
+from sunspot.train.driver import report_result
 from tests.harness.runs import begin, commit, start
 from tests.harness.trained import attempt_metadata, trained
 
@@ -115,5 +115,5 @@ def test_a_report_that_cannot_be_written_changes_nothing(
 def test_a_defect_in_the_report_changes_nothing(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.driver.gather", lambda *about: 1 / 0)
+    monkeypatch.setattr("sunspot.train.driver.gather", lambda *about: 1 / 0)
     assert told(trained(run), capsys) == "warning: the report could not be written: division by zero\n"

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from app.data.images import Resized
-from app.data.table import TableSource, open_table
-from app.data.table_columns import Column
-from app.errors import DataError, SettingsError
-from app.settings import Settings
+from sunspot.data.images import Resized
+from sunspot.data.table import TableSource, open_table
+from sunspot.data.table_columns import Column
+from sunspot.errors import DataError, SettingsError
+from sunspot.settings import Settings
 from tests.harness.datasets import everything, refusal
 from tests.harness.documentation import find_example
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import app.data.torch_loader
-from app.data.order import Steps
-from app.data.shared_rows import Workers
-from app.data.source import Batch, EmptySource
-from app.data.torch_loader import TorchLoader, fits_on
+import sunspot.data.torch_loader
+from sunspot.data.order import Steps
+from sunspot.data.shared_rows import Workers
+from sunspot.data.source import Batch, EmptySource
+from sunspot.data.torch_loader import TorchLoader, fits_on
 
 ROWS, BATCH = 23, 5
 
@@ -28,7 +28,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, resident: bool, world_size: int, ra
     """Those of an epoch, and of its evaluation."""
     alone = Workers("node", lambda mine: [mine], lambda act: act())
     source = Numbers((2,), 3, row_groups=(ROWS,))
-    monkeypatch.setattr(app.data.torch_loader, "fits_on", lambda device, size: resident)
+    monkeypatch.setattr(sunspot.data.torch_loader, "fits_on", lambda device, size: resident)
     monkeypatch.setattr("ray.train.torch.prepare_data_loader", unchanged)
     loader = TorchLoader(source, source, Steps(ROWS, BATCH), 7, world_size, rank, torch.device("cpu"), alone)
     assert loader.resident is resident

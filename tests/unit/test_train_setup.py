@@ -18,23 +18,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.train.worker
-from app.background import Background
-from app.elastic.claim import Start
-from app.elastic.control import Command
-from app.elastic.restore import State
-from app.errors import SettingsError
-from app.ray_internals.controller import GroupRestartError
-from app.run import Run, open_run
-from app.run.attempts import Attempt
-from app.run.history import Journal, read_journal
-from app.run.logs import rank_stream, read_stream
-from app.settings import Settings
-from app.storage.local import LocalStorage
-from app.tasks.defaults import learning_rate_factor
-from app.train import setup
-from app.train.probe import probe_here
-from app.train.setup import (
+import sunspot.train.worker
+from sunspot.background import Background
+from sunspot.elastic.claim import Start
+from sunspot.elastic.control import Command
+from sunspot.elastic.restore import State
+from sunspot.errors import SettingsError
+from sunspot.ray_internals.controller import GroupRestartError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt
+from sunspot.run.history import Journal, read_journal
+from sunspot.run.logs import rank_stream, read_stream
+from sunspot.settings import Settings
+from sunspot.storage.local import LocalStorage
+from sunspot.tasks.defaults import learning_rate_factor
+from sunspot.train import setup
+from sunspot.train.probe import probe_here
+from sunspot.train.setup import (
     describe_new_length,
     leaves_out_evaluation,
     open_journals,
@@ -42,7 +42,7 @@ from app.train.setup import (
     refuse_small_micro_batches,
     round_products,
 )
-from app.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Worker
+from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Worker
 from tests.harness.process_group import in_processes
 
 
@@ -276,7 +276,7 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
     for name, value in [("open_run", run), ("agree_on_start", (start, None)), ("make_worker", worker)]:
         monkeypatch.setattr(setup, name, lambda *_, value=value: value)
     monkeypatch.setattr(setup, "load_start", lambda *_: State())
-    monkeypatch.setattr(app.train.worker, "EXIT_AFTER_S", 1e6)
+    monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
     stored: list[Any] = []
 
     def train() -> None:
@@ -300,7 +300,7 @@ def test_workers_end_once_the_output_of_all_is_in_storage_or_the_notice_is_over(
     write_s: float, left_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone knows of the notice, and the output of rank 1 takes long."""
-    monkeypatch.setattr(app.train.worker, "EXIT_AFTER_S", 1e6)
+    monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
 
     def act(group: dist.ProcessGroup) -> float:
         began, rank = time.monotonic(), dist.get_rank(group)

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from app.checkpoint.files import load_weights
-from app.data.source import Batch, EmptySource, read_rows
-from app.errors import ConflictError, SettingsError
-from app.plan import make_plan
-from app.settings import Settings
-from app.tasks import load_task
-from app.tasks.trees_adapter import EXTRA, Trees
+from sunspot.checkpoint.files import load_weights
+from sunspot.data.source import Batch, EmptySource, read_rows
+from sunspot.errors import ConflictError, SettingsError
+from sunspot.plan import make_plan
+from sunspot.settings import Settings
+from sunspot.tasks import load_task
+from sunspot.tasks.trees_adapter import EXTRA, Trees
 from tests.harness.state_files import through_a_file
 
 ROWS, CLASSES = 120, 3
@@ -28,7 +28,7 @@ ROWS, CLASSES = 120, 3
 
 def settings_for(library: str, **more: Any) -> Settings:
     options = {"xgboost": {"max_depth": 3}, "lightgbm": {"num_leaves": 4, "min_data_in_leaf": 3}}
-    return Settings(task="app.tasks.trees", task_args={"library": library, **options.get(library, {}), **more})
+    return Settings(task="sunspot.tasks.trees", task_args={"library": library, **options.get(library, {}), **more})
 
 
 @pytest.fixture(params=EXTRA)
@@ -110,7 +110,7 @@ def test_other_weights_do_not_fit(library: str) -> None:
 
 
 def test_a_round_takes_all_rows() -> None:
-    plan = make_plan(Settings(task="app.tasks.trees", epochs=7), load_task(Settings(task="app.tasks.trees")))
+    plan = make_plan(Settings(task="sunspot.tasks.trees", epochs=7), load_task(Settings(task="sunspot.tasks.trees")))
     assert (plan.steps.per_epoch, plan.steps.batch, plan.total_steps) == (1, 12000, 7)
 
 
@@ -163,12 +163,12 @@ def test_wrong_options_are_one_message(settings: Settings, said: str) -> None:
 @pytest.mark.parametrize("name", EXTRA)
 def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=rf"{name} is not installed; install sunspot\[trees\]"):
+    with pytest.raises(SettingsError, match=rf"{name} is not installed; install sunspot-train\[trees\]"):
         build(name)
 
 
 @pytest.mark.parametrize("given", [{"parallel": "fsdp"}, {"learning_rate": 0.1, "loader": "ray"}])
 def test_settings_that_no_tree_reads_are_refused(given: dict[str, Any]) -> None:
     said = ", ".join(f"SUNSPOT_{name.upper()}={value}" for name, value in given.items())
-    with pytest.raises(SettingsError, match=f"{said}: app.tasks.trees boosts trees, which do not read it"):
-        load_task(Settings(task="app.tasks.trees", **given))
+    with pytest.raises(SettingsError, match=f"{said}: sunspot.tasks.trees boosts trees, which do not read it"):
+        load_task(Settings(task="sunspot.tasks.trees", **given))

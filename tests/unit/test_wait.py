@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-import app.run.overview
-from app.run import Run, open_run
-from app.run.attempts import checkpoint_name
-from app.run.incidents import Cause
-from app.run.status import RunState, Status, request_stop
-from app.run.submissions import owner_of, record_submission
-from submitter.cli import main
-from submitter.cluster.api import UnreachableError
-from submitter.cluster.views import job_view
-from submitter.cluster.watch import LONGEST_OUTAGE_S, Follower, RunSnapshot
-from submitter.commands.wait import Lines
+from sunspot.cli import main
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import checkpoint_name
+from sunspot.run.incidents import Cause
+from sunspot.run.overview import read_fresh_status
+from sunspot.run.status import RunState, Status, request_stop
+from sunspot.run.submissions import owner_of, record_submission
+from sunspot.submitter.cluster.api import UnreachableError
+from sunspot.submitter.cluster.views import job_view
+from sunspot.submitter.cluster.watch import LONGEST_OUTAGE_S, Follower, RunSnapshot
+from sunspot.submitter.commands.wait import Lines
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
@@ -102,7 +102,7 @@ def test_changes_come_by_watch(
     when: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("submitter.cluster.watch.WATCH_S", 60)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.WATCH_S", 60)
     when(pending=lambda: later(lambda: cluster.set_status(job, "Failed", "FAILED"), pause=0.3))
     began = time.monotonic()
     assert sunspot("wait", "run") == 1
@@ -159,9 +159,11 @@ def test_an_end_is_believed_only_when_storage_has_been_read_after_it(
     """As above, with storage so slow that the change in the cluster is shown first."""
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("submitter.cluster.watch.STORAGE_WAIT_S", 0.0)
-    read = app.run.overview.read_fresh_status
-    monkeypatch.setattr("submitter.cluster.watch.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1])
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.STORAGE_WAIT_S", 0.0)
+    read = read_fresh_status
+    monkeypatch.setattr(
+        "sunspot.submitter.cluster.watch.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1]
+    )
     when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
     assert sunspot("wait", "run", "--json") == 0
     assert sunspot.lines[-1]["state"] == "stopped"
@@ -193,7 +195,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("submitter.cluster.watch.OUTAGE_EVERY_S", 0.3)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.OUTAGE_EVERY_S", 0.3)
 
     def finish() -> None:
         set_status(run, RunState.SUCCEEDED)
@@ -210,7 +212,7 @@ def test_an_outage_without_end_is_given_up(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    monkeypatch.setattr("submitter.cluster.watch.LONGEST_OUTAGE_S", 0.5)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.LONGEST_OUTAGE_S", 0.5)
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
@@ -239,8 +241,8 @@ class Breaking:
 def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking(5)
     follower = Follower(server, run)
-    monkeypatch.setattr("submitter.cluster.watch.OUTAGE_PAUSE_S", 0)
-    monkeypatch.setattr("submitter.cluster.watch.time", SimpleNamespace(monotonic=lambda: server.now))
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.OUTAGE_PAUSE_S", 0)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.time", SimpleNamespace(monotonic=lambda: server.now))
     monkeypatch.setattr(follower, "_ended", SimpleNamespace(is_set=lambda: server.left <= 0, wait=lambda seconds: None))
     follower._follow_cluster()
     assert server.left == 0
@@ -269,7 +271,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("submitter.cluster.watch.REFUSAL_PAUSES_S", (0.05,) * 3)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.REFUSAL_PAUSES_S", (0.05,) * 3)
 
     def expire() -> None:
         cluster.on("GET", "rayjobs", answer(status, "the webhook that reviews tokens failed"), times=times)
@@ -482,7 +484,7 @@ def test_without_a_cluster_storage_is_followed(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("submitter.cluster.watch.STORAGE_EVERY_S", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.watch.STORAGE_EVERY_S", 0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1
@@ -490,7 +492,7 @@ def test_without_a_cluster_storage_is_followed(
 
 
 def test_ctrl_c_leaves_the_run_alone(cluster: FakeCluster, run: Run, job: str) -> None:
-    command = [sys.executable, "-m", "submitter.cli", "wait", "run", "--storage", run.storage.locate("")]
+    command = [sys.executable, "-m", "sunspot.cli", "wait", "run", "--storage", run.storage.locate("")]
     waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert waiting.stdout
     assert "pending" in waiting.stdout.readline()

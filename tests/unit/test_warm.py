@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from app.ray_internals.workers import NODE
-from app.warm import client, keeper, server
+from sunspot.ray_internals.workers import NODE
+from sunspot.warm import client, keeper, server
 from tests.harness import REPOSITORY
 from tests.harness.waiting import wait_until
 
@@ -31,7 +31,7 @@ told = {
     "process": os.getpid(),
     "parent": os.getppid(),
     "session": os.getsid(0),
-    "forked": "app.warm" in sys.modules and sys.modules["app.warm"].forked,
+    "forked": "sunspot.warm" in sys.modules and sys.modules["sunspot.warm"].forked,
     "imported": "colorsys" in sys.modules,
     "random": random.random(),
     "files": sorted(os.listdir("/proc/self/fd")),
@@ -99,7 +99,7 @@ def test_a_forked_worker_is_what_a_new_one_would_be(
     cold, code = node.run("raise SystemExit(3)", **options)
     assert (cold["forked"], cold["imported"], code) == (False, False, 3), "there is no server yet"
     monkeypatch.setenv("SERVER", "has more than the worker is given")
-    assert node.serve("app.warm", "colorsys", "numpy.random", "no_such_module") == ""
+    assert node.serve("sunspot.warm", "colorsys", "numpy.random", "no_such_module") == ""
     warm, code = node.run("raise SystemExit(3)", **options)
     assert (warm["forked"], warm["imported"], code) == (True, True, 3)
     assert warm["arguments"] == [str(node.script), f"{NODE}{node.node}", "raise SystemExit(3)"]
@@ -132,13 +132,13 @@ def test_another_users_client_gets_no_worker(monkeypatch: pytest.MonkeyPatch) ->
     [("raise SystemExit(7)", 7), ("raise ValueError", 1), ("os.kill(os.getpid(), 9)", -9), ("os._exit(5)", 5)],
 )
 def test_a_client_ends_as_its_worker_does(code: str, ends_with: int, node: Node) -> None:
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     told, ended = node.run(code)
     assert (told["forked"], ended) == (True, ends_with)
 
 
 def test_signals_reach_the_worker(node: Node) -> None:
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     code = "signal.signal(15, lambda *_: sys.exit(9)); print(flush=True); time.sleep(1000)"
     with node.start(code) as started:
         assert started.stdout
@@ -149,7 +149,7 @@ def test_signals_reach_the_worker(node: Node) -> None:
 
 
 def test_a_worker_ends_with_its_client_and_others_stay(node: Node) -> None:
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     deaf = "for n in signal.valid_signals() - {9, 19}: signal.signal(n, signal.SIG_IGN)"
     with node.start(f"{deaf}\nprint(flush=True)\ntime.sleep(60)") as first, node.start("time.sleep(60)") as second:
         assert first.stdout
@@ -166,7 +166,7 @@ def test_a_worker_ends_with_its_client_and_others_stay(node: Node) -> None:
 
 def test_a_worker_ends_with_ray(node: Node) -> None:
     """Ray's process on the node is the parent of the client; cold workers see that they have lost it."""
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     code = "import subprocess, sys; subprocess.Popen(sys.argv[1:]); input()"
     command = [sys.executable, "-c", code, *node.command("time.sleep(1000)")]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -177,7 +177,7 @@ def test_a_worker_ends_with_ray(node: Node) -> None:
 
 
 def test_a_worker_outlives_its_server_and_the_next_is_a_new_python(node: Node) -> None:
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     with node.start("time.sleep(1000)") as started:
         assert started.stdout
         told = json.loads(started.stdout.readline())
@@ -191,7 +191,7 @@ def test_a_worker_outlives_its_server_and_the_next_is_a_new_python(node: Node) -
 
 def test_a_server_that_does_not_answer_is_left_alone(node: Node) -> None:
     """When it wakes, nothing is forked: the worker has begun without it."""
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     server = psutil.Process(node.run()[0]["parent"])
     server.suspend()
     node.suspended = server
@@ -205,7 +205,7 @@ def test_a_server_that_does_not_answer_is_left_alone(node: Node) -> None:
 
 
 def test_a_server_ends_with_the_run_once_its_workers_have(node: Node) -> None:
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     with node.start("time.sleep(1000)") as started:
         assert started.stdout
         told = json.loads(started.stdout.readline())
@@ -218,17 +218,17 @@ def test_a_server_ends_with_the_run_once_its_workers_have(node: Node) -> None:
 
 
 def test_a_server_ends_with_ray(node: Node) -> None:
-    assert node.serve("app.warm") == ""
+    assert node.serve("sunspot.warm") == ""
     server = psutil.Process(node.run()[0]["parent"])
     node.raylet.kill()
     server.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("modules", [["app.warm"], ["app.warm", "slow"]], ids=["serving", "importing"])
+@pytest.mark.parametrize("modules", [["sunspot.warm"], ["sunspot.warm", "slow"]], ids=["serving", "importing"])
 def test_a_server_ends_when_nobody_is_left(modules: list[str], node: Node, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\nopen('begun', 'w').write('')\ntime.sleep(2)")
     path, order = [str(REPOSITORY), "."], (node.key, node.node, node.raylet.pid, modules, 0.5)
-    code = f"import sys; sys.path[:0] = {path}; from app.warm import keeper; keeper.begin_server(*{order})"
+    code = f"import sys; sys.path[:0] = {path}; from sunspot.warm import keeper; keeper.begin_server(*{order})"
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}; print(flush=True); input()"],
         cwd=tmp_path,
@@ -253,7 +253,7 @@ def test_a_process_with_a_thousand_open_files_begins_a_server(node: Node) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        assert node.serve("app.warm") == ""
+        assert node.serve("sunspot.warm") == ""
     finally:
         for file in held:
             os.close(file)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from app.errors import SettingsError
-from app.settings import NodeGroup
-from submitter.cluster.state import count_workers
-from submitter.cluster.views import job_view, pod_view
-from submitter.manifest.profile import load_profile
-from submitter.manifest.render import Rendered
+from sunspot.errors import SettingsError
+from sunspot.settings import NodeGroup
+from sunspot.submitter.cluster.state import count_workers
+from sunspot.submitter.cluster.views import job_view, pod_view
+from sunspot.submitter.manifest.profile import load_profile
+from sunspot.submitter.manifest.render import Rendered
 from tests.harness import REPOSITORY
 from tests.harness.kubernetes import pod
 from tests.harness.manifests import render

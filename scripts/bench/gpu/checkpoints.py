@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from app.checkpoint import CheckpointManager
-from app.data.order import Steps
-from app.data.source import EmptySource
-from app.plan import Plan
-from app.run import open_run
-from app.run.attempts import Attempt, claim, read_attempts
-from app.settings import Settings
 from scripts.bench.gpu.ceilings import synchronize
+from sunspot.checkpoint import CheckpointManager
+from sunspot.data.order import Steps
+from sunspot.data.source import EmptySource
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, claim, read_attempts
+from sunspot.settings import Settings
 
 SAVES = 4
 """Of each way; the first allocates and is left out."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.data.source import Batch, Source
-from app.data.source import find_sources as of_images
-from app.settings import Settings
+from sunspot.data.source import Batch, Source
+from sunspot.data.source import find_sources as of_images
+from sunspot.settings import Settings
 
 _task: Any = None
 
@@ -26,9 +26,9 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
     def note(message: Warning | str, *rest: Any, **more: Any) -> None:
         if "synchroniz" in str(message):
-            own = [f for f in traceback.extract_stack() if "/app/" in f.filename]
+            own = [f for f in traceback.extract_stack() if "/sunspot/" in f.filename]
             with open(out, "a") as lines:
-                lines.write(" < ".join(f"{f.filename.split('/app/')[-1]}:{f.lineno}" for f in own[-1:-4:-1]) + "\n")
+                lines.write(" < ".join(f"{f.filename.split('/sunspot/')[-1]}:{f.lineno}" for f in own[-1:-4:-1]) + "\n")
 
     warnings.simplefilter("always")
     warnings.showwarning = note

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from app.data.source import Source
-from app.settings import Settings
-from app.tasks.images import loss
-from app.tasks.images import schedule as rate
-from app.tasks.mnist import build_model as build
-from app.tasks.mnist import build_optimizer
+from sunspot.data.source import Source
+from sunspot.settings import Settings
+from sunspot.tasks.images import loss
+from sunspot.tasks.images import schedule as rate
+from sunspot.tasks.mnist import build_model as build
+from sunspot.tasks.mnist import build_optimizer
 
 __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from app.ray_session import ray_session
-from app.run import Run
-from app.run.history import read_journal
-from app.run.incidents import read_receipts
-from app.settings import load_settings
 from scripts.bench.product import phases_of, train
+from sunspot.ray_session import ray_session
+from sunspot.run import Run
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import read_receipts
+from sunspot.settings import load_settings
 
 KILLS = 3
 

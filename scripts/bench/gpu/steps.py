@@ -5,10 +5,10 @@ from statistics import median
 
 import torch
 
-from app.errors import SunspotError
-from app.ray_session import ray_session
 from scripts.bench.gpu.ceilings import matrix_rate
 from scripts.bench.gpu.workloads import Workload, ours, plain, workloads
+from sunspot.errors import SunspotError
+from sunspot.ray_session import ray_session
 
 PAIRS = 3
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from app.ray_session import ray_session
 from scripts.bench.gpu.workloads import ours, workloads
+from sunspot.ray_session import ray_session
 
 
 def measure(device: torch.device) -> None:

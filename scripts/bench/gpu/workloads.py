@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from app.data.text import REFERENCE, read_text
-from app.data.torch_loader import load_rows
-from app.plan import make_plan
-from app.run.history import read_journal
-from app.settings import Settings, load_settings
-from app.tasks import load_task
 from scripts.bench.gpu.ceilings import synchronize
 from scripts.bench.product import train
+from sunspot.data.text import REFERENCE, read_text
+from sunspot.data.torch_loader import load_rows
+from sunspot.plan import make_plan
+from sunspot.run.history import read_journal
+from sunspot.settings import Settings, load_settings
+from sunspot.tasks import load_task
 
 WARM_UP_S = 3.0
 """Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
@@ -71,16 +71,16 @@ def workloads(device: torch.device) -> list[Workload]:
     if device.type != "cuda":
         small = {"layers": 2, "width": 64, "heads": 2, "context": 64}
         return [
-            Workload("ResNet-18, 32", "app.tasks.mnist", 32, 60),
-            Workload("GPT, 0.1 M", "app.tasks.gpt", 8, 300, small, 64),
+            Workload("ResNet-18, 32", "sunspot.tasks.mnist", 32, 60),
+            Workload("GPT, 0.1 M", "sunspot.tasks.gpt", 8, 300, small, 64),
         ]
     gpt = {"layers": 17, "width": 768, "heads": 12, "context": 1024}
     return [
-        Workload("ResNet-18, 128", "app.tasks.mnist", 128, 1500),
-        Workload("ResNet-18, 1,024", "app.tasks.mnist", 1024, 600),
-        Workload("ResNet-18, 4,096", "app.tasks.mnist", 4096, 200),
-        Workload("GPT, 121 M, 2 x 1,024 tokens", "app.tasks.gpt", 2, 400, gpt, 1024),
-        Workload("GPT, 121 M, 32 x 1,024 tokens", "app.tasks.gpt", 32, 60, gpt, 1024),
+        Workload("ResNet-18, 128", "sunspot.tasks.mnist", 128, 1500),
+        Workload("ResNet-18, 1,024", "sunspot.tasks.mnist", 1024, 600),
+        Workload("ResNet-18, 4,096", "sunspot.tasks.mnist", 4096, 200),
+        Workload("GPT, 121 M, 2 x 1,024 tokens", "sunspot.tasks.gpt", 2, 400, gpt, 1024),
+        Workload("GPT, 121 M, 32 x 1,024 tokens", "sunspot.tasks.gpt", 32, 60, gpt, 1024),
     ]
 
 
@@ -102,7 +102,7 @@ def dataset(workload: Workload, data: str) -> str:
         return str(path)
     path = Path(data, f"{workload.batch}.parquet")
     if not path.exists():
-        table = pq.read_table(Path(__file__).parents[3] / "app" / "data" / "sample.parquet")
+        table = pq.read_table(Path(__file__).parents[3] / "app" / "sunspot" / "data" / "sample.parquet")
         rows = workload.batch * workload.steps
         pq.write_table(pa.concat_tables([table] * (1 + rows // len(table))).slice(0, rows), path, row_group_size=8192)
     return str(path)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from app.run import Run
-from app.storage import open_storage
 from scripts import object_stores
 from scripts.bench.scale import Figure
 from scripts.bench.scale.transfer import BUCKET, commit, make_state, restore, seconds
+from sunspot.run import Run
+from sunspot.storage import open_storage
 
 SIZE = 200 << 20
 """Bytes."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.parallel import StepActions, StepConsensus
 from scripts.bench.scale import Figure
+from sunspot.parallel import StepActions, StepConsensus
 
 RANKS = (2, 16, 64)
 

@@ -15,17 +15,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from app.data.convert import write_files
-from app.data.order import WINDOW_ROWS, Order, Steps, locate_rows, run_order
-from app.data.parquet import ParquetSource, open_parquet
-from app.data.ray_loader import PART_BYTES, RoundPlanner, RoundReader
-from app.data.source import rows_in
-from app.data.torch_loader import EpochShares, Selections, load_rows
 from scripts.bench.scale import Figure
 from scripts.bench.scale.threads import load_in_threads
+from sunspot.data.convert import write_files
+from sunspot.data.order import WINDOW_ROWS, Order, Steps, locate_rows, run_order
+from sunspot.data.parquet import ParquetSource, open_parquet
+from sunspot.data.ray_loader import PART_BYTES, RoundPlanner, RoundReader
+from sunspot.data.source import rows_in
+from sunspot.data.torch_loader import EpochShares, Selections, load_rows
 
 ROW_BYTES, GROUP_ROWS = 784, 2048
-"""Of MNIST, as `app.data.convert` writes it."""
+"""Of MNIST, as `sunspot.data.convert` writes it."""
 
 READ_ROWS = 1 << 16
 """Rows of the dataset that is read."""

@@ -22,21 +22,21 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from app.background import TokenBucket
-from app.observe.output import SHIP_EVERY_S
-from app.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, to_column
-from app.run import Run
-from app.run.attempts import Attempt, attempt_label, claim, new_nonce, record_start
-from app.run.audit import AuditWriter
-from app.run.history import Journal
-from app.run.logs import BURST, RANK_EVERY_S, SEGMENT_BYTES, LogWriter, rank_stream
-from app.run.overview import list_runs, read_statuses
-from app.run.ranks import Columns, to_rows
-from app.run.status import RunState, Status, new_driver, write_status
-from app.storage.base import Entry
-from app.storage.local import LocalStorage
 from scripts.bench.scale import Figure, timed
-from submitter.commands.status import gather
+from sunspot.background import TokenBucket
+from sunspot.observe.output import SHIP_EVERY_S
+from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, to_column
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, attempt_label, claim, new_nonce, record_start
+from sunspot.run.audit import AuditWriter
+from sunspot.run.history import Journal
+from sunspot.run.logs import BURST, RANK_EVERY_S, SEGMENT_BYTES, LogWriter, rank_stream
+from sunspot.run.overview import list_runs, read_statuses
+from sunspot.run.ranks import Columns, to_rows
+from sunspot.run.status import RunState, Status, new_driver, write_status
+from sunspot.storage.base import Entry
+from sunspot.storage.local import LocalStorage
+from sunspot.submitter.commands.status import gather
 
 RANKS = 64
 
@@ -234,7 +234,7 @@ def make_ranks(draw: random.Random) -> Columns:
 LOOK = """
 import sys, time
 from pathlib import Path
-from submitter.cli import main
+from sunspot.cli import main
 try:
     main(["status", "month", "--storage", sys.argv[1], "--json"])
 finally:
@@ -250,7 +250,7 @@ def look(storage: CountingStorage) -> tuple[float, float, float]:
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     cache = str(storage.root.with_suffix(".cache"))
-    environment |= {"KUBECONFIG": os.devnull, "PYTHONPATH": str(Path.cwd()), "PYTHONPYCACHEPREFIX": cache}
+    environment |= {"KUBECONFIG": os.devnull, "PYTHONPATH": str(Path("app").absolute()), "PYTHONPYCACHEPREFIX": cache}
     began = time.perf_counter()
     command = [sys.executable, "-c", LOOK, str(storage.root)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

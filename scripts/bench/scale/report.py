@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.observe.metrics import MetricWindow, RecentMeans, Reducer, Sums
-from app.observe.ranks import to_column
-from app.parallel import gather_objects
-from app.run.ranks import Columns
 from scripts.bench.scale import Figure, timed
+from sunspot.observe.metrics import MetricWindow, RecentMeans, Reducer, Sums
+from sunspot.observe.ranks import to_column
+from sunspot.parallel import gather_objects
+from sunspot.run.ranks import Columns
 
 RANKS, ROUNDS = 16, 30
 

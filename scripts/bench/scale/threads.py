@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
-from app.data.shared_rows import Workers, load_shared
-from app.data.source import Batch
+from sunspot.data.shared_rows import Workers, load_shared
+from sunspot.data.source import Batch
 
 MEET_WITHIN_S = 60.0
 

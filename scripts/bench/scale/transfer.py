@@ -25,17 +25,17 @@ from unittest.mock import patch
 
 import torch
 
-from app.checkpoint.files import write_whole
-from app.checkpoint.node_state import NodeState
-from app.checkpoint.slots import Slot
-from app.checkpoint.snapshot import ChangeWatch, Snapshot
-from app.run import Run
-from app.run.attempts import Attempt, checkpoint_name, claim, read_attempts
-from app.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, find_newest_good, write_manifest
-from app.storage.base import Storage
-from app.storage.s3 import S3Storage
 from scripts import object_stores
 from scripts.bench.scale import Figure
+from sunspot.checkpoint.files import write_whole
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.slots import Slot
+from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
+from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_faults, find_newest_good, write_manifest
+from sunspot.storage.base import Storage
+from sunspot.storage.s3 import S3Storage
 
 Result = TypeVar("Result")
 
@@ -71,7 +71,7 @@ def measure() -> Iterator[Figure]:
 def _measure(size: int, at: str) -> Iterator[Figure]:
     state = make_state(size)
     now, before = Run(S3Storage(f"s3://{BUCKET}"), "now"), Run(OneStream(f"s3://{BUCKET}"), "before")
-    with patch("app.storage.parts.PARTS_IN_FLIGHT", 4):
+    with patch("sunspot.storage.parts.PARTS_IN_FLIGHT", 4):
         there, checkpoint = _timed(lambda: _commit_as_before(before, state))
         back, _ = _timed(lambda: [find_faults(before, checkpoint) for _ in range(3)])
         delete_checkpoint(before, checkpoint.name)
@@ -146,7 +146,7 @@ def _s3(rate: float) -> Iterator[None]:
     """An S3 server with a bucket, and the proxy in front of it, which the AWS environment then names."""
     import boto3
 
-    limits = patch("app.storage.bucket.READ_TIMEOUT_S", COMPLETE_S)
+    limits = patch("sunspot.storage.bucket.READ_TIMEOUT_S", COMPLETE_S)
     with object_stores.s3_server() as port, patch.dict(os.environ, object_stores.S3_KEYS), limits:
         proxy = [sys.executable, "-m", "scripts.bench.scale.throttle", str(port), str(rate)]
         with subprocess.Popen(proxy, stdout=subprocess.PIPE, text=True) as throttle:

@@ -1,9 +1,0 @@
-"""The report of a run or a search as one HTML file, made from storage alone."""
-
-from app.report.model import Report, gather
-from app.report.page import render
-
-__all__ = ["FILE", "Report", "gather", "render"]
-
-FILE = "report.html"
-"""Where a run keeps the report its driver made at its end."""

@@ -1,0 +1,5 @@
+"""The command `sunspot`, as `python -m sunspot`."""
+
+from sunspot.cli import main
+
+main()

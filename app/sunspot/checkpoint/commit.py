@@ -1,0 +1,297 @@
+"""Commits copies of the state to storage, in a thread beside the training.
+
+A checkpoint exists once its manifest is written, which comes after all of its files were uploaded and verified. One
+is committed at a time; when storage is slower than the interval, a newer copy replaces one that still waits. Under
+PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (sharded.py).
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from sunspot.checkpoint.files import Files, refuse_unloadable
+from sunspot.checkpoint.snapshot import Snapshot
+from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.parallel import any_rank
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, ensure_owner, lineage, read_attempts
+from sunspot.run.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    delete_checkpoint,
+    expired,
+    in_lineage,
+    list_checkpoints,
+    list_directories,
+    read_manifest,
+    why_abandoned,
+    write_manifest,
+)
+from sunspot.run.history import Journal
+from sunspot.settings import Settings
+from sunspot.storage.retry import Outage
+
+POLL_S = 0.1
+"""Between two looks at what rank 0 has begun, while there is a snapshot to begin."""
+
+BEGUN, WRITTEN = "sunspot-commit", "sunspot-written-{}"
+"""Keys of the group's store: the step of the snapshot that rank 0 has begun, and the checkpoint all parts of which are
+in storage."""
+
+
+class CommitOrder:
+    """Has all ranks commit the same snapshots, of which each has a part: those that rank 0 begins.
+
+    Rank 0 tells the others by the store in which the group has met: no thread waits in a collective call for a rank
+    that may have died, and no rank but rank 0 lists what is in storage by now.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group` None: a rank alone, or one that has the whole state."""
+        self._group, self.leads = group, group is None or dist.get_rank(group) == 0
+
+    def replaces(self, waiting: bool) -> bool:
+        """Whether a new snapshot takes the place of the newest before it; all ranks call this together.
+
+        It does where that one is `waiting` on rank 0.
+        """
+        return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
+
+    def begin(self, step: int) -> None:
+        """Note that the snapshot at `step` is begun, and on rank 0 let the others begin theirs."""
+        if self._group and self.leads:
+            self._group.get_group_store().set(BEGUN, str(step))
+
+    def limit(self) -> float:
+        """The last step whose snapshot may be begun: on rank 0 any, on others the newest that rank 0 has begun."""
+        if self._group is None or self.leads:
+            return math.inf
+        begun = self._told(BEGUN)
+        return -math.inf if begun is None else int(begun)
+
+    def tell_written(self, name: str) -> None:
+        """On rank 0, let the others know that all parts of a checkpoint are in storage."""
+        if self._group:
+            self._group.get_group_store().set(WRITTEN.format(name), "")
+
+    def is_written(self, name: str) -> bool:
+        """Whether rank 0 has told so."""
+        return self._told(WRITTEN.format(name)) is not None
+
+    def _told(self, key: str) -> bytes | None:
+        """What rank 0 has told; None: nothing yet."""
+        assert self._group
+        store = self._group.get_group_store()
+        with suppress(dist.DistError):  # rank 0 is gone, and the group with it
+            return store.get(key) if store.check([key]) else None
+        return None
+
+
+class CheckpointCommitter:
+    """Commits one rank's snapshots."""
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        settings: Settings,
+        write: Callable[[Run, Snapshot], Files | None],
+        before_commit: Callable[[], None],
+        events: Journal | None,
+        warn: Callable[[str], Any],
+        order: CommitOrder | None = None,
+    ) -> None:
+        """`write` uploads a snapshot's files; it returns None where another rank commits them with its own.
+
+        `before_commit` makes durable what has to be there before the checkpoint; `order` is that of a state in parts.
+        """
+        self._run, self._attempt, self._settings = run, attempt, settings
+        self._write, self._before_commit, self._events, self._warn = write, before_commit, events, warn
+        self._order = order or CommitOrder()
+        self._waiting: list[Snapshot] = []
+        "Those not begun, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
+        self._committing = self._closing = False
+        self._dropped = False
+        "Whether the newest snapshot that was begun is torn, and so never committed."
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._outage = Outage()
+        "Since the last commit."
+        self._flush_requested = False
+        self.newest: Checkpoint | None = None
+        self.commit_s: float | None = None
+        "Seconds that the commit of `newest` took."
+        self._thread = threading.Thread(target=self._commit_all, name="checkpoint-commit", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------- in the training thread
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is not committed yet."""
+        return self._committing or bool(self._waiting)
+
+    def commit(self, snapshot: Snapshot) -> None:
+        """Hand over a snapshot to commit; returns at once. Of a state in parts, all ranks call this together."""
+        with self._changed:
+            if self._order.replaces(bool(self._waiting)):
+                self._waiting.pop().release()  # never begun: the newest wins
+            self._waiting.append(snapshot)
+            self._changed.notify_all()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that ended commits for good: a newer owner, or storage that failed for too long."""
+        if self._error:
+            raise self._error
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until the newest snapshot is committed and return whether it is; raises like `raise_if_failed`.
+
+        It returns without `timeout_s` too: a commit that keeps failing, or makes no progress, is given up after
+        `storage_timeout_s`.
+        """
+        with self._changed:
+            self._flush_requested = True
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: self._error or not self.busy, timeout_s)
+        self.raise_if_failed()
+        return bool(done) and not self._dropped
+
+    def close(self) -> None:
+        """`drain`, and end the thread."""
+        self.drain()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------------ in the commit thread
+
+    def _commit_all(self) -> None:
+        while snapshot := self._begin_next():
+            try:
+                self._commit_with_retries(snapshot)
+            except Exception as error:
+                self._error = error
+            if not self._error:  # or else an upload that hangs may still read it
+                snapshot.release()
+            with self._changed:
+                self._committing = False
+                self._changed.notify_all()
+            if self._error:
+                return
+
+    def _begin_next(self) -> Snapshot | None:
+        """Wait for the next snapshot whose turn it is, and begin it; None: there are no more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return None
+            limit = self._order.limit()
+            with self._changed:
+                if begun := self._waiting_up_to(limit):
+                    del self._waiting[: len(begun)]
+                    self._committing = True
+                    self._order.begin(begun[-1].manifest.step)
+                    for passed in begun[:-1]:
+                        passed.release()
+                    return begun[-1]
+                self._changed.wait(POLL_S)
+
+    def _waiting_up_to(self, limit: float) -> list[Snapshot]:
+        return [snapshot for snapshot in self._waiting if snapshot.manifest.step <= limit]
+
+    def _commit_with_retries(self, snapshot: Snapshot) -> None:
+        """Try until it is committed, a newer snapshot may be begun, or storage has failed for `storage_timeout_s`."""
+        outage, limit_s, step = self._outage, self._settings.storage_timeout_s, snapshot.manifest.step
+        while True:
+            try:
+                outage.attempt(lambda: self._commit(snapshot), limit_s, f"checkpoint at step {step}", self._warn)
+            except (StorageError, NotFoundError, DamageError) as error:
+                if outage.tries == 1:  # one event for each outage, however many tries it takes
+                    self._record("commit failed", step, str(error))
+                else:
+                    self._warn(f"no commit for {outage.seconds:.0f} s: {error}")
+                if outage.over:
+                    raise StorageError(
+                        f"no checkpoint could be committed for {outage.seconds:.0f} s "
+                        f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
+                    ) from error
+            else:
+                if outage.tries:
+                    self._record("commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} tries")
+                    self._outage = Outage()
+                return
+            with self._changed:
+                self._flush_requested = False
+                self._changed.wait_for(lambda: self._flush_requested, outage.pause_s)
+            if self._waiting_up_to(self._order.limit()):
+                return
+
+    def _commit(self, snapshot: Snapshot) -> None:
+        """Write one checkpoint. Killed anywhere in here, it exists or not, and the one before stands."""
+        snapshot.copied.result()
+        if self._drops(snapshot):
+            return
+        began = time.monotonic()
+        ensure_owner(self._run, self._attempt)
+        committed = read_manifest(self._run, snapshot.manifest.name) if self._outage.tries else None
+        if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
+            refuse_unloadable({**snapshot.state, "extra_state": snapshot.extra_state}, self._settings.task)
+            self._before_commit()
+            files = self._write(self._run, snapshot)
+            if files is None:
+                return
+            ensure_owner(self._run, self._attempt)
+            if self._drops(snapshot):  # a change that went on when the copy had ended is known by now
+                delete_checkpoint(self._run, snapshot.manifest.name)
+                return
+            committed = replace(snapshot.manifest, files=files, time=time.time())
+            write_manifest(self._run, committed)
+        ensure_owner(self._run, self._attempt)  # taken over in between, it is outside the lineage and does not count
+        self.newest, self.commit_s = committed, time.monotonic() - began
+        self._delete_expired()
+
+    def _drops(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is torn, and so never to be committed."""
+        self._dropped = snapshot.torn
+        if self._dropped:
+            detail = (
+                "weights changed while they were copied, and not by the optimizer; from here on they are copied at once"
+            )
+            self._record("checkpoint dropped", snapshot.manifest.step, detail)
+        return self._dropped
+
+    def _delete_expired(self) -> None:
+        """Keep the best and the newest, and nothing that killed attempts left incomplete.
+
+        Comes after the new manifest: nothing goes before its replacement is safe.
+        """
+        assert self.newest
+        try:
+            directories, attempts = list_directories(self._run), read_attempts(self._run)
+            if not attempts:
+                return  # the run has just been deleted: the next commit ends by it
+            mine = in_lineage(list_checkpoints(self._run, directories), lineage(attempts))
+            keep, metric = self._settings.checkpoints_to_keep, self._settings.checkpoint_metric
+            gone = [old.name for old in expired(mine, keep, metric, self._settings.checkpoint_order)]
+            for name, files in directories.items():
+                if MANIFEST not in files and why_abandoned(name, files, attempts, time.time()):
+                    gone.append(name)
+            for name in gone:
+                ensure_owner(self._run, self._attempt)
+                delete_checkpoint(self._run, name)
+        except StorageError as error:
+            self._record("old checkpoints not deleted", self.newest.step, str(error))
+
+    def _record(self, event: str, step: int, detail: str) -> None:
+        self._warn(f"{event} at step {step}: {detail}")
+        if self._events:
+            self._events.append({"step": step, "time": time.time(), "event": event, "detail": detail})

@@ -1,0 +1,182 @@
+"""The pieces of tensors in a checkpoint's parts: where each lies, its checksum, and reading only those that are needed.
+
+What only they need of torch is imported where it is used, as it takes seconds at the start of every process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import torch
+
+from sunspot.checkpoint.files import read_file
+from sunspot.errors import DamageError
+from sunspot.run import Run
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.storage.base import CHUNK, Writer, map_parallel
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
+
+INDEX = "part-{:05d}.json"
+
+REQUEST_BYTES = 64 << 20
+"""Read by one request, if it needs as much; a larger one gains nothing."""
+
+REQUESTS_AT_ONCE = 4
+"""Of one rank: there may be eight to a node."""
+
+
+class Piece(NamedTuple):
+    """A piece of one tensor in a file, as the part's index lists it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    "Of the whole tensor."
+    offset: list[int]
+    "Of the piece in the tensor."
+    lengths: list[int]
+    "Of the piece, in each dimension."
+    file: str
+    begin: int
+    "Of its bytes in the file, as `torch.save` wrote them."
+    size: int
+    crc32: int | None = None
+    "Of these bytes; None in a part written by a version that kept none."
+
+
+def make_metadata(pieces: Sequence[Piece]) -> Metadata:
+    """The metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch's own reader wants it in .metadata
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for piece in pieces:
+        properties = TensorProperties(dtype=getattr(torch, piece.dtype))
+        tensor = tensors.setdefault(piece.name, TensorStorageMetadata(properties, torch.Size(piece.shape), []))
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.lengths)))
+        storage[MetadataIndex(piece.name, piece.offset)] = _StorageInfo(piece.file, piece.begin, piece.size)
+    for name, tensor in tensors.items():
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise DamageError(f"{name}: its pieces do not make up the whole tensor of shape {list(tensor.size)}")
+    return Metadata(tensors, storage_data=storage)
+
+
+class ChecksummedWriter:
+    """Passes bytes on, with a checksum of its own."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._writer.write(data)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+
+def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
+    """All pieces of a checkpoint, by rank."""
+    indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
+    contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
+    return [Piece(**piece) for content in contents for piece in content["tensors"]]
+
+
+def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
+    """Fill tensors (whole ones and DTensors) by name; torch's planner finds the pieces that cover them.
+
+    Only bytes that were checked are loaded; no others are read, but for small gaps.
+    """
+    reads = Reads(pieces, into)
+
+    def load(neighbours: list[Piece]) -> None:
+        for piece, content in _read_neighbours(run, checkpoint, neighbours):
+            reads.put(piece, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+
+    map_parallel(load, group_neighbours(reads.wanted), REQUESTS_AT_ONCE)
+
+
+class Reads:
+    """What has to be read to fill tensors."""
+
+    def __init__(self, pieces: Sequence[Piece], into: dict[str, torch.Tensor]) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(into, make_metadata(pieces))
+        by_offset = {(piece.name, tuple(piece.offset)): piece for piece in pieces}
+        self._items: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in self._planner.create_local_plan().items:
+            piece = by_offset[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            self._items.setdefault((piece.file, piece.begin), []).append(item)
+        wanted = (piece for piece in pieces if (piece.file, piece.begin) in self._items)
+        self.wanted = sorted(wanted, key=lambda piece: (piece.file, piece.begin))
+        "By their places in the files."
+
+    def put(self, piece: Piece, content: torch.Tensor) -> None:
+        """Copy what is needed of a piece that was read."""
+        for item in self._items[piece.file, piece.begin]:
+            tensor = content
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dimension, offset, length)
+            self._planner.resolve_tensor(item).detach().copy_(tensor)
+
+
+def group_neighbours(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Pieces, sorted by their places, in groups that one request each reads: REQUEST_BYTES, or one larger piece.
+
+    Without a checksum of its own a piece cannot be checked, but with its whole file.
+    """
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        first, last = (groups[-1][0], groups[-1][-1]) if groups else (None, None)
+        near = last and piece.begin - (last.begin + last.size) <= CHUNK
+        small = first and piece.begin + piece.size - first.begin <= REQUEST_BYTES
+        if first and first.file == piece.file and (piece.crc32 is None or (near and small)):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _read_neighbours(
+    run: Run, checkpoint: Checkpoint, pieces: list[Piece]
+) -> Iterator[tuple[Piece, bytes | bytearray]]:
+    """Each of some pieces in one file with its bytes, checked; raises `DamageError`."""
+    file, at = pieces[0].file, pieces[0].begin
+    if pieces[0].crc32 is None:
+        content = read_file(run, checkpoint, file)
+        yield from ((piece, content[piece.begin : piece.begin + piece.size]) for piece in pieces)
+        return
+    key = run.key("checkpoints", checkpoint.name, file)
+    with run.storage.open(key, at) as stream:
+        for piece in pieces:
+            _read_exactly(stream, piece.begin - at)
+            data, at = _read_exactly(stream, piece.size), piece.begin + piece.size
+            if zlib.crc32(data) != piece.crc32:
+                raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it does not match the index of its part")
+            yield piece, data
+
+
+def _read_exactly(stream: BinaryIO, size: int) -> bytearray:
+    """The next bytes of a stream; fewer at its end."""
+    content = bytearray()
+    while len(content) < size and (chunk := stream.read(min(CHUNK, size - len(content)))):
+        content += chunk
+    return content

@@ -1,0 +1,342 @@
+"""Checkpoints in parts (PARALLEL=fsdp): each rank writes the part it holds, and rank 0 commits all of them.
+
+The files are those of torch.distributed.checkpoint, so any PyTorch program can read the directory with its
+`FileSystemReader`:
+
+    __0_0.distcp __0_1.distcp   rank 0's part of the model, and of the optimizer's state: tensors, one after the other
+    part-00000.json             where each tensor lies in them; written once they are verified to be there
+    .metadata                   the same for all ranks, for torch; not read here, as it is a pickle
+    extra_state.pt              as under DDP, and the optimizer's plain values, under `state`
+    model.pt                    the whole model, in the last checkpoint of a finished run; with WEIGHTS=safetensors, in
+                                its place, the files of weights.py, which all ranks write, and weights-00000.json
+
+Rank 0 writes the tensors that are not cut (buffers, the optimizer's step counts).
+
+Ranks learn only from storage what the others have written: a rank that dies leaves a directory without a manifest, and
+no other rank waiting in a collective call. All ranks commit the same snapshots: those that rank 0 begins
+(`CommitOrder` in commit.py).
+
+What only they need of torch is imported where it is used, as it takes seconds at the start of every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from sunspot.checkpoint.commit import CommitOrder
+from sunspot.checkpoint.files import Files, load_state, load_weights, upload, upload_state
+from sunspot.checkpoint.names import fill, keys_of, leaves_of, make_outline
+from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
+from sunspot.checkpoint.snapshot import Snapshot, tensors_in
+from sunspot.checkpoint.weights import MoreFiles, plan_shards, upload_index, upload_more, upload_shard
+from sunspot.errors import DamageError
+from sunspot.parallel import Place, parameters_of
+from sunspot.run import Run, to_json
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.settings import Settings
+from sunspot.storage.base import Writer, map_parallel
+
+KINDS = ("model", "optimizer")
+"""The files of a part, in the order of their numbers: prediction does not read the optimizer's."""
+
+WEIGHTS = "weights-{:05d}.json"
+"""Lists the safetensors files that one rank has written, once they have arrived."""
+
+METADATA = ".metadata"
+
+LATE_S = 60.0
+"""How much longer than STORAGE_TIMEOUT_S rank 0 waits for parts: a rank whose storage fails reports that first."""
+
+POLL_EVERY_S = 0.5
+"""Between two listings while rank 0 waits for parts as large as its own."""
+
+WARN_AFTER_S = 30.0
+
+
+class PartWriter:
+    """Writes one rank's part of each snapshot, in the commit thread; rank 0 also writes the files common to all."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        names: list[str],
+        settings: Settings,
+        warn: Callable[[str], Any],
+        more_files: MoreFiles | None = None,
+        order: CommitOrder | None = None,
+    ) -> None:
+        """`names`: the parameters', in the optimizer's order (`parameter_names`); `more_files`: of the last one."""
+        self._more_files, self._order = more_files, order or CommitOrder()
+        self._rank, self._world_size, self._names = rank, world_size, names
+        self._timeout_s, self._warn = settings.storage_timeout_s + LATE_S, warn
+        self._safetensors = settings.weights == "safetensors"
+        self._took_s = 0.0
+        "Seconds that its own part took: the others', on slower connections, may take as long again."
+        self._written: list[str] = []
+        "What is in storage of the newest checkpoint: a retry does not write it again."
+
+    def __call__(self, run: Run, snapshot: Snapshot) -> Files | None:
+        """Write this rank's part; on rank 0, wait for the others' and return the files of all."""
+        rank, world_size, name = self._rank, self._world_size, snapshot.manifest.name
+        safetensors = self._safetensors and snapshot.manifest.finished
+        self._write_once(run, name, INDEX, lambda: write_part(run, snapshot, self._names, rank))
+        if safetensors:
+            self._wait_for_parts(run, name)
+            self._write_once(run, name, WEIGHTS, lambda: write_weights(run, snapshot, rank, world_size))
+        if rank:
+            return None
+        self._wait_for_indexes(run, name, WEIGHTS if safetensors else INDEX)
+        files = write_common(run, snapshot, self._names, world_size, safetensors)
+        if self._more_files and snapshot.manifest.finished:
+            if safetensors:  # ranks have written the values
+                model = whole_model(read_indexes(run, name, world_size)[1])
+            else:
+                model = load_state(run, replace(snapshot.manifest, files=files), "model.pt")
+            files |= upload_more(run, name, self._more_files(model))
+        return files
+
+    def _write_once(self, run: Run, name: str, index: str, write: Callable[[], None]) -> None:
+        """Write what `index` lists, unless an earlier try has."""
+        own = run.key("checkpoints", name, index.format(self._rank))
+        if own not in self._written:
+            began = time.monotonic()
+            write()
+            self._took_s = time.monotonic() - began
+            self._written = [own, *self._written[:1]]
+
+    def _wait_for_parts(self, run: Run, name: str) -> None:
+        """Return once all ranks have written their parts: rank 0 looks for them, and tells the others."""
+        if self._rank == 0:
+            self._wait_for_indexes(run, name, INDEX)
+            self._order.tell_written(name)
+        else:
+            told = "rank 0 has not seen the parts of all ranks"
+            self._wait(name, lambda: "" if self._order.is_written(name) else told)
+
+    def _wait_for_indexes(self, run: Run, name: str, index: str) -> None:
+        """Return once all ranks have written their index."""
+
+        def find_missing() -> str:
+            there = {entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("checkpoints", name))}
+            missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
+            return f"no part of ranks {', '.join(missing)}" if missing else ""
+
+        self._wait(name, find_missing)
+
+    def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
+        """Return once nothing is missing of a checkpoint."""
+        began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
+        while missing := find_missing():
+            waited = time.monotonic() - began
+            text = f"{name}: {missing} after {waited:.0f} s"
+            if waited > limit_s:
+                raise RuntimeError(text)
+            if waited > WARN_AFTER_S and not warned:
+                warned = True
+                self._warn(f"{text}; waiting for at most {limit_s:.0f} s")
+            time.sleep(POLL_EVERY_S)
+
+
+def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> None:
+    """Write one rank's part: the tensors, then their index, which tells that they are in storage."""
+    name, files, pieces = snapshot.manifest.name, {}, []
+    tensors = zip(keys_of(snapshot.state, names), tensors_in(snapshot.state), snapshot.places, strict=True)
+    # What is not cut comes first: every rank reads that of rank 0, in one piece.
+    in_order = sorted(tensors, key=lambda item: item[2] is not None)
+    # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
+    mine = [
+        (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
+        for key, tensor, place in in_order
+        if rank == 0 or (place and tensor.numel())
+    ]
+    for number, kind in enumerate(KINDS):
+        file = f"__{rank}_{number}.distcp"
+
+        def write(writer: Writer, file: str = file, kind: str = kind) -> None:
+            for key, tensor, place in mine:
+                if key.startswith(f"{kind}."):
+                    begin, checked = writer.size, ChecksummedWriter(writer)
+                    torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    extent = (list(place.shape), list(place.offset), list(tensor.shape))
+                    pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin, checked.crc32))
+
+        files[file] = upload(run, name, file, write)
+    index = {"files": files, "tensors": [piece._asdict() for piece in pieces]}
+    run.storage.write(run.key("checkpoints", name, INDEX.format(rank)), to_json(index))
+
+
+def write_weights(run: Run, snapshot: Snapshot, rank: int, world_size: int) -> None:
+    """Write one rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
+    name, written = snapshot.manifest.name, Files()
+    whole = whole_model(read_indexes(run, name, 1)[1])
+    mine = list(plan_shards(whole).items())[rank::world_size]
+    if mine:  # there may be more ranks than files: only those that write one read what all ranks have
+        files, pieces = read_indexes(run, name, world_size)
+    for file, tensors in mine:
+        into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
+        wanted = [piece for piece in pieces if piece.name in into]
+        read_into(run, replace(snapshot.manifest, files=files), wanted, into)
+        state = {tensor: into[f"model.{tensor}"] for tensor in tensors}
+        written[file] = upload_shard(run, name, file, state)
+    run.storage.write(run.key("checkpoints", name, WEIGHTS.format(rank)), to_json({"files": written}))
+
+
+def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """The model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
+    return {
+        piece.name.removeprefix("model."): torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device="meta")
+        for piece in pieces
+        if piece.name.startswith("model.")
+    }
+
+
+def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int, safetensors: bool) -> Files:
+    """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
+
+    With `safetensors`, they have written the whole model, too; a finished run's last checkpoint has it as one file
+    otherwise.
+    """
+    name = snapshot.manifest.name
+    files, pieces = read_indexes(run, name, world_size)
+    if safetensors:
+        files |= read_indexes(run, name, world_size, WEIGHTS)[0] | upload_index(run, name, whole_model(pieces))
+    metadata = make_metadata(pieces)
+    files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
+    outline = make_outline(snapshot.state, names)
+    extra_state = {**snapshot.extra_state, "state": outline}
+    files["extra_state.pt"] = upload_state(run, name, "extra_state.pt", extra_state)
+    if snapshot.manifest.finished and not safetensors:
+        written_so_far = replace(snapshot.manifest, files=files)
+        model = _read_whole(run, written_so_far, pieces, outline["model"])
+        files["model.pt"] = upload_state(run, name, "model.pt", model)
+    return files
+
+
+def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tuple[Files, list[Piece]]:
+    """The files of an uncommitted checkpoint that the ranks' indexes list, with these, and the pieces in them.
+
+    Raises `DamageError` for one that has changed since.
+    """
+    folder = run.key("checkpoints", name)
+    listed = {entry.key.removeprefix(f"{folder}/"): entry for entry in run.storage.list(folder)}
+    indexes = [index.format(rank) for rank in range(world_size)]
+    contents = map_parallel(lambda file: run.storage.read(f"{folder}/{file}"), indexes)
+    files: Files = {}
+    pieces: list[Piece] = []
+    for file, content in zip(indexes, contents, strict=True):
+        found = json.loads(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        files |= found["files"] | {file: {"size": len(content), "sha256": sha256, "version": listed[file].version}}
+        pieces += [Piece(**piece) for piece in found.get("tensors", [])]
+    for file, written in files.items():
+        if file not in listed or (listed[file].size, listed[file].version) != (written["size"], written["version"]):
+            raise DamageError(f"{run.storage.locate(f'{folder}/{file}')}: changed after it was written")
+    return files, pieces
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def is_sharded(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint was written in parts."""
+    return INDEX.format(0) in checkpoint.files
+
+
+class Contents(NamedTuple):
+    """What a checkpoint in parts holds."""
+
+    pieces: list[Piece]
+    outline: Any
+    "The state, with the names of its tensors in their places."
+
+
+def read_contents(run: Run, checkpoint: Checkpoint) -> Contents:
+    """What a checkpoint in parts holds: a request for each rank that wrote it. Raises `DamageError`."""
+    return Contents(read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"])
+
+
+def load_model(run: Run, checkpoint: Checkpoint, contents: Contents | None = None) -> Any:
+    """The model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
+    if "model.pt" in checkpoint.files:
+        return load_state(run, checkpoint, "model.pt")
+    return load_whole(run, checkpoint, contents or read_contents(run, checkpoint), ["model"])["model"]
+
+
+def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+    """The whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
+    pieces, outline = contents
+    return {kind: _read_whole(run, checkpoint, pieces, outline[kind]) for kind in kinds}
+
+
+def load_parts(
+    run: Run, checkpoint: Checkpoint, contents: Contents, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Read this rank's part of a sharded model and its optimizer, however many ranks wrote the checkpoint.
+
+    Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
+    """
+    pieces, outline = contents
+
+    def read(into: dict[str, torch.Tensor]) -> None:
+        read_into(run, checkpoint, pieces, into)
+
+    load_pieces(pieces, outline, checkpoint.name, model, optimizer, read)
+
+
+def load_pieces(
+    pieces: Sequence[Piece],
+    outline: Any,
+    name: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    read: Callable[[dict[str, torch.Tensor]], None],
+) -> None:
+    """Load this rank's part of the state called `name`, of which `read` fills tensors by their names."""
+    own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    parameters = parameters_of(optimizer)
+    owners = {
+        key: parameters[number]
+        for number, values in outline["optimizer"]["state"].items()
+        if number < len(parameters)
+        for key in leaves_of(values)
+        if isinstance(key, str)
+    }
+
+    def place(piece: Piece) -> torch.Tensor:
+        like = own.get(piece.name, owners.get(piece.name))
+        if like is None or list(like.shape) != piece.shape:
+            return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+        return like if piece.name in own else torch.empty_like(like.detach(), dtype=getattr(torch, piece.dtype))
+
+    tensors = {piece.name: place(piece) for piece in pieces}
+    read(tensors)
+    load_weights(model, fill(outline["model"], tensors), name)
+    optimizer.load_state_dict(fill(outline["optimizer"], tensors))
+
+
+def weights_digest(checkpoint: Checkpoint) -> str:
+    """A SHA-256 that identifies the weights of a checkpoint."""
+    if "model.pt" in checkpoint.files:
+        return str(checkpoint.files["model.pt"]["sha256"])
+    ending = f"_{KINDS.index('model')}.distcp"
+    parts = sorted((file, entry["sha256"]) for file, entry in checkpoint.files.items() if file.endswith(ending))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _read_whole(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], outline: Any) -> Any:
+    """The state that `outline` describes, with whole tensors."""
+    named = set(leaves_of(outline))
+    wanted = [piece for piece in pieces if piece.name in named]
+    tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
+    read_into(run, checkpoint, wanted, tensors)
+    return fill(outline, tensors)

@@ -1,0 +1,134 @@
+"""The command `sunspot`: its verbs, the options that all of them take, and the way from an error to an exit code.
+
+`sunspot VERB` is `submitter/commands/VERB.py`: `add_arguments` declares what it takes, `run` does it. A verb's module
+is imported only when that verb is used, so help and wrong usage answer at once.
+"""
+
+import argparse
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from sunspot import __version__
+from sunspot.errors import SettingsError, run_and_exit
+
+VERBS = {
+    "render": "print the manifest that submit would apply; no cluster needed",
+    "submit": "check everything, then have the cluster run what render prints",
+    "status": "where the run stands: cluster and storage in one view",
+    "wait": "progress until the run ends; the exit code says how",
+    "stop": "have the run save and stand still, then remove its cluster",
+    "resume": "let a stopped run go on: submit again what was submitted last",
+    "list": "all runs, the one that was written last first",
+    "logs": "what the driver printed, or one rank: from storage, a few seconds behind",
+    "checkpoints": "the run's checkpoints",
+    "checkpoints ls": "list them, each verified",
+    "checkpoints verify": "verify all or one; exit code 7 if any is damaged",
+    "checkpoints get": "download one; interrupted, the same command goes on",
+    "checkpoints gc": "show what is of no use any more; --yes removes it",
+    "events": "what happened to the run besides training, and what it cost",
+    "metrics": "the run's metric history",
+    "report": "write all there is to see of the run into one HTML file",
+    "audit": "prove which rows each epoch consumed, checkpoints and receipts; exit code 7 for a fault",
+    "chaos": "reclaim and kill parts of a live run on purpose, then audit it",
+    "doctor": "why a run is pending, slow, stuck or failed, and what to do",
+    "dashboard": "the run's Ray dashboard on a port of this machine",
+    "delete": "show all there is of a run, ask, and remove it",
+}
+"""In the order of the help; `checkpoints` has verbs of its own."""
+
+MODULES = {"doctor": "sunspot.submitter.doctor.command"}
+"""Where a verb is that is more than one module."""
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """Do what the command line says, and end the process."""
+
+    def program() -> int:
+        _refuse_windows()
+        arguments = make_parser(load=False).parse_args(words)
+        arguments.begin(arguments)
+        return 0
+
+    run_and_exit(program)
+
+
+def _refuse_windows() -> None:
+    """Raise `SettingsError` on Windows before anything is imported that is not there."""
+    if os.name == "nt":
+        raise SettingsError(
+            "this is Windows, and sunspot needs Linux or macOS; in WSL (`wsl --install`) all of it works"
+        )
+
+
+def make_parser(load: bool = True) -> argparse.ArgumentParser:
+    """The parser of the whole command. Without `load`, a verb gets its arguments when it is used, not at once."""
+    parser = _Parser("sunspot", description="Ray Train on Kubernetes spot GPUs.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    groups = {"": parser.add_verbs()}
+    for verb, about in VERBS.items():
+        group, _, name = verb.rpartition(" ")
+        child: _Parser = groups[group].add_parser(name, help=about, description=about, allow_abbrev=False)
+        if any(other.startswith(f"{verb} ") for other in VERBS):
+            groups[verb] = child.add_verbs()
+        else:
+            child.verb = verb
+            if load:
+                child.load()
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Loads its verb when it is used, and answers a misspelt verb or option with the nearest right one."""
+
+    verb = ""
+    "The verb whose arguments are not here yet."
+    verbs: Any = None
+    "The action that chooses among the verbs of a group."
+
+    def add_verbs(self) -> Any:
+        self.verbs = self.add_subparsers(title="verbs", metavar="VERB", required=True)
+        return self.verbs
+
+    def load(self) -> None:
+        """Import the verb, and add its arguments and those that every verb takes."""
+        module = importlib.import_module(
+            MODULES.get(self.verb, f"sunspot.submitter.commands.{self.verb.replace(' ', '.')}")
+        )
+        module.add_arguments(self)
+        self.add_argument(
+            "--storage", metavar="PATH", help="where runs are kept; default: SUNSPOT_STORAGE_PATH, or runs"
+        )
+        self.add_argument("--context", metavar="NAME", help="a context of the kubeconfig; default: its current one")
+        self.add_argument("--namespace", metavar="NAME", help="default: the profile's, the context's own, or sunspot")
+        self.add_argument("--json", action="store_true", help="JSON on stdout, everything else on stderr")
+        self.set_defaults(begin=module.run)
+        self.verb = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        if self.verb:
+            self.load()
+        if self.verbs:
+            _check(words[:1], self.verbs.choices, "verb")
+        else:
+            before = itertools.takewhile(lambda word: word != "--", words)
+            options = [word.partition("=")[0] for word in before if word.startswith("--")]
+            _check(options, self._option_string_actions, "option")
+        return super().parse_known_args(words, namespace)
+
+
+def _check(words: Iterable[str], known: Iterable[str], what: str) -> None:
+    for word in words:
+        if word not in known and (what == "option" or not word.startswith("-")):
+            import difflib
+
+            nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+            raise SettingsError(f"{word}: no such {what}; did you mean {nearest}?")
+
+
+if __name__ == "__main__":
+    main()

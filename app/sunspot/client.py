@@ -1,0 +1,137 @@
+"""A run: submit it, follow it, read what it has written, predict with its model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sunspot.errors import SettingsError
+from sunspot.run import Run as StoredRun
+from sunspot.run.logs import read_stream
+from sunspot.submitter.cluster.watch import reach_run
+from sunspot.submitter.commands import logs, metrics, status, stop, wait
+from sunspot.submitter.commands import submit as submission
+from sunspot.submitter.output import warn
+from sunspot.submitter.runs import find_run
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow
+
+    from sunspot.predict.classifier import Images
+
+
+def submit(
+    name: str,
+    profile: str = "kind",
+    settings: Mapping[str, Any] | None = None,
+    *,
+    image: str | None = None,
+    storage: str | None = None,
+    context: str | None = None,
+    namespace: str | None = None,
+) -> Run:
+    """Have the cluster train the run, after the checks of `sunspot submit`, and return at once.
+
+    Settings have their names with or without the prefix; numbers, booleans and dictionaries need no quotes. A live run
+    with the same ones is attached to, a finished one stays finished. Raises `SettingsError`, `ClusterError`,
+    `StorageError`, or `ConflictError` for a run that is live with others; then nothing was changed.
+    """
+    arguments = argparse.Namespace(
+        run=name,
+        profile=profile,
+        settings=[f"{setting}={_to_text(setting, value)}" for setting, value in (settings or {}).items()],
+        storage=storage,
+        image=image,
+        namespace=namespace,
+        context=context,
+        queue=None,
+        cluster=None,
+        generation=1,
+    )
+    rendered, cluster = submission.render_for_cluster(arguments)
+    submission.submit(cluster, rendered, dry_run=False, as_json=False)
+    return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
+
+
+def _to_text(name: str, value: Any) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except TypeError as error:
+        raise SettingsError(f"{name}={value!r}: give text, a number, a boolean, or what JSON can hold") from error
+
+
+class Run:
+    """A run by its name, in `storage`, or else where its RayJob keeps it, or SUNSPOT_STORAGE_PATH says.
+
+    Every method looks anew. All raise `NotFoundError` when there is no such run, and `StorageError`.
+    """
+
+    def __init__(
+        self, name: str, storage: str | None = None, context: str | None = None, namespace: str | None = None
+    ) -> None:
+        # As the parser of `sunspot` hands them to every verb.
+        self._arguments = argparse.Namespace(run=name, storage=storage, context=context, namespace=namespace)
+
+    def __repr__(self) -> str:
+        return f"Run({self._arguments.run!r}, storage={self._arguments.storage!r})"
+
+    def status(self) -> dict[str, Any]:
+        """Where it stands, from cluster and storage or the one that answers: what `sunspot status --json` prints."""
+        cluster, run, cluster_error = reach_run(self._arguments)
+        record = status.summarize(cluster, run, *status.gather(cluster, run, cluster_error))
+        return {**record, "state": record["state"].value}
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Print its progress until it ends, and return how: "succeeded" or "stopped".
+
+        Raises `SunspotError` when it failed or is lost, `ClusterError`, and `GaveUpError` after `timeout` seconds; the
+        run goes on.
+        """
+        cluster, run, cluster_error = reach_run(self._arguments)
+        return wait.wait(cluster, run, timeout, as_json=False, cluster_error=cluster_error).value
+
+    def stop(self, timeout: float = 600) -> None:
+        """Have it save and end, and remove its cluster; `submit` lets it go on.
+
+        Raises `GaveUpError` when it has not ended after `timeout` seconds.
+        """
+        cluster, run, cluster_error = reach_run(self._arguments)
+        stop.stop(cluster, run, timeout, wait=True, as_json=False, cluster_error=cluster_error)
+
+    def metrics(self) -> pyarrow.Table:
+        """The metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
+
+        `.to_pandas()` makes it a DataFrame.
+        """
+        return metrics.to_table(metrics.with_ranks(self._stored()))
+
+    def logs(self, rank: int | None = None, previous: bool = False) -> str:
+        """What the driver, or a worker by its rank, has printed; with `previous`, the start before the newest."""
+        run = self._stored()
+        return read_stream(run, logs.find_stream(run, rank, previous)).decode(errors="replace")
+
+    def predict(self, images: Images, checkpoint: str = "newest") -> tuple[np.ndarray, np.ndarray]:
+        """The class of each image, int64 [B], and the probabilities of all, float32 [B, classes], computed here.
+
+        Images are uint8 [C, H, W] or [B, C, H, W], or names of files; a checkpoint is newest, best or a name. Raises
+        `SettingsError` for images that the model does not take, and `DamageError`. Needs sunspot-train[train].
+        """
+        run = self._stored()
+        try:
+            from sunspot.predict.classifier import Classifier
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"predict: {error.name} is not installed; pip install 'sunspot-train[train]'"
+            ) from error
+        model = Classifier(run.name, checkpoint, run.storage.locate(""))
+        for text in model.warnings:
+            warn(f"warning: {text}")
+        return model.predict(images)
+
+    def _stored(self) -> StoredRun:
+        """Its place in storage."""
+        _, run, _ = reach_run(self._arguments)
+        return find_run(run.name, run.storage.locate(""))

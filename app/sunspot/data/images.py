@@ -1,0 +1,167 @@
+"""Images from files: PNG, JPEG, and NumPy's .npy. Headers are checked before anything of that size is made."""
+
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from sunspot.errors import DataError, SettingsError, shorten
+from sunspot.formatting import as_bytes
+
+NPY_MAGIC = b"\x93NUMPY"
+
+FORMATS = ("PNG", "JPEG")
+"""Pillow knows forty more, and one of them hands the file to Ghostscript."""
+
+MOST_BYTES = 10**9
+"""Of a file. A device may have no end, and of more the model would be handed too much at once."""
+
+GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
+"""Pillow's modes without colour."""
+
+
+def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 [B, *shape] of a file: one image, or all B of an array [B, C, H, W].
+
+    Raises `SettingsError` naming the file, its content and what was expected.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise SettingsError(
+            f"{path}: it has more than {as_bytes(MOST_BYTES)}, the most taken of a file; give several files, or "
+            "the images as a dataset (--dataset)"
+        )
+    return decode_images(content, shape, str(path))
+
+
+def decode_images(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+    """Like `read_images`, from bytes; `place` names them in messages."""
+    return _from_array(content, shape, place) if content.startswith(NPY_MAGIC) else _from_image(content, shape, place)
+
+
+def _from_array(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+    try:
+        found, in_columns, dtype, begin = _read_npy_header(content)
+    except Exception as error:  # of numpy's parsers, all kinds
+        raise SettingsError(f"{place}: an array that cannot be read: {shorten(error)}") from error
+    if dtype != np.uint8 or found[-3:] != shape or len(found) not in (3, 4) or found[0] < 1:
+        raise SettingsError(
+            f"{place}: an array of {dtype} {list(found)}, but the model takes uint8 {list(shape)} "
+            "(channels, height, width), or several of them as [B, C, H, W]"
+        )
+    if len(content) - begin != math.prod(found):
+        raise SettingsError(
+            f"{place}: an array of {list(found)}, with {len(content) - begin} bytes instead of {math.prod(found)}; it "
+            "is damaged, write it again"
+        )
+    array = np.frombuffer(content, np.uint8, offset=begin).reshape(found, order="F" if in_columns else "C")
+    return array.reshape(-1, *shape)
+
+
+def _read_npy_header(content: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether in Fortran's order, dtype, and where the values begin; raises all kinds of errors."""
+    stream = io.BytesIO(content)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
+    return (*read(stream), stream.tell())
+
+
+def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+    try:
+        image = open_checked(io.BytesIO(content))
+        grey = image.mode in GREY_MODES
+        fits = (image.height, image.width) == shape[1:] and (shape[0] == 3 or grey)
+        pixels = to_pixels(image, shape[0]) if fits else None
+    except Exception as error:  # Pillow's decoders raise all kinds
+        raise SettingsError(
+            f"{place}: neither a PNG, a JPEG nor an .npy array, or damaged: {shorten(error)}"
+        ) from error
+    if pixels is None:
+        raise SettingsError(
+            f"{place}: an image of {image.height} x {image.width} (height x width), {'grey' if grey else 'in colour'}, "
+            f"but the model takes {shape[1]} x {shape[2]}, {'grey' if shape[0] == 1 else 'in colour'}; convert it"
+        )
+    return pixels[None]
+
+
+def open_image(content: bytes, place: str) -> Any:
+    """A Pillow image whose header has been read."""
+    try:
+        return open_checked(io.BytesIO(content))
+    except Exception as error:  # Pillow's decoders raise all kinds
+        raise DataError(f"{place}: image bytes are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
+
+
+def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
+    """A Pillow image of one of `formats`, with its header read; raises all kinds of errors.
+
+    Also for one of more pixels than Pillow warns of: a small file may claim any number, and decoding would make them.
+    """
+    from PIL import Image
+
+    image = Image.open(source, formats=formats)
+    if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{image.width} x {image.height} pixels, of which {Image.MAX_IMAGE_PIXELS} are the most")
+    if image.format == "PNG" and getattr(image, "is_animated", False):
+        raise ValueError("an animation; give one image")
+    return image
+
+
+def decode_bytes(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
+    """uint8 [C, H, W] of encoded bytes."""
+    image = open_image(content, place)
+    if (image.height, image.width) != shape[1:]:
+        raise DataError(
+            f"{place}: image of {image.height} x {image.width} (height x width), the first of the dataset has "
+            f"{shape[1]} x {shape[2]}; resize them all to one size"
+        )
+    if shape[0] == 1 and image.mode not in GREY_MODES:
+        raise DataError(f"{place}: image in colour, the first of the dataset is grey; write them all alike")
+    try:
+        return to_pixels(image, shape[0])
+    except Exception as error:
+        raise DataError(f"{place}: image bytes are damaged: {shorten(error)}") from error
+
+
+def to_pixels(image: Any, channels: int) -> np.ndarray:
+    """uint8 [C, H, W] of a Pillow image, as grey (1) or RGB (3)."""
+    if image.mode[0] == "I":
+        # 16 bits: Pillow's own conversion clips them to 255 instead of scaling.
+        grey = (np.asarray(image, np.uint32) >> 8).astype(np.uint8)[None]
+        return grey if channels == 1 else np.repeat(grey, 3, axis=0)
+    pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
+    """uint8 [C, height, width] of a Pillow image: its central part of that form, scaled."""
+    from PIL import Image, ImageOps
+
+    pixels = to_pixels(image, channels)
+    whole = Image.fromarray(pixels[0] if channels == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    fitted = np.asarray(ImageOps.fit(whole, (width, height), Image.Resampling.BICUBIC))
+    return fitted[None] if channels == 1 else fitted.transpose(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Decodes pictures of any size to one `shape`, [C, H, W], C being 1 or 3: `Column("uint8", SHAPE, decode=...)`."""
+
+    shape: tuple[int, int, int]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the pixels that come out."""
+        return f"resized to {self.shape}"
+
+    def __call__(self, stored: Any) -> np.ndarray:
+        """uint8 [C, H, W] of PNG or JPEG bytes, or of a dictionary that has them as `bytes`; raises all kinds."""
+        content = stored["bytes"] if isinstance(stored, dict) else stored
+        return fit_pixels(open_checked(io.BytesIO(content)), *self.shape)

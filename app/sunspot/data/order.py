@@ -1,0 +1,186 @@
+"""Which rows each optimizer step consumes, and which of them each worker takes.
+
+Everything here is a pure function of the seed, the epoch and the dataset's row groups. The world size only divides a
+step among the workers. So a run takes the same steps on any number of workers, and its position in the data is one
+number: how many optimizer steps it has taken. Ten rows with a global batch size of 4, on two workers:
+
+    the epoch's order (`Order`)        7 2 9 0   4 1 8 3   5 6
+    cut into steps (`Steps`)          |   0    |    1    |  2  |
+    rank 0 takes (`share`)             7 2       4 1       5 6
+    rank 1 takes                           9 0       8 3            too few rows for both
+
+Each worker then takes its share in one or more forward passes (`micro_batches`).
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from sunspot.data.fingerprint import digest, digest_array
+
+MIN_ROWS = 2
+"""Batch norm needs two rows in a forward pass."""
+
+WINDOW_ROWS = 8192
+"""Rows of a shuffle window of LOADER=ray, the unit of reading. A change moves every row: positions mean others then."""
+
+PROVEN_ROWS = 1 << 20
+"""Most rows of a window that `Order.checksum` looks at: of a larger one, it permutes as many."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Cuts an epoch of `rows` rows into optimizer steps of `batch` rows.
+
+    The last step takes the remainder; a remainder of one row joins the step before it.
+    """
+
+    rows: int
+    batch: int
+
+    @property
+    def per_epoch(self) -> int:
+        full, rest = divmod(self.rows, self.batch)
+        return max(1, full + (rest >= MIN_ROWS))
+
+    def total(self, epochs: int, limit: int) -> int:
+        """Steps of so many epochs, at most `limit` (0: no limit)."""
+        return min(epochs * self.per_epoch, limit or epochs * self.per_epoch)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and last-plus-one position, in the epoch's order, of step 0 .. per_epoch - 1."""
+        return step * self.batch, self.rows if step == self.per_epoch - 1 else (step + 1) * self.batch
+
+    def share(self, step: int, world_size: int, rank: int) -> tuple[int, int]:
+        """First and last-plus-one position of the rows of `step` that `rank` takes."""
+        first, last = self.bounds(step)
+        begin, end = share(last - first, world_size, rank)
+        return first + begin, first + end
+
+    def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
+        """The worker that takes each of the positions `first` .. `last` - 1, by `share`; int64 [last - first]."""
+        positions = np.arange(first, last)
+        steps = np.minimum(positions // self.batch, self.per_epoch - 1)
+        begins = steps * self.batch
+        rows = np.where(steps == self.per_epoch - 1, self.rows - begins, self.batch)
+        size, longer = np.divmod(rows, np.clip(rows // MIN_ROWS, 1, world_size))
+        places = positions - begins
+        return np.maximum(places // (size + 1), (places - longer) // size)
+
+    def workers(self, world_size: int) -> int:
+        """How many workers, from rank 0, get rows in any step: all, unless the steps are small."""
+        rows = max(end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1)))
+        return max(1, min(world_size, rows // MIN_ROWS))
+
+
+def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The slice of a step's `rows` rows that `rank` takes.
+
+    Shares differ by at most one row and have at least MIN_ROWS; if a step is too small for that, the last ranks get
+    none.
+    """
+    workers = max(1, min(world_size, rows // MIN_ROWS))
+    if rank >= workers:
+        return rows, rows
+    size, longer = divmod(rows, workers)
+    begin = rank * size + min(rank, longer)
+    return begin, begin + size + (rank < longer)
+
+
+def micro_batches(rows: int, limit: int) -> Iterator[slice]:
+    """Cut `rows` rows evenly into the fewest slices of at most `limit` rows (0: one slice)."""
+    parts = -(-rows // limit) if limit else 1
+    bounds = [rows * part // parts for part in range(parts + 1)]
+    return (slice(begin, end) for begin, end in pairwise(bounds))
+
+
+@functools.cache
+def largest_pass(rows: int, world_size: int, limit: int) -> int:
+    """Rows of the largest forward pass that any worker makes in a step of `rows` rows."""
+    sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
+    # Not the largest share alone: cut into one part more, its parts may be smaller.
+    return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
+
+
+def forward_passes(rows: int, world_size: int, limit: int) -> int:
+    """Forward passes of a step of `rows` rows on rank 0, which has the largest share."""
+    begin, end = share(rows, world_size, 0)
+    return len(list(micro_batches(end - begin, limit)))
+
+
+class ShuffleWindow(NamedTuple):
+    """Part of an epoch's order, positions `first` .. `last` - 1: the rows of a few row groups, permuted."""
+
+    number: int
+    groups: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which each epoch visits the rows.
+
+    Row groups are permuted, then cut into windows of at least `window_rows` rows, and the rows of each window are
+    permuted. So a reader never holds more than a window. With one window, the order is a permutation of all rows.
+    """
+
+    row_groups: tuple[int, ...]
+    seed: int
+    window_rows: int
+
+    def windows(self, epoch: int) -> list[ShuffleWindow]:
+        """The windows of an epoch (from 1), in order; together they cover the positions 0 .. rows - 1."""
+        shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.row_groups))
+        windows: list[ShuffleWindow] = []
+        groups: list[int] = []
+        first = last = 0
+        for group in shuffled.tolist():
+            groups.append(group)
+            last += self.row_groups[group]
+            if last - first >= self.window_rows:
+                windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
+                groups, first = [], last
+        if groups:
+            windows.append(ShuffleWindow(len(windows), tuple(groups), first, last))
+        return windows
+
+    def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
+        """The rows of a window in the order they are visited, `dtype` [last - first].
+
+        Rows are numbered through `window.groups` laid end to end; `locate_rows` finds them there.
+        """
+        rows = np.arange(window.last - window.first, dtype=dtype)
+        np.random.default_rng([self.seed, epoch, window.number]).shuffle(rows)
+        return rows
+
+    def checksum(self) -> str:
+        """Of the first epoch's windows and the rows of the first of them.
+
+        The seed gives other rows when this changes: NumPy does not promise the same shuffle in all of its versions.
+        """
+        windows = self.windows(1)
+        first = windows[0]._replace(last=min(windows[0].last, PROVEN_ROWS))
+        groups = json.dumps([window.groups for window in windows])
+        return digest(groups.encode(), digest_array(self.permutation(1, first)).encode())
+
+
+def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
+    """The order of a run by its LOADER: torch has all rows in memory, and permutes them as one window."""
+    rows = sum(row_groups)
+    return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
+
+
+def locate_rows(lengths: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Look up rows that are numbered through groups of `lengths` rows laid end to end.
+
+    Returns, for each, the group it is in (index into `lengths`) and its position there; both int64.
+    """
+    ends = np.cumsum(lengths)
+    which = np.searchsorted(ends, rows, side="right")
+    return which, rows - (ends - lengths)[which]

@@ -1,0 +1,104 @@
+"""Lists of any length, such as documents of tokens, laid end to end and cut into rows of one length.
+
+Each row group is packed for itself, so a reader of one needs no other, and every value is in one row exactly once. Only
+the last row of a group is filled up.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from sunspot.data.row_files import FILES_AT_ONCE
+from sunspot.data.table import TableSource, open_table
+from sunspot.data.table_columns import Column
+from sunspot.errors import DataError, SettingsError
+from sunspot.settings import PREFIX, Settings
+
+POSITION = "position"
+"""The column that tells lists apart: int32 [n, length], the place of each value in its list, from 0 in every row."""
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """Rows of `length` values; a `Source`.
+
+    They have the declared columns [n, length], of each NAME_length, int64 [n]: how many values are not filled up, and
+    `position`.
+    """
+
+    table: TableSource
+    length: int
+    row_groups: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Values of a row."""
+        return (self.length,)
+
+    @property
+    def classes(self) -> int:
+        """None."""
+        return 0
+
+    @cached_property
+    def fingerprint(self) -> str:
+        layout, _, content = self.table.fingerprint.partition("-")
+        packed = json.dumps([layout, self.length, self.row_groups])
+        return f"{hashlib.sha256(packed.encode()).hexdigest()[:16]}-{content}"
+
+    def where(self, group: int, row: int) -> str:
+        return f"{self.table.where(group, 0)} and those after it, packed row {row}"
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        lists = self.table.read_lists(group)
+        lengths = next(iter(lists.values())).lengths
+        used = int(lengths.sum())
+        count = -(-used // self.length)
+        if count != self.row_groups[group]:
+            raise DataError(f"{self.table.where(group, 0)}: has changed since it was opened; start the run again")
+        chosen = np.arange(count) if rows is None else rows
+        found: dict[str, np.ndarray] = {}
+        for name, (values, _) in lists.items():
+            column = self.table.columns[name]
+            filled = np.full(count * self.length, column.fill, column.dtype)
+            filled[:used] = values
+            found[name] = filled.reshape(count, self.length)[chosen]
+            found[f"{name}_length"] = np.minimum(used - chosen * self.length, self.length)
+        begins = np.zeros(count * self.length, np.int64)
+        begins[:used] = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        places = np.arange(len(begins))
+        begins[used:] = places[used:]  # what is filled up belongs to no list
+        in_list = places - np.maximum(begins, places // self.length * self.length)
+        return found | {POSITION: in_list.astype(np.int32).reshape(count, self.length)[chosen]}
+
+
+def open_packed(
+    settings: Settings, columns: Mapping[str, Column], length: int
+) -> tuple[PackedSource, PackedSource | None]:
+    """Like `open_table`, of columns with lists, as rows of `length` values; several columns are packed alike.
+
+    All lists are read once, to count their values.
+    """
+    if wrong := [name for name, column in columns.items() if column.shape or column.longest or name == POSITION]:
+        raise SettingsError(
+            f"{PREFIX}TASK={settings.task}: column {wrong[0]!r} cannot be packed; declare it without shape and "
+            f"longest, and not as {POSITION!r}"
+        )
+    train, test = open_table(settings, {name: replace(column, longest=length) for name, column in columns.items()})
+    return _pack(train, length), _pack(test, length) if test else None
+
+
+def _pack(table: TableSource, length: int) -> PackedSource:
+    def count(group: int) -> int:
+        return -(-int(next(iter(table.read_lists(group).values())).lengths.sum()) // length)
+
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        rows = tuple(pool.map(count, range(len(table.groups))))
+    if not any(rows):
+        raise DataError(f"{table.location}: all lists of {', '.join(table.columns)} are empty")
+    return PackedSource(table, length, rows)

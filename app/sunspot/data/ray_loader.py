@@ -1,0 +1,264 @@
+"""LOADER=ray: rows streamed by Ray Data, which reads and decodes them in tasks anywhere in the cluster.
+
+One stream serves all workers. It runs through the rounds of the run, from its position to its end: a round is a few
+shuffle windows, read by one task, which cuts them into a part for each worker. So each row is read once, whatever the
+number of workers, and each worker gets exactly its own rows, in the order its steps consume them:
+
+    `RoundPlanner`                       | round 0               | round 1               | ...
+    `RoundReader`, in a task per round   | part 0 | part 1 | ... | part 0 | part 1 | ... |
+    rank 1 takes (`streaming_split`)              | part 1 |              | part 1 |
+
+A part is one row to Ray Data, with all of its columns in it: then Ray's split, which evens out rows in the order they
+come, gives part r to rank r. Only the position in the data has to be stored, and no worker's stream ends before
+another's.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+import ray.train
+import torch
+
+from sunspot.data.order import Order, ShuffleWindow, Steps, locate_rows, run_order
+from sunspot.data.source import Batch, Source
+from sunspot.errors import DataError, SunspotError
+
+PART_BYTES = 1 << 20
+"""Windows are read together until each worker's part of a round has about so many bytes: each part costs Ray Data the
+same, however small. A round is at least one window."""
+
+MAX_BLOCKS = 1000
+"""Blocks of the index of held-out rows: more only cost scheduling, as a task yields its pieces one by one."""
+
+PREFETCH_PARTS, PREFETCH_BATCHES = 2, 4
+"""Prepared in advance by each worker: parts of rounds, and batches of held-out rows."""
+
+Columns: TypeAlias = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RoundPlanner:
+    """Plans the rounds of a run, in one task of Ray Data, as they are needed; each epoch's windows once."""
+
+    order: Order
+    steps: Steps
+    total_steps: int
+    round_rows: int
+
+    def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
+        """A row for each round from `step` on: `epoch`, `first` and `last` position, `windows`, their groups' `starts`.
+
+        A start is the id of a group's first row.
+        """
+        starts = np.cumsum([0, *self.order.row_groups])
+        for epoch, first, last in self._epochs(*start["step"].to_pylist()):
+            for windows in self._rounds(epoch, first, last):
+                bounds = {"first": max(first, windows[0].first), "last": min(last, windows[-1].last)}
+                firsts = [starts[list(window.groups)].tolist() for window in windows]
+                described = [window._asdict() for window in windows]
+                yield pa.Table.from_pylist([{"epoch": epoch, **bounds, "windows": described, "starts": firsts}])
+
+    def _epochs(self, step: int) -> Iterator[tuple[int, int, int]]:
+        """Number (from 1), first and last-plus-one position of each epoch, from `step` to the end of the run."""
+        while step < self.total_steps:
+            epoch, first = divmod(step, self.steps.per_epoch)
+            last = min(self.steps.per_epoch, first + self.total_steps - step)
+            yield epoch + 1, self.steps.bounds(first)[0], self.steps.bounds(last - 1)[1]
+            step += last - first
+
+    def _rounds(self, epoch: int, first: int, last: int) -> Iterator[list[ShuffleWindow]]:
+        """The windows that hold the positions `first` .. `last` - 1, round by round."""
+        together: list[ShuffleWindow] = []
+        for window in self.order.windows(epoch):
+            if window.first < last and first < window.last:
+                together.append(window)
+                if window.last - together[0].first >= self.round_rows:
+                    yield together
+                    together = []
+        if together:
+            yield together
+
+
+@dataclass(frozen=True)
+class RoundReader:
+    """Reads rounds and cuts them into parts, in Ray Data's tasks."""
+
+    source: Source
+    order: Order
+    steps: Steps
+    world_size: int
+    streams: int
+    "Workers that get a part: those that get rows in any step."
+
+    def __call__(self, rounds: pa.Table) -> Iterator[dict[str, np.ndarray]]:
+        """For each of the planner's rounds, each worker's part: its rows' columns [1, n, ...], its `_rank` [1], and
+        where the round begins, `_epoch` and `_first` [1].
+        """
+        for given in rounds.to_pylist():
+            ranks = self.steps.ranks(self.world_size, given["first"], given["last"])
+            columns = self._read(given, places=np.argsort(np.argsort(ranks, kind="stable")))
+            ends = np.cumsum(np.bincount(ranks, minlength=self.streams))
+            where = {"_epoch": np.array([given["epoch"]]), "_first": np.array([given["first"]])}
+            for rank, (begin, end) in enumerate(pairwise([0, *ends])):
+                part = {name: column[None, begin:end] for name, column in columns.items()}
+                yield {"_rank": np.array([rank]), **where, **part}
+
+    def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
+        """The rows of a round, each in its place."""
+        columns: Columns = {}
+        for described, starts in zip(given["windows"], given["starts"], strict=True):
+            window = ShuffleWindow(**described)
+            first, last = max(given["first"], window.first), min(given["last"], window.last)
+            wanted = self.order.permutation(given["epoch"], window)[first - window.first : last - window.first]
+            to = places[first - given["first"] : last - given["first"]]
+            which, rows = locate_rows([self.source.row_groups[group] for group in window.groups], wanted)
+            for number, (group, start) in enumerate(zip(window.groups, starts, strict=True)):
+                mine = np.flatnonzero(which == number)
+                if not len(mine):
+                    continue
+                for name, values in {"row": start + rows[mine], **self.source.read(group, rows[mine])}.items():
+                    if name not in columns:
+                        columns[name] = np.empty((len(places), *values.shape[1:]), values.dtype)
+                    columns[name][to[mine]] = values
+        return columns
+
+
+@dataclass(frozen=True)
+class PieceReader:
+    """Reads pieces of row groups of held-out rows, in Ray Data's tasks."""
+
+    source: Source
+
+    def __call__(self, pieces: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        for group, first, last in zip(*(pieces[name].tolist() for name in ("group", "first", "last")), strict=True):
+            rows = np.arange(first, last)
+            yield {"row": sum(self.source.row_groups[:group]) + rows, **self.source.read(group, rows)}
+
+
+def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
+    """The pieces of row groups, rows `first` .. `last` - 1 of a `group`, that `rank` evaluates: as many rows as others.
+
+    One worker takes neighbouring rows, so that most groups are read once, and a group of a million rows is shared.
+    """
+    begin, end = (sum(row_groups) * number // world_size for number in (rank, rank + 1))
+    bounds = enumerate(pairwise(accumulate(row_groups, initial=0)))
+    return [
+        {"group": group, "first": max(begin, start) - start, "last": min(end, stop) - start}
+        for group, (start, stop) in bounds
+        if max(begin, start) < min(end, stop)
+    ]
+
+
+class StepStreams(ray.train.DataConfig):
+    """Gives every worker the rows of its steps, of which Ray's own split of a dataset knows nothing.
+
+    Ray asks for new streams for each worker group; `start` returns the step that the group starts from.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        test: Source | None,
+        steps: Steps,
+        seed: int,
+        total_steps: int,
+        start: Callable[[], int],
+        reading_cpus: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self._reading_cpus = reading_cpus
+        self._source, self._test, self._steps = source, test, steps
+        self._order = run_order("ray", source.row_groups, seed)
+        self._total_steps, self._start = total_steps, start
+
+    def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        [name] = datasets
+        streams = self._train_streams if name == "train" else self._test_streams
+        return [{name: stream} for stream in streams(world_size)]
+
+    def _train_streams(self, world_size: int) -> list[ray.data.DataIterator]:
+        streams = self._steps.workers(world_size)
+        round_rows = PART_BYTES * streams // math.prod(self._source.shape)
+        planner = RoundPlanner(self._order, self._steps, self._total_steps, round_rows)
+        reader = RoundReader(self._source, self._order, self._steps, world_size, streams)
+        rounds = ray.data.from_items([{"step": self._start()}])
+        rounds.context.execution_options.preserve_order = True  # or parts would go to whoever has the fewest first
+        rounds.context.target_max_block_size = 1  # a round in each block, and then a part
+        rounds = rounds.map_batches(planner, batch_size=None, batch_format="pyarrow", num_cpus=0)
+        parts = rounds.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=self._reading_cpus)
+        splits = parts.streaming_split(streams)
+        return [splits[min(rank, streams - 1)] for rank in range(world_size)]
+
+    def _test_streams(self, world_size: int) -> list[ray.data.DataIterator]:
+        assert self._test
+        return [self._read_pieces(cut_evenly(self._test.row_groups, world_size, rank)) for rank in range(world_size)]
+
+    def _read_pieces(self, pieces: list[dict[str, int]]) -> ray.data.DataIterator:
+        assert self._test
+        blocks = max(1, min(len(pieces), MAX_BLOCKS))
+        stream = ray.data.from_items(pieces, override_num_blocks=blocks)
+        stream = stream.map_batches(PieceReader(self._test), batch_size=None, num_cpus=self._reading_cpus)
+        stream.context.execution_options.preserve_order = True
+        return stream.iterator()
+
+
+class RayLoader:
+    """This worker's batches, cut from its streams."""
+
+    def __init__(self, steps: Steps, world_size: int, rank: int, device: torch.device, has_test: bool) -> None:
+        self._steps, self._world_size, self._rank, self._device = steps, world_size, rank, device
+        self._stream = ray.train.get_dataset_shard("train")
+        self._test = ray.train.get_dataset_shard("test") if has_test else None
+        self._pin = device.type == "cuda"
+        self._parts: Iterator[Batch] | None = None
+        self._left: Batch = {}
+
+    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); {} for a share without rows."""
+        if not self._parts and self._rank < self._steps.workers(self._world_size):
+            # In main memory: a part may have more rows than fit on a GPU beside the model.
+            options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
+            self._parts = iter(self._stream.iter_torch_batches(device="cpu", **options))
+            # Also before a step without rows: the stream begins when all have asked.
+            self._left = self._next_part(begins_at=(epoch, self._steps.bounds(first)[0]))
+        for step in range(first, last):
+            begin, end = self._steps.share(step, self._world_size, self._rank)
+            yield self._take(end - begin)
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """This worker's part of the held-out rows, each row on exactly one worker."""
+        assert self._test
+        options = {"batch_size": batch_size, "prefetch_batches": PREFETCH_BATCHES, "pin_memory": self._pin}
+        return iter(self._test.iter_torch_batches(device=self._device, **options))
+
+    def _take(self, rows: int) -> Batch:
+        """The next `rows` rows of the stream, which runs through all epochs without a pause."""
+        if not rows:
+            return {}
+        while len(self._left["row"]) < rows:
+            more = self._next_part()
+            self._left = {name: torch.cat([self._left[name], more[name]]) for name in more}
+        taken = {name: column[:rows].to(self._device, non_blocking=True) for name, column in self._left.items()}
+        self._left = {name: column[rows:] for name, column in self._left.items()}
+        return taken
+
+    def _next_part(self, begins_at: tuple[int, int] | None = None) -> Batch:
+        assert self._parts
+        part = next(self._parts, None)
+        if part is None:
+            raise DataError(f"rank {self._rank}: its stream of rows ended early; has the dataset been changed?")
+        if int(part.pop("_rank")) != self._rank:
+            raise SunspotError(f"rank {self._rank}: Ray {ray.__version__} gave it another worker's rows")
+        begins = int(part.pop("_epoch")), int(part.pop("_first"))
+        if begins_at and begins != begins_at:  # storage may have shown an older attempt to whoever made the stream
+            raise RuntimeError(
+                f"rank {self._rank}: its stream of rows begins at row {begins[1]} of epoch {begins[0]}, and the step "
+                f"at row {begins_at[1]} of epoch {begins_at[0]}; the next worker group asks for another stream"
+            )
+        return {name: column[0] for name, column in part.items()}

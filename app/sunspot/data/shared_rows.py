@@ -1,0 +1,124 @@
+"""All rows of a dataset in memory, once on each node: its workers map the same pages, and each reads a part of them.
+
+Where that does not work (a sandbox that hides /proc), each worker has the rows to itself.
+"""
+
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sunspot.cgroup import memory_left
+from sunspot.data.source import Batch, Source, rows_in
+from sunspot.errors import DataError
+from sunspot.formatting import as_bytes
+from sunspot.shared_pages import Pages, map_pages
+
+ALIGNMENT = 64
+"""Columns begin at multiples of so many bytes."""
+
+MEMORY_WAIT_S = 20.0
+"""How long memory is waited for: processes of the worker group before may not have ended yet."""
+
+
+class Workers(NamedTuple):
+    """How this worker and the others speak to each other; all call each of the functions together."""
+
+    node: str
+    "Workers on the same node can share memory."
+    gather: Callable[[Any], list[Any]]
+    "Returns every worker's object, by rank."
+    finish: Callable[[Callable[[], None]], None]
+    "Runs a function, and returns once it has returned on all workers."
+
+
+class _Column(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes, with those up to the next column."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def cut(self, pages: np.ndarray) -> np.ndarray:
+        """The column, at the beginning of some pages."""
+        return np.frombuffer(pages, self.dtype, math.prod(self.shape)).reshape(self.shape)
+
+
+def load_shared(sources: list[Source], workers: Workers) -> list[Batch]:
+    """All rows of each source: a tensor for each column, not to be written to, with the row of id k at k.
+
+    Raises like `Source.read`, and `DataError` if a node has too little memory.
+    """
+    plans = [_plan_columns(source) for source in sources]
+    size = sum(column.size for plan in plans for column in plan)
+    pages, number, readers = _share_pages(size, workers)
+    need = size if pages is not None else size * readers
+    if pages is None:
+        pages, number, readers = np.empty(size, np.uint8), 0, 1
+    workers.finish(lambda: _await_memory(need) if number == 0 else None)
+    loaded = []
+    for plan in plans:
+        columns = {}
+        for column in plan:
+            columns[column.name], pages = column.cut(pages), pages[column.size :]
+        loaded.append(columns)
+
+    def read() -> None:
+        for source, columns in zip(sources, loaded, strict=True):
+            _fill(columns, source, range(number, len(source.row_groups), readers))
+
+    workers.finish(read)
+    return [{name: torch.from_numpy(values) for name, values in columns.items()} for columns in loaded]
+
+
+def _plan_columns(source: Source) -> list[_Column]:
+    """By the first row of a source."""
+    group = next(number for number, rows in enumerate(source.row_groups) if rows)
+    first = source.read(group, np.zeros(1, np.int64))
+    return [_Column(name, (rows_in(source), *values.shape[1:]), values.dtype) for name, values in first.items()]
+
+
+def _share_pages(size: int, workers: Workers) -> tuple[np.ndarray | None, int, int]:
+    """Pages that all workers of this node have, uint8 [size], or None if one of them does not get them.
+
+    Also this worker's number among those of its node, and how many they are. The pages take memory once they are used.
+    """
+    mine = Pages(size)
+    paths = [path for node, path in workers.gather((workers.node, mine.path)) if node == workers.node]
+    pages = None
+    with contextlib.suppress(OSError):
+        pages = map_pages(paths[0], size, shared=True).numpy()
+    answers = workers.gather((workers.node, pages is not None))
+    mine.close()
+    shared = all(mapped for node, mapped in answers if node == workers.node)
+    return pages if shared else None, paths.index(mine.path), len(paths)
+
+
+def _await_memory(size: int) -> None:
+    """Return once the node has so many bytes of memory left; raise `DataError` if it does not get them."""
+    until = time.monotonic() + MEMORY_WAIT_S
+    while (left := memory_left()) is not None and left < size:
+        if time.monotonic() >= until:
+            raise DataError(
+                f"{socket.gethostname()}: all rows in memory take {as_bytes(size)}, and {as_bytes(left)} are left "
+                "there; give the workers more memory, or set SUNSPOT_LOADER=ray, which streams the rows (a run that "
+                "has begun keeps its loader: choose another SUNSPOT_RUN_NAME)"
+            )
+        time.sleep(1.0)
+
+
+def _fill(columns: dict[str, np.ndarray], source: Source, groups: Iterable[int]) -> None:
+    """Read some row groups into their places."""
+    ends = np.cumsum(source.row_groups)
+    for group in groups:
+        rows = source.row_groups[group]
+        for name, values in source.read(group).items():
+            columns[name][ends[group] - rows : ends[group]] = values

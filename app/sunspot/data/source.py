@@ -1,0 +1,134 @@
+"""`Source`, through which both loaders read rows, and how the settings select one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+
+from sunspot.errors import DataError
+from sunspot.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Source(Protocol):
+    """Images with labels, in row groups: the unit of reading. Picklable, since it is sent to Ray's tasks.
+
+    A task with its own `find_sources` decides which columns its rows have: nothing between `read` and its `loss` needs
+    images or labels, only predictions do. `build_model` gets the source for its `shape` and `classes`.
+    """
+
+    @property
+    def row_groups(self) -> tuple[int, ...]:
+        """Rows in each group. Row ids are positions through all groups: 0 .. rows - 1."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of every image; for other rows, whatever their task needs."""
+
+    @property
+    def classes(self) -> int:
+        """Labels are 0 .. classes - 1."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the rows: their files, row groups, shape and, as far as it is cheap to see, their content.
+
+        What comes before the first '-' is all that versions knew that did not look at the content.
+        """
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """`image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.
+
+        `rows` are positions in the group, in any order: only these are decoded, and they come back in that order.
+        Thread-safe. The arrays may be read-only views. Raises `DataError` naming file and row, or `StorageError`.
+        """
+
+    def where(self, group: int, row: int) -> str:
+        """The file of a row and its position there, for messages."""
+
+
+@dataclass(frozen=True)
+class EmptySource:
+    """A `Source` without rows, to build a model where there is no dataset."""
+
+    shape: tuple[int, ...]
+    classes: int
+    row_groups: tuple[int, ...] = ()
+    fingerprint: str = ""
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        raise DataError("a model is being built from its checkpoint alone: there are no rows to read")
+
+    def where(self, group: int, row: int) -> str:
+        return "no dataset"
+
+
+def rows_in(source: Source) -> int:
+    """Rows of all groups."""
+    return sum(source.row_groups)
+
+
+def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
+    """The rows `first` .. `last` - 1 by their ids, with `row` (int64 [n]); raises like `Source.read`."""
+    starts = np.cumsum([0, *source.row_groups])
+    parts = [
+        source.read(group, np.arange(max(first, start), min(last, end)) - start)
+        for group, (start, end) in enumerate(itertools.pairwise(starts))
+        if start < last and first < end
+    ]
+    return {"row": np.arange(first, last), **{name: np.concatenate([p[name] for p in parts]) for name in parts[0]}}
+
+
+def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Source | None]:
+    """The training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
+
+    Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`. Unless
+    `labelled`, Parquet may have no column `label`, and the labels of the two need not match.
+    """
+    train: Source
+    test: Source | None
+    if settings.dataset == "sample":
+        from sunspot.data.parquet import open_sample
+
+        train, test = open_sample()
+    elif settings.dataset == "mnist":
+        from sunspot.data.mnist import open_mnist
+
+        train, test = open_mnist(settings.data_root)
+    else:
+        from sunspot.data.parquet import open_dataset
+
+        train, test = open_dataset(settings.dataset, settings.test_dataset, labelled)
+    if test and labelled:
+        check_labels_match(train, test)
+    return train, test
+
+
+def check_labels_match(train: Source, test: Source) -> None:
+    """Raise `DataError` when a model for the training rows cannot take the held-out rows."""
+    if train.shape != test.shape:
+        raise DataError(
+            f"{test.where(0, 0)}: images of shape {test.shape} (channels, height, width), but {train.where(0, 0)} has "
+            f"{train.shape}; both must have one shape"
+        )
+    if test.classes <= train.classes:
+        return
+    for group in range(len(test.row_groups)):
+        labels = test.read(group)["label"]
+        outside = np.flatnonzero(labels >= train.classes)
+        if len(outside):
+            row = int(outside[0])
+            raise DataError(
+                f"{test.where(group, row)}: label {labels[row]}, but the training rows have only 0 to "
+                f"{train.classes - 1}; number the classes alike in both"
+            )
+
+
+Batch: TypeAlias = "dict[str, torch.Tensor]"
+"""The columns of a few rows: `row` int64 [B] (row ids), and those of their source, such as `image` uint8 [B, C, H, W]
+and `label` int64 [B], or `text` uint8 [B, T]."""

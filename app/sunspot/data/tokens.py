@@ -1,0 +1,43 @@
+"""Text to token ids, by the tokenizer.json that models of Hugging Face come with (extra `hf`)."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from sunspot.errors import DataError, shorten
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A `Column.decode` for text. Holds the file's content, so that no node needs the file."""
+
+    content: bytes
+    "Of tokenizer.json."
+    end: int | None = None
+    "The id put behind each text, if any."
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokens that come out."""
+        return f"tokens of {hashlib.sha256(self.content).hexdigest()[:16]}, end {self.end}"
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise DataError(f"is {type(text).__name__}; a tokenizer takes text")
+        ids: list[int] = load_tokenizer(self.content).encode(text).ids
+        return ids if self.end is None else [*ids, self.end]
+
+
+@lru_cache(maxsize=2)
+def load_tokenizer(content: bytes) -> Any:
+    """A `tokenizers.Tokenizer`, once in each process; raises `DataError`."""
+    from tokenizers import Tokenizer as Tokens
+
+    try:
+        tokens = Tokens.from_str(content.decode())
+    except Exception as error:  # that library raises nothing narrower
+        raise DataError(f"tokenizer.json cannot be used: {shorten(error)}") from error
+    tokens.no_padding()  # the file may ask for both
+    tokens.no_truncation()
+    return tokens

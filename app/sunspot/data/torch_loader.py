@@ -1,0 +1,137 @@
+"""LOADER=torch: all rows in memory, once on each node, behind a DataLoader that takes an epoch's rows in its order.
+
+Rows that leave room for the training are kept on the GPU: then a step only sends it their numbers.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import ray.train.torch
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from sunspot.background import start_thread
+from sunspot.data.order import Steps, run_order
+from sunspot.data.shared_rows import Workers, load_shared
+from sunspot.data.source import Batch, Source, read_rows, rows_in
+
+GPU_SHARE = 0.2
+"""Of a GPU's free memory, that rows may take: the training needs most of it, and says how much only while it runs."""
+
+
+class TorchLoader:
+    """This worker's batches."""
+
+    def __init__(
+        self,
+        source: Source,
+        test: Source | None,
+        steps: Steps,
+        seed: int,
+        world_size: int,
+        rank: int,
+        device: torch.device,
+        workers: Workers,
+    ) -> None:
+        every = load_shared([source, test] if test else [source], workers)
+        self._device = device
+        self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
+        "Whether the rows are on the device that trains."
+        if self.resident:
+            every = [{name: column.to(device) for name, column in rows.items()} for rows in every]
+        self._rows, *test_rows = every
+        self._test = test_rows[0] if test else {}
+        self._test_size = rows_in(test) if test else 0
+        self._order = run_order("torch", source.row_groups, seed)
+        self._steps, self._world_size, self._rank = steps, world_size, rank
+        self._ahead: tuple[int, Future[EpochShares]] | None = None
+
+    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); a share may have no rows."""
+        ahead, self._ahead = self._ahead, None
+        shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
+        # The next epoch's order takes seconds for many rows.
+        self._ahead = epoch + 1, start_thread(lambda: self._shuffle(epoch + 1), "shuffle")
+        return self._batches(self._rows, shares.between(first, last))
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """This worker's part of the held-out rows, each row on exactly one worker."""
+        mine = np.arange(self._rank, self._test_size, self._world_size)
+        return self._batches(
+            self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
+        )
+
+    def _shuffle(self, epoch: int) -> "EpochShares":
+        order = self._order.permutation(epoch, self._order.windows(epoch)[0], index_type(self._steps.rows))
+        return EpochShares.of(order, self._steps, self._world_size, self._rank)
+
+    def _batches(self, rows: Batch, selections: "list[np.ndarray] | EpochShares") -> Iterator[Batch]:
+        taken = Selections(rows, selections, self._device if self.resident else None)
+        if self.resident:
+            return map(taken.__getitem__, range(len(taken)))
+        # batch_size=None: an item is a whole batch, taken in one indexing operation instead of row by row. Only from
+        # pinned memory does the copy to a GPU, one batch ahead, leave the host free.
+        loader = DataLoader(taken, batch_size=None, pin_memory=self._device.type == "cuda")
+        return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
+
+
+class EpochShares:
+    """The rows that a worker takes in each step of an epoch, or of a part of it; no other worker's."""
+
+    def __init__(self, full: np.ndarray, last: np.ndarray, steps: range) -> None:
+        self._full, self._last, self._steps = full, last, steps
+
+    @classmethod
+    def of(cls, order: np.ndarray, steps: Steps, world_size: int, rank: int) -> "EpochShares":
+        """From the order of all rows; all steps but the last are alike."""
+        full = steps.per_epoch - 1
+        mine, rest = slice(*steps.share(0, world_size, rank)), slice(*steps.share(full, world_size, rank))
+        alike = order[: full * steps.batch].reshape(full, steps.batch)[:, mine]
+        return cls(np.ascontiguousarray(alike), order[rest].copy(), range(steps.per_epoch))
+
+    def between(self, first: int, last: int) -> "EpochShares":
+        """Those of the steps `first` .. `last` - 1."""
+        return EpochShares(self._full, self._last, range(first, last))
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        step = self._steps[index]
+        return self._full[step] if step < len(self._full) else self._last
+
+
+class Selections(Dataset[Batch]):
+    """Item k is the rows of selection k."""
+
+    def __init__(
+        self, rows: Batch, selections: list[np.ndarray] | EpochShares, device: torch.device | None = None
+    ) -> None:
+        """`device` is where the rows are, if not in the memory of this process."""
+        self._rows, self._selections, self._device = rows, selections, device
+
+    def __len__(self) -> int:
+        return len(self._selections)
+
+    def __getitem__(self, index: int) -> Batch:
+        chosen = torch.from_numpy(self._selections[index])
+        if self._device:
+            pinned = chosen.pin_memory() if self._device.type == "cuda" else chosen
+            chosen = pinned.to(self._device, non_blocking=True)
+        return {**{name: column.index_select(0, chosen) for name, column in self._rows.items()}, "row": chosen.long()}
+
+
+def fits_on(device: torch.device, size: int) -> bool:
+    """Whether so many bytes of rows belong on the device: on a GPU with room for them."""
+    return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+def index_type(rows: int) -> type[np.signedinteger]:
+    """The smaller of two that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB."""
+    return np.int32 if rows <= np.iinfo(np.int32).max else np.int64
+
+
+def load_rows(source: Source) -> Batch:
+    """All rows of a source in memory: a tensor for each column, and `row` with the row ids."""
+    return {name: torch.from_numpy(column) for name, column in read_rows(source, 0, rows_in(source)).items()}

@@ -1,0 +1,303 @@
+"""The start of a worker group: its ranks agree on the newest good state, and rank 0 claims the next attempt from it."""
+
+import functools
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+import torch.distributed as dist
+
+import sunspot.warm
+from sunspot.checkpoint import versions
+from sunspot.checkpoint.node_parts import NodeParts, PartCopy
+from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.shared_memory import find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot
+from sunspot.elastic.copies import Machine, choose_copy, without_copies, without_crashing
+from sunspot.errors import ConflictError, DamageError, SupersededError
+from sunspot.parallel import finish_together, from_rank_0, gather_objects
+from sunspot.run import Run
+from sunspot.run.attempts import (
+    AFTER,
+    CLAIM_TRIES,
+    DRIVER,
+    Attempt,
+    claim,
+    ensure_owner,
+    lineage,
+    new_nonce,
+    read_attempts,
+    read_error,
+    record_error,
+    record_start,
+    refuse_if_superseded,
+    step_of,
+)
+from sunspot.run.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    PassedOver,
+    Unusable,
+    find_faults,
+    find_faults_in_listing,
+    find_newest_good,
+    leads_to_newest,
+    list_directories,
+)
+from sunspot.run.history import read_journal
+from sunspot.run.identity import refuse_other_settings
+from sunspot.run.incidents import FORKED, TIER
+from sunspot.run.status import Status, read_other_status, read_status, refuse_if_deleted
+from sunspot.settings import PREFIX, Settings, accepts
+from sunspot.storage.base import Entry
+from sunspot.storage.retry import retry_storage
+
+Result = TypeVar("Result")
+
+
+class Found(NamedTuple):
+    """What a rank found on its node, and read, for the start that was chosen."""
+
+    snapshot: LoadedSnapshot | None
+    state: NodeState
+    parts: NodeParts
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a worker group starts; the same on every rank."""
+
+    attempt: Attempt
+    before: list[Attempt]
+    "The attempts of the run so far, oldest first."
+    checkpoint: Checkpoint | None
+    "In storage; None if `snapshot` is newer."
+    snapshot: MemorySnapshot | None
+    "In shared memory; of a state in parts, the first."
+    snapshot_rank: int
+    "The lowest rank whose node has `snapshot`."
+    nodes: dict[int, str]
+    "Ray's id of each rank's node."
+    heartbeats: list[tuple[int, int, float]]
+    "The last steps that earlier processes are known to have taken: attempt, step, seconds since the epoch."
+    events: list[dict[str, Any]]
+    "Of the attempts so far."
+    status: Status | None
+    "Of this start of the driver."
+    other: Status | None = None
+    "Of who trained before, as it stood at the claim."
+    parts: Sequence[PartCopy] = ()
+    "Of the state that `snapshot` is the first part of."
+
+
+def agree_on_start(
+    run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, warn: Callable[[str], Any], driver: str = ""
+) -> tuple[Start | None, Found]:
+    """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
+
+    Also returns what this rank found and read. The start is None when this job may not train on. Raises like
+    `begin_attempt`.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    nodes = gather_objects(node, group)
+    state, node_parts = NodeState(run, group, nodes), NodeParts(group, nodes)
+    looks = settings.snapshot_cost and state.reads
+    found = finish_together(group, lambda: find_snapshot(run.location) if looks else None)  # which reads it
+    parts = find_parts(run.location) if looks and settings.parallel == "fsdp" else ()
+    held = found.held if found else None
+    mine = Machine(socket.gethostname(), node, held, find_heartbeats(run.location), parts, sunspot.warm.forked)
+    machines = gather_objects(mine, group)
+    start = begin_attempt(run, owner, settings, machines, driver, group, state.read, node_parts.read, warn)
+    return start, Found(found, state, node_parts)
+
+
+def begin_attempt(
+    run: Run,
+    owner: str,
+    settings: Settings,
+    machines: list[Machine],
+    driver: str = "",
+    group: dist.ProcessGroup | None = None,
+    read: Callable[[Checkpoint], list[str]] | None = None,
+    read_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: [],
+    warn: Callable[[str], Any] = print,
+) -> Start | None:
+    """Claim the next attempt, given each rank's machine, and choose its start; None when this job may not train on.
+
+    A checkpoint is chosen by its manifest and the listing, and found to be whole or damaged by whoever loads it: `read`
+    does so for a rank, and returns the faults that it saw (default: compares every byte). One that any rank finds
+    damaged is passed over by all of them, and so is the copy of a part of which `read_parts` returns that it is. All
+    workers of `group` (None: one alone) call this together. Rank 0 raises `StorageError` when storage refuses for
+    longer than `storage_timeout_s`, `ConflictError` when the run was begun anew with other settings meanwhile, and
+    `DamageError` like `refuse_to_begin_anew`.
+    """
+    limit_s = settings.storage_timeout_s
+
+    def on_rank_0(act: Callable[[], Result]) -> Result:
+        return from_rank_0(group, lambda: retry_storage(act, limit_s, "beginning an attempt", warn))
+
+    def find_damage(checkpoint: Checkpoint) -> list[str]:
+        return retry_storage(
+            lambda: read(checkpoint) if read else find_faults(run, checkpoint), limit_s, "reading a checkpoint", warn
+        )
+
+    attempt = on_rank_0(lambda: claim_attempt(run, owner, settings, machines, driver))
+    damaged: dict[str, list[str]] = {}
+    while attempt:
+        start = on_rank_0(functools.partial(choose_start, run, attempt, machines, damaged))
+        if start and (checkpoint := start.checkpoint):
+            seen = finish_together(group, functools.partial(find_damage, checkpoint))
+            if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
+                damaged[checkpoint.name] = list(dict.fromkeys(faults))
+                continue
+        elif start and start.parts:
+            mine = finish_together(group, functools.partial(read_parts, start.parts))
+            if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
+                machines = without_copies(machines, faulty)
+                continue
+        return on_rank_0(functools.partial(record_choice, run, start)) if start else None
+    return None
+
+
+def claim_attempt(
+    run: Run, owner: str, settings: Settings, machines: list[Machine], driver: str = ""
+) -> Attempt | None:
+    """Claim the next attempt, whose start is not chosen yet; None when this job may not train on.
+
+    Raises `ConflictError` when the run was begun anew with other settings meanwhile.
+    """
+    status = read_status(run, driver) if driver else None
+    for _ in range(CLAIM_TRIES):
+        attempts = read_attempts(run)
+        try:
+            refuse_if_superseded(attempts, owner, driver)
+            refuse_if_deleted(run)
+        except ConflictError:
+            return None
+        if attempts and attempts[-1].owner == owner and read_error(run, attempts[-1].number):
+            return None
+        attempt = Attempt(
+            number=attempts[-1].number + 1 if attempts else 1,
+            owner=owner,
+            starts_from=None,
+            step=0,
+            metadata={
+                "host": machines[0].host,
+                "nodes": {str(rank): machine.host for rank, machine in enumerate(machines)},
+                "world_size": len(machines),
+                FORKED: sum(machine.forked for machine in machines),
+                DRIVER: driver,
+                AFTER: list(status.after) if status else [],
+                "settings": settings.environment(),
+                "versions": versions(),
+            },
+            nonce=new_nonce(),
+            chosen=False,
+        )
+        if claim(run, attempts, attempt):
+            refuse_other_settings(run, settings.environment(), ())
+            return attempt
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
+
+
+def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: Mapping[str, list[str]]) -> Start | None:
+    """Choose where a claimed attempt starts, given the faults of checkpoints that were read; None when superseded.
+
+    Nobody else commits or deletes any more, but for what was in flight, and that is never the newest checkpoint listed
+    now. Raises `DamageError` like `refuse_to_begin_anew`.
+    """
+
+    def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
+        return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
+
+    before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
+    left, crashing = without_crashing(machines, before)
+    rank, snapshot, parts = choose_copy(before, left)
+    checkpoint: Checkpoint | None = None
+    passed_over: tuple[PassedOver, ...] = ()
+    if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
+        checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
+        if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
+            checkpoint = None  # what looked newer by its name is damaged
+        else:
+            snapshot, parts = None, []
+    skipped = tuple(str(each) for each in passed_over)
+    if crashing:
+        skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
+    if not snapshot and not checkpoint:
+        try:
+            ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
+            refuse_to_begin_anew(run, before, passed_over, attempt.metadata["settings"])
+        except SupersededError:
+            return None
+        except DamageError as error:
+            record_error(run, attempt.number, error)  # a retry of this job finds nothing else
+            raise
+    attempt = replace(
+        attempt,
+        starts_from=snapshot.checkpoint if snapshot else checkpoint.name if checkpoint else None,
+        step=snapshot.step if snapshot else checkpoint.step if checkpoint else 0,
+        skipped=skipped,
+        metadata={**attempt.metadata, TIER: "memory" if snapshot else "storage" if checkpoint else "beginning"},
+        chosen=True,
+    )
+    return Start(
+        attempt=attempt,
+        before=[earlier for earlier in before if earlier.chosen],
+        checkpoint=checkpoint,
+        snapshot=snapshot,
+        snapshot_rank=rank,
+        nodes={rank: machine.node for rank, machine in enumerate(machines)},
+        heartbeats=[heartbeat for machine in machines for heartbeat in machine.heartbeats],
+        events=read_journal(run, "events"),
+        status=read_status(run, attempt.driver),
+        other=read_other_status(run, attempt.driver),
+        parts=parts,
+    )
+
+
+def record_choice(run: Run, start: Start) -> Start | None:
+    """Record the start that was chosen, once its state is known to be whole; None when superseded."""
+    try:
+        record_start(run, start.attempt)
+    except SupersededError:
+        return None
+    return start
+
+
+def refuse_to_begin_anew(
+    run: Run, attempts: list[Attempt], passed_over: Sequence[PassedOver], environment: Mapping[str, str]
+) -> None:
+    """Raise `DamageError` when a run without a good state once had checkpoints, unless ACCEPT names their loss.
+
+    `passed_over` is what `find_newest_good` names, and `environment` has the settings by variable.
+    """
+    lost = [each for each in passed_over if each.kind is Unusable.DAMAGED] or find_gone(attempts)
+    if not lost or accepts(environment, consent := f"loss-of-{lost[0].name}"):
+        return
+    lines = "\n".join(f"  {each}" for each in lost)
+    raise DamageError(
+        f"{run.location} has no whole checkpoint any more, and no node a copy in memory, so there is nothing to go on "
+        f"from:\n{lines}\nput back the files of one as they were, or choose another {PREFIX}RUN_NAME. To give them up, "
+        f"and begin this run anew, set {PREFIX}ACCEPT={consent}"
+    )
+
+
+def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
+    """The checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
+    counted = {span.label for span in lineage(attempts)}
+    began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.get(TIER) == "storage"]
+    return [
+        PassedOver(attempt.starts_from, Unusable.GONE, f"attempt {attempt.number} started from it")
+        for attempt in began[-1:]
+        if attempt.starts_from
+    ]
+
+
+def newest_committed(run: Run, attempts: list[Attempt]) -> int:
+    """The step of the newest checkpoint by its name alone, damaged or not; -1 without any."""
+    spans = lineage(attempts)
+    names = [name for name, files in list_directories(run).items() if MANIFEST in files]
+    return max((step_of(name) for name in names if leads_to_newest(name, spans)), default=-1)

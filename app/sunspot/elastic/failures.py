@@ -1,0 +1,227 @@
+"""Judges what ended a worker group: says it on the console, and whether another group starts.
+
+Ray Train asks, in its controller (`ray_internals/controller.py`), about each group that ended without having been told
+to. What a user's program does on all ranks alike, it would do again: that ends the run at once. Other losses are
+counted, and forgotten with the next checkpoint. Groups to which Ray Data brought no rows are counted apart, and so are
+those that a copy in memory keeps from a step, until it is passed over for storage (copies.py).
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayError
+
+from sunspot.elastic.control import GroupEnd, RankError
+from sunspot.elastic.copies import RESTORES
+from sunspot.elastic.gpu import OUT_OF_MEMORY
+from sunspot.errors import SunspotError, shorten
+from sunspot.run.attempts import Attempt
+from sunspot.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
+from sunspot.run.incidents import BRING_ROWS, TIER, blame, starved
+
+OTHERS_S = 5.0
+"""The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
+
+ASK_TIMEOUT_S = 10.0
+"""Limit of one question to the control channel, which answers at once unless it is gone."""
+
+MAX_STARVED = 10
+"""Groups in a row, without a new checkpoint, to which Ray Data may bring no rows. Each has waited HANG_TIMEOUT_S, and
+for its first ones FIRST_STEP_S more (watchdog.py): in all for hours."""
+
+MAX_REASON = 200
+"""Characters kept of one error."""
+
+FROM_OUTSIDE = (
+    OSError,
+    MemoryError,
+    EOFError,
+    RayError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    dist.DistError,
+)
+"""Errors of networks, disks, memory and devices: they may be gone the next time, even if all ranks meet them alike."""
+
+
+Suspects = dict[str, int | None]
+"""Nodes whose GPU may have ended a rank, with CUDA's code (0: not known); None: the rank left no word."""
+
+LeaveOut = Callable[[Suspects], list[str]]
+"""Leaves out those of these nodes whose GPU is broken, and returns a line on each."""
+
+
+class WorkersFailedError(Exception):
+    """The workers failed, and no other group starts: the text says what ended which ranks, on one line."""
+
+
+def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
+    """What a rank on `node` tells of the error that ends it after `step`."""
+    return RankError(
+        failure=describe_failure(error, attempt.number, rank, step),
+        world_size=attempt.metadata["world_size"],
+        taken=step - attempt.step,
+        from_outside=any(isinstance(one, FROM_OUTSIDE) for one in _chain(error)),
+        from_memory=attempt.metadata.get(TIER) == "memory",
+        node=node,
+        cuda_error=find_cuda_error(error),
+    )
+
+
+def find_cuda_error(error: Exception) -> int | None:
+    """CUDA's code (0: not known), if an error of CUDA is behind this one; None: there is none, or too little memory."""
+    if any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error)):
+        return None
+    codes = [getattr(one, "error_code", 0) for one in _chain(error) if isinstance(one, torch.AcceleratorError)]
+    return None if OUT_OF_MEMORY in codes else next(iter(codes), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class FailureJudge:
+    """Decides whether a worker group is followed by another.
+
+    At most `max_failures` are, in a row without a new checkpoint, besides MAX_STARVED that got no rows, and RESTORES
+    that came to no step from a copy in memory. `leave_out` is called before each; what it raises as `SunspotError` ends
+    the run.
+    """
+
+    def __init__(self, control: Any, max_failures: int, leave_out: LeaveOut = lambda errors: []) -> None:
+        self._control, self._max, self._leave_out = control, max_failures, leave_out
+        self._failures = self._starved = self._restores = 0
+        self._committed = -1
+        "Step of the newest checkpoint."
+        self._before: tuple[object, ...] | None = None
+        "What the group before failed with, if all of its ranks did so alike."
+
+    def __call__(self, errors: dict[int, Exception]) -> bool:
+        """Whether another group starts after one that ended with these errors, by rank."""
+        end = self._ask(errors)
+        if end.fatal:  # it says more, and no restart can fix it
+            return False
+        lost = any(isinstance(error, RayError) for error in errors.values())
+        what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
+        if goes_on:
+            goes_on, why = self._leave_out_broken(find_suspects(end, errors), why)
+        tell = self._control.start_again if goes_on else self._control.give_up
+        tell.remote(f"{what}{why}")
+        return goes_on
+
+    def _judge(self, end: GroupEnd, lost: bool) -> tuple[bool, str]:
+        """Whether another group starts, and why not, or how often one still may."""
+        if (committed := end.state.get("committed", 0)) > self._committed:
+            self._failures = self._starved = self._restores = 0
+            self._committed = committed
+        alike, before = in_user_code_alike(end.errors), self._before
+        self._before = alike
+        if alike and (alike == before or not any(error.taken for error in end.errors)):
+            return False, "; all ranks ended so, and would again"
+        if end.hangs and starved(end.hangs, end.hangs[0]["world_size"]):
+            self._starved += 1
+            if self._starved > MAX_STARVED:
+                return False, f". {BRING_ROWS}; no new checkpoint since {MAX_STARVED} groups before got none either"
+            left = f"{MAX_STARVED - self._starved} of {MAX_STARVED} such times left"
+            return True, f". {BRING_ROWS}; starting again, {left}, and MAX_FAILURES is not charged"
+        stepless = bool(end.errors) and all(one.from_memory and not one.taken for one in end.errors)
+        if stepless and not lost and self._restores < RESTORES:
+            self._restores += 1
+            again = "once more from that copy" if self._restores < RESTORES else "from storage"
+            return True, f"; it came to no step from a copy in memory, so another starts {again}, at no charge"
+        self._failures += 1
+        if self._failures > self._max:
+            return False, f"; no new checkpoint since the MAX_FAILURES={self._max} losses before"
+        return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
+
+    def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
+        """Leave out the nodes whose GPU is broken: whether another group starts, and all that is told."""
+        try:
+            left_out = self._leave_out(suspects)
+        except SunspotError as error:
+            return False, f"; {error}"
+        except Exception as error:  # another Ray may raise anything
+            return True, f"; whether a GPU is broken is not known: {shorten(error)}{why}"
+        self._control.leave_out.remote(left_out)
+        return True, "".join(f"; {line}" for line in left_out) + why
+
+    def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
+        """What the control channel knows; of a program's errors, once all ranks have told theirs, or OTHERS_S later."""
+        until = time.monotonic() + OTHERS_S
+        lost = any(isinstance(error, RayError) for error in errors.values())
+        end = GroupEnd()
+        while True:
+            with suppress(RayError):  # the driver is gone, and Ray ends this process
+                end = ray.get(self._control.group_end.remote(), timeout=ASK_TIMEOUT_S)
+            missing = not end.errors or len(end.errors) < end.errors[0].world_size
+            if lost or end.fatal or not missing or time.monotonic() > until:
+                return end
+            time.sleep(0.2)
+
+
+def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
+    """Nodes that had an error of CUDA, and those of lost ranks.
+
+    NCCL ends a process whose GPU fails, often before it can tell, and some GPUs hang when they do.
+    """
+    lost = [end.nodes[rank] for rank, error in errors.items() if isinstance(error, RayError) and rank in end.nodes]
+    known = {error.node: error.cuda_error for error in end.errors if error.cuda_error is not None}
+    return {**dict.fromkeys(lost), **known}
+
+
+def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
+    """The kind, place and step of the error that all ranks of a group raised in the user's code; None: they did not."""
+    kinds = {(one.failure.type, one.failure.file, one.failure.line, one.failure.step) for one in errors}
+    if len(kinds) != 1 or len(errors) < errors[0].world_size:
+        return None
+    [kind] = kinds
+    theirs = kind[1] and not OURS.match(kind[1]) and not INSTALLED.search(kind[1])
+    outside = any(one.from_outside or one.failure.consequence for one in errors)
+    return kind if theirs and not outside else None
+
+
+def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
+    """One line: what ended which ranks. An error that only follows from another's end is left out.
+
+    Of ranks that hung, and ended themselves, it says which the others waited for.
+    """
+    told = [one.failure for one in end.errors]
+    known = {failure.rank for failure in told}
+    lost = {rank: error for rank, error in errors.items() if isinstance(error, RayError) and rank not in known}
+    lost = {} if end.hangs else lost  # the ranks have ended themselves
+    step = max([end.state.get("step", 0), *(failure.step for failure in told)])
+    parts: dict[str, list[int]] = {}
+    for failure in [failure for failure in told if not failure.consequence] or ([] if lost else told):
+        parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
+    for rank, error in lost.items():
+        parts.setdefault(f"lost after step {step}: {reason(error).rstrip('.')}", []).append(rank)
+    for rank, error in {} if known or end.hangs else errors.items():  # it ended before it could tell
+        if rank not in lost and not (lost and LOST_PEER.search(str(error))):
+            parts.setdefault(reason(error), []).append(rank)
+    lines = [f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items()]
+    if end.hangs:
+        where = blame(end.hangs, end.hangs[0]["world_size"])
+        step = max(step, *(event["step"] for event in end.hangs))
+        lines.append(f"{where}, after step {step} (stacks: `sunspot events --stacks`)")
+    return "; ".join(lines)
+
+
+def describe_failure_in_line(failure: Failure) -> str:
+    """`NameError: name 'functional' is not defined, in loss at buggy.py:6, after step 0`."""
+    first = next((line.strip() for line in failure.message.splitlines() if line.strip()), "")
+    message = f": {first[:MAX_REASON]}" if first else ""
+    place = f", in {failure.function} at {failure.file}:{failure.line}" if failure.file else ""
+    return f"{failure.type}{message}{place}, after step {failure.step}"
+
+
+def reason(error: Exception) -> str:
+    """The line of an error that says why: for a lost worker, Ray puts a page of text before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if line.startswith("The actor")), lines[0])[:MAX_REASON]

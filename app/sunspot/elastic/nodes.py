@@ -1,0 +1,252 @@
+"""Watches the cluster's nodes for what matters to the workers: a preemption, a loss, better nodes, room to scale up."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from sunspot.background import Background
+from sunspot.elastic.groups import GroupChoice, find_spare, room_of_groups
+from sunspot.errors import SunspotError, shorten
+from sunspot.formatting import in_words
+from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
+from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, staying_nodes
+from sunspot.run.incidents import Cause
+from sunspot.settings import Workers
+
+NODE_CHECK_EVERY_S = 0.5
+"""Seconds between two checks: a notice may be as short as 15 s."""
+
+SETTLED_S = 5.0
+"""How long room for more workers must last before a restart, which stops all workers for several seconds: nodes that
+were asked for together join within seconds of each other. The lag of Ray's own view of the nodes comes on top."""
+
+BACKOFF_FACTOR = 4
+"""How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
+those nodes. After one try alone they would never be used; trying all the time, nothing would be trained."""
+
+GROUP_QUERY_TIMEOUT_S = 5.0
+"""Limit of one query to the control channel, which answers at once unless it is gone."""
+
+WARN_AFTER_S = 30.0
+"""How long checks may fail before the user is warned. One that fails now and then does no harm."""
+
+HEAD = "node:__internal_head__"
+"""A resource that only the head has."""
+
+
+@dataclass(frozen=True)
+class NodeEvent:
+    """What a check of the nodes found for a worker group."""
+
+    cause: Cause
+    detail: str
+    "For people."
+    deadline: float | None = None
+    "When the first node will be gone, in seconds since the epoch."
+    spare: tuple[str, ...] = ()
+    "Nodes that are to be given back, by Ray's id."
+
+
+class NodeMonitor:
+    """Finds at most one event for each worker group, which ends then.
+
+    `usable` filters nodes for those that a group may start on, as they answer; `lag_s` is how far Ray Train's view of
+    the nodes may be behind; `choice` chooses among groups of nodes, if there are several.
+    """
+
+    def __init__(
+        self,
+        resources_per_worker: dict[str, float],
+        workers: Workers,
+        usable: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
+        lag_s: float = 0.0,
+        choice: GroupChoice | None = None,
+    ) -> None:
+        self.per_worker, self._most, self._usable = resources_per_worker, workers.most, usable
+        self._settled_s = SETTLED_S + lag_s
+        self._choice = choice
+        self._group_of: dict[str, str] = {}
+        self.asked: dict[str, int] = {}
+        "Workers to ask of each group of nodes."
+        self._ended = 0
+        "Attempt of the last group with an event; they count from 1."
+        self._room: dict[str, int] = {}
+        self._since = 0.0
+        self._tries = 0
+
+    def check(
+        self, group: dict[str, Any], nodes: list[dict[str, Any]], draining: dict[str, float | None], now: float
+    ) -> NodeEvent | None:
+        """The event for this worker group, if there is one.
+
+        `group` is `ControlChannel.group()`, `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in
+        seconds of a monotonic clock.
+        """
+        room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
+        if room != self._room:
+            self._room, self._since, self._tries = room, now, 0
+        if self._choice:
+            self._group_of = groups_of(self._choice, nodes)
+            self.asked = self._choice.choose(room_of_groups(room, self._group_of), now)
+        if not group or group["attempt"] == self._ended:
+            return None
+        found = (
+            find_lost(group, nodes)
+            or find_preempted(group, draining)
+            or self._find_spare(group, nodes)
+            or self._find_scale_up(group, nodes, now)
+        )
+        if found:
+            self._ended = group["attempt"]
+        return found
+
+    def _find_spare(self, group: dict[str, Any], nodes: list[dict[str, Any]]) -> NodeEvent | None:
+        """Nodes of the group that better ones have come for. Those without a worker end by themselves, being idle."""
+        if not self._choice:
+            return None
+        used = set(group["nodes"].values())
+        spare = find_spare(self._room, self._group_of, self.asked, used)
+        others = [node for node in nodes if node["NodeID"] not in spare]
+        if used.isdisjoint(spare) or self._possible(self._usable(others)) < group["world_size"]:
+            return None
+        return NodeEvent(Cause.MOVED, f"from {_name(used & set(spare), group)}", spare=tuple(spare))
+
+    def _find_scale_up(self, group: dict[str, Any], nodes: list[dict[str, Any]], now: float) -> NodeEvent | None:
+        size = group["world_size"]
+        if size >= self._possible(nodes):
+            self._tries = 0
+            return None
+        if now - self._since < self._settled_s * BACKOFF_FACTOR**self._tries:
+            return None
+        possible = self._possible(self._usable(nodes))  # Ray may not know yet that a node is lost
+        if size >= possible:
+            return None
+        self._since, self._tries = now, self._tries + 1
+        return NodeEvent(Cause.SCALE_UP, f"{size} -> {possible} workers")
+
+    def _possible(self, nodes: list[dict[str, Any]]) -> int:
+        return min(self._most, sum(self._room.get(node["NodeID"], 0) for node in nodes))
+
+
+def find_lost(group: dict[str, Any], nodes: list[dict[str, Any]]) -> NodeEvent | None:
+    """The group's nodes that are gone."""
+    alive = {node["NodeID"] for node in nodes if node["Alive"]}
+    lost = set(group["nodes"].values()) - alive
+    return NodeEvent(Cause.NODE_LOST, _name(lost, group)) if lost else None
+
+
+def find_preempted(group: dict[str, Any], draining: dict[str, float | None]) -> NodeEvent | None:
+    """The group's nodes that are draining, and the earliest of their deadlines."""
+    preempted = set(group["nodes"].values()) & set(draining)
+    if not preempted:
+        return None
+    deadlines = [deadline for node in preempted if (deadline := draining[node]) is not None]
+    return NodeEvent(Cause.PREEMPTED, _name(preempted, group), min(deadlines, default=None))
+
+
+def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
+    """How many workers each node has room for, by its id; nodes without any are left out.
+
+    Counts as Ray Train does (ElasticScalingPolicy): by a node's total resources, as the group's own workers are on
+    these nodes, and without a head that has no CPU and no GPU.
+    """
+    room = {}
+    for node in nodes:
+        total = node["Resources"]
+        if node["Alive"] and not (HEAD in total and not total.get("CPU") and not total.get("GPU")):
+            fits = [
+                (total.get(name, 0.0) + ROUNDING) // amount for name, amount in resources_per_worker.items() if amount
+            ]
+            room[node["NodeID"]] = int(min(fits, default=0))
+    return {node: workers for node, workers in room.items() if workers}
+
+
+def _name(nodes: set[str], group: dict[str, Any]) -> str:
+    ranks = {node: [rank for rank, its in sorted(group["nodes"].items()) if its == node] for node in nodes}
+    return ", ".join(
+        f"node {node[:12]} ({'rank' if len(its) == 1 else 'ranks'} {', '.join(map(str, its))})"
+        for node, its in sorted(ranks.items(), key=lambda item: item[1])
+    )
+
+
+def groups_of(choice: GroupChoice, nodes: list[dict[str, Any]]) -> dict[str, str]:
+    """The group of each node."""
+    return {node["NodeID"]: choice.group_of(node["Resources"]) for node in nodes}
+
+
+def wait_for_nodes(
+    choice: GroupChoice, resources_per_worker: dict[str, float], workers: Workers, timeout_s: float
+) -> None:
+    """Ask for the first nodes of several groups, and wait until there is room for the fewest workers.
+
+    Raises `SunspotError` after `timeout_s`.
+    """
+    began = time.monotonic()
+    asked: dict[str, int] = {}
+    while True:
+        nodes = staying_nodes()
+        room = find_room(nodes, resources_per_worker)
+        wanted = choice.choose(room_of_groups(room, groups_of(choice, nodes)), time.monotonic())
+        there = f"nodes for {sum(room.values())} of {workers} workers"
+        if wanted != asked:
+            asked = wanted
+            ask_of_groups(resources_per_worker, asked)
+            print(f"there are {there}; asked for {_describe(asked)}", flush=True)
+        if sum(room.values()) >= workers.least:
+            return
+        if time.monotonic() - began > timeout_s:
+            raise SunspotError(
+                f"after {in_words(timeout_s)} there are {there}, of {_describe(asked)}; `sunspot doctor` says what the "
+                "pods wait for, and the same command tries again"
+            )
+        time.sleep(NODE_CHECK_EVERY_S)
+
+
+def _describe(asked: dict[str, int]) -> str:
+    return ", ".join(f"{workers} in group {name}" for name, workers in asked.items())
+
+
+@contextmanager
+def watch_nodes(control: Any, monitor: NodeMonitor) -> Iterator[None]:
+    """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
+
+    A lost node is only noted: Ray Train restarts the group itself. When this node, the head, is to go, the group saves;
+    it trains on until the head takes everything with it.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    checked = time.monotonic()
+    warned = False
+    leaving = False
+    asked: dict[str, int] = {}
+
+    def check() -> None:
+        nonlocal checked, warned, leaving, asked
+        try:
+            group, draining = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S), draining_nodes()
+            event = monitor.check(group, ray.nodes(), draining, time.monotonic())
+            if here in draining and not leaving:
+                leaving = True
+                control.save.remote()
+                print("the head was told to go: the workers save, and a new head continues from there", flush=True)
+            if monitor.asked != asked:
+                ask_of_groups(monitor.per_worker, monitor.asked)
+                asked = monitor.asked
+                print(f"asked for {_describe(asked)}", flush=True)
+            if event:
+                drain_nodes(event.spare)
+            if event and event.cause is Cause.NODE_LOST:
+                control.note.remote(cause=event.cause, detail=event.detail, noticed=time.time())
+            elif event:
+                control.restart_group.remote(event.cause, event.detail, time.time(), event.deadline)
+            checked = time.monotonic()
+        except Exception as error:  # the next check may do better
+            if not warned and time.monotonic() - checked > WARN_AFTER_S:
+                warned = True
+                print(f"warning: notices of nodes may be missed: {shorten(error)}", flush=True)
+
+    with Background(NODE_CHECK_EVERY_S, check):
+        yield

@@ -1,0 +1,173 @@
+"""The state that a worker group goes on from: out of a node's shared memory, a checkpoint, or INIT_FROM."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from sunspot.checkpoint.sharded import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
+from sunspot.checkpoint.slots import as_bytes
+from sunspot.checkpoint.snapshot import in_buffer
+from sunspot.checkpoint.weights import read_weights
+from sunspot.elastic.claim import Found, Start
+from sunspot.errors import ConflictError, NotFoundError, SettingsError
+from sunspot.parallel import finish_together, from_rank_0
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.checkpoints import Checkpoint, find_newest_good
+from sunspot.settings import Settings
+from sunspot.storage import Storage, open_storage
+from sunspot.storage.retry import retry_storage
+
+
+@dataclass(frozen=True)
+class State:
+    """The training state that a worker group goes on from; at the beginning the weights of INIT_FROM, or nothing."""
+
+    model: Any = None
+    optimizer: Any = None
+    evaluated: bool = True
+    metrics: dict[str, Any] = field(default_factory=dict)
+    taken: float | None = None
+    "When its last step had been taken, in seconds since the epoch."
+    tier: str = "beginning"
+    total_steps: int = 0
+    "Of the whole run, as it was planned then; 0: not known."
+    ledger: tuple[Any, ...] = ()
+    "Windows of consumed rows that are not in storage yet."
+    load_parts: Callable[[nn.Module, Optimizer], None] | None = None
+    "Under fsdp, in place of `model` and `optimizer`: loads each worker's part into what is sharded, on all together."
+
+
+def load_start(
+    run: Run,
+    settings: Settings,
+    start: Start,
+    found: Found,
+    group: dist.ProcessGroup,
+    warn: Callable[[str], Any],
+) -> State:
+    """The state to go on from, on every rank, out of what `agree_on_start` returned. All workers call this together."""
+    if not start.checkpoint:
+        found.state.close()  # of one that was damaged
+    if start.snapshot:
+        return _load_snapshot(start, found)
+    if not start.checkpoint:
+        return State(model=read_init(settings, group, warn)) if settings.init_from else State()
+    checkpoint = start.checkpoint
+    if is_sharded(checkpoint):
+        state = _load_sharded(run, settings, checkpoint, group, warn)
+    else:
+        state = found.state.load(checkpoint)
+    return State(
+        **state,
+        evaluated=checkpoint.evaluated,
+        metrics=checkpoint.metrics,
+        taken=checkpoint.metrics.get("time", checkpoint.time),
+        tier="storage",
+        total_steps=checkpoint.total_steps,
+    )
+
+
+def _load_sharded(
+    run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup, warn: Callable[[str], Any]
+) -> dict[str, Any]:
+    """A checkpoint in parts, on every rank; rank 0 alone reads what is in them, which is a request for each part."""
+
+    def patiently(read: Callable[[], Any]) -> Any:
+        return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint", warn)
+
+    contents = from_rank_0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
+
+    def load(*into: Any) -> None:
+        finish_together(group, lambda: patiently(lambda: load_parts(run, checkpoint, contents, *into)))
+
+    if settings.parallel == "fsdp":
+        return {"load_parts": load}
+    return finish_together(group, lambda: patiently(lambda: load_whole(run, checkpoint, contents)))
+
+
+def _load_snapshot(start: Start, found: Found) -> State:
+    """The chosen snapshot, on every rank."""
+    chosen, state = start.snapshot, dict[str, Any]()
+    assert chosen
+    if start.parts:
+        rest, state = found.parts.describe(), {"load_parts": found.parts.load}
+    else:
+        _, data, rest, _ = found.state.share(chosen, start.snapshot_rank, found.snapshot)
+        state = in_buffer(rest["structure"], as_bytes(data))
+    return State(
+        **state,
+        evaluated=chosen.evaluated,
+        metrics=rest["about"]["metrics"],
+        taken=chosen.time,
+        tier="memory",
+        total_steps=rest["about"]["total_steps"],
+        ledger=tuple(rest["ledger"]),
+    )
+
+
+def read_init(settings: Settings, group: dist.ProcessGroup | None, warn: Callable[[str], Any]) -> Any:
+    """The state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file.
+
+    All workers call this together, and get the same one: rank 0 chooses. Raises `SettingsError`, or `ConflictError`
+    when it was replaced while they read it.
+    """
+    limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
+    chosen = from_rank_0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what, warn))
+    return finish_together(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what, warn))
+
+
+def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
+    """What INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file.
+
+    With a checkpoint that is in parts only comes what they hold.
+    """
+    wanted = settings.init_from
+    if not wanted.startswith("run:"):
+        storage, file = _init_file(settings)
+        try:
+            return storage.digest(file)[1]
+        except NotFoundError as error:
+            raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: no such file") from error
+    other = _init_run(settings)
+    checkpoint, _ = find_newest_good(other, read_attempts(other))
+    if not checkpoint:
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: {other.location} has no good checkpoint")
+    return checkpoint, None if "model.pt" in checkpoint.files else read_contents(other, checkpoint)
+
+
+def load_init(settings: Settings, chosen: tuple[Checkpoint, Contents | None] | str) -> Any:
+    """The state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
+    wanted, content = settings.init_from, bytearray()
+    replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"
+    try:
+        if isinstance(chosen, tuple):
+            return load_model(_init_run(settings), *chosen)
+        storage, file = _init_file(settings)
+        sha256 = storage.digest(file, content.extend)[1]
+    except NotFoundError as error:
+        raise ConflictError(replaced) from error
+    if sha256 != chosen:
+        raise ConflictError(replaced)
+    try:
+        state = read_weights(storage, file, content)
+    except ValueError as error:
+        raise SettingsError(
+            f"SUNSPOT_INIT_FROM={wanted}: {error}; give a state_dict saved by torch.save, or as safetensors"
+        ) from error
+    if not isinstance(state, dict):
+        raise SettingsError(f"SUNSPOT_INIT_FROM={wanted}: a {type(state).__name__}; give a state_dict of torch.save")
+    return state
+
+
+def _init_run(settings: Settings) -> Run:
+    return open_run(settings.storage_path, settings.init_from.removeprefix("run:"))
+
+
+def _init_file(settings: Settings) -> tuple[Storage, str]:
+    folder, slash, file = settings.init_from.rpartition("/")
+    return open_storage(folder or slash or "."), file

@@ -1,0 +1,276 @@
+"""Ends a rank that takes no more steps, after recording its stacks, so that Ray restarts the worker group.
+
+A rank that hangs makes all others wait for it in the next collective, so all watchdogs act within moments, and each
+records the stacks of its own rank. A watchdog is a thread, which cannot run while the training thread holds the
+interpreter's lock in C. For that case it keeps postponing a timer that needs no Python (`faulthandler`): when that runs
+out, it ends the process and leaves the stacks in a file in the node's memory, which the next worker on the node
+uploads. Two ranks leave no stacks: one that is stopped (SIGSTOP), and one whose node is lost too; those of the others
+still show which it was (`run.incidents.suspects`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sunspot.errors import SunspotError
+from sunspot.run import SHARED_MEMORY, Run
+from sunspot.run.attempts import Attempt, newest_number
+from sunspot.run.failures import INSTALLED
+from sunspot.run.history import Journal
+from sunspot.run.incidents import HUNG
+from sunspot.storage.deadline import within
+
+FIRST_STEP_S = 600
+"""Added to the timeout of the first step, which waits for imports, compilation, and Ray Data's first rows."""
+
+START_S = 10
+"""Added to the timeout until an attempt is claimed: the others give a word of themselves each ROUND_S (parallel.py)."""
+
+CHECK_EVERY_S = 1.0
+"""Seconds between two checks of the last heartbeat."""
+
+REPORT_S = 20
+"""Limit on the wait for storage and the control channel: either may be what is gone."""
+
+LINGER_S = 5
+"""Between a rank's report and its exit, which ends the others too: they hang since the same step, and report now."""
+
+STARTS, STALE_S = "start", 60
+"""In the names of files of ranks whose group has claimed no attempt; their age at which their processes are gone, which
+write them each second."""
+
+MAX_STACKS = 20_000
+"""Characters of stacks in an event, for the sake of the journal; the training thread comes first."""
+
+COLLECTIVES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/graph.py",
+    "/ray/train/",
+    "/sunspot/parallel.py",
+)
+"""In the paths of code that waits for other ranks; DDP exchanges gradients inside backward()."""
+
+LOADING = "/ray/data/"
+"""In the paths of code that waits for rows which Ray Data reads."""
+
+BENEATH = re.compile(r"/ray/_private/|/(threading|queue)\.py$")
+"""The paths of code that waits for anything."""
+
+
+OnHang = Callable[[dict[str, Any], bool], Any]
+"""Gets the event of a rank that hung, and whether it is of the attempt before, and so comes late."""
+
+
+class Watchdog:
+    """Ends this process when the thread that made it has taken no step for `timeout_s` seconds (0: never).
+
+    Before that, an event goes to this rank's journal and to `on_hang`, which is also called for a rank of the attempt
+    before that left only its stacks on this node. Until the group has claimed an attempt, in which no rank takes a step
+    either, a word of the others counts as one.
+    """
+
+    def __init__(self, run: Run, rank: int, world_size: int, timeout_s: float, on_hang: OnHang) -> None:
+        self._run, self._rank, self._world_size = run, rank, world_size
+        self._timeout_s, self._on_hang = timeout_s, on_hang
+        self._training_thread = threading.get_ident()
+        self._attempt = self._step = 0
+        self._path = _folder() / f"{_prefix(run)}{STARTS}-{rank:04d}"
+        self._last_heartbeat = time.monotonic()
+        self._started = self._paused = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._step
+
+    def claimed(self, attempt: Attempt) -> None:
+        """Record what the group has agreed on: from here on its first step is waited for."""
+        with contextlib.suppress(SunspotError):
+            dumps = functools.partial(upload_dumps, self._run, attempt.number, self._on_hang)
+            within(REPORT_S, "recording an earlier hang", dumps)
+        self._step = attempt.step
+        path = _folder() / f"{_prefix(self._run)}{attempt.number:04d}-{self._rank:04d}"
+        with contextlib.suppress(FileNotFoundError):  # there is none, or it looked like one of a killed process
+            self._path.rename(path)
+        self._path = path
+        self.heartbeat()
+        self._attempt = attempt.number
+
+    def heartbeat(self, step: int | None = None) -> None:
+        """Record progress: `step` optimizer steps are taken, or (None) some rows evaluated, or others heard of."""
+        self._last_heartbeat = time.monotonic()
+        if step is not None:
+            self._step, self._started = step, True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Expect no heartbeat during what has a limit of its own, such as a wait for storage."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self.heartbeat()
+            self._paused = False
+
+    def __enter__(self) -> Watchdog:
+        self._last_heartbeat = time.monotonic()
+        if self._timeout_s:
+            self._file = self._path.open("wb+", buffering=0)
+            # A forked child has the timer's lock but not its thread, and would wait for it at its end.
+            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timeout_s:
+            self._closing.set()
+            self._thread.join()  # never returns once it has begun to report
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        try:
+            while not self._closing.wait(min(CHECK_EVERY_S, self._timeout_s / 10)):
+                first = self._attempt and not self._started
+                allowed_s = self._timeout_s + (FIRST_STEP_S if self._paused or first else 0)
+                allowed_s += 0 if self._attempt else START_S
+                # After the other ranks have reported, and before they exit.
+                self._set_timer(allowed_s + LINGER_S / 2)
+                if not self._paused and time.monotonic() - self._last_heartbeat > allowed_s:
+                    self._report_and_end()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _set_timer(self, after_s: float) -> None:
+        """Write all stacks to the file and end the process, `after_s` from now."""
+        with contextlib.suppress(OSError):  # no room for it: the process ends all the same
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(json.dumps(self._header()).encode() + b"\n")
+        faulthandler.dump_traceback_later(after_s, exit=True, file=self._file)
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "attempt": self._attempt,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "step": self._step,
+            "beat": time.time() - (time.monotonic() - self._last_heartbeat),
+            "thread": self._training_thread,
+        }
+
+    def _report_and_end(self) -> None:
+        self._set_timer(REPORT_S + LINGER_S)  # should this hang, too
+        try:
+            faulthandler.dump_traceback(self._file)
+            event = describe(self._header(), self._path.read_text(errors="replace"), time.time())
+            reports: list[Callable[[], Any]] = [
+                lambda: print(f"{event['detail']}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
+                lambda: self._on_hang(event, False),
+                lambda: _record(self._run, event, self._path),
+            ]
+            threads = [
+                threading.Thread(target=report, daemon=True) for report in reports
+            ]  # so that none waits for another
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            time.sleep(LINGER_S)
+            os._exit(1)
+
+
+def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
+    """The event of a rank that hung, from the `dump` that `faulthandler` wrote of all its threads."""
+    parts = re.split(r"^(Current t|T)hread (0x[0-9a-f]+) \(most recent call first\):\n", dump, flags=re.MULTILINE)
+    threads: dict[int, str] = {}
+    for kind, number, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        if kind == "T":  # the current one is the watchdog
+            threads.setdefault(int(number, 16), text)
+    training = threads.pop(header["thread"], "")
+    stacks = [f"Training thread (most recent call first):\n{training}"]
+    stacks += [f"Thread {number:#x} (most recent call first):\n{text}" for number, text in threads.items()]
+    frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', training, re.MULTILINE)
+    innermost = next((file for file, *_ in frames if not BENEATH.search(file)), "")
+    waiting, loading = any(part in innermost for part in COLLECTIVES), LOADING in innermost
+    does = "waits for other ranks" if waiting else "waits for rows of Ray Data" if loading else "stands"
+    silent_s, starting = max(0, now - header["beat"]), not header["attempt"]
+    detail = f"rank {header['rank']}: {'not all ranks answered' if starting else 'no step'} for {silent_s:.0f} s"
+    if starting:
+        detail += ", while the group agreed on its start"
+    if frames:
+        file, line, function = next((frame for frame in frames if not INSTALLED.search(frame[0])), frames[0])
+        detail += f"; {does} in {function} at {file}:{line}"
+    if parts[0].startswith("Timeout"):
+        detail += ", and kept all its other threads from running"
+    return {
+        "attempt": header["attempt"],
+        "step": header["step"],
+        "time": now,
+        "event": HUNG,
+        "rank": header["rank"],
+        "world_size": header["world_size"],
+        "detail": detail,
+        "waiting": waiting,
+        "loading": loading,
+        "starting": starting,
+        "stacks": "".join(stacks)[:MAX_STACKS],
+    }
+
+
+def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
+    """Record the hangs whose stacks ranks of earlier attempts left on this node."""
+    for path in _folder().glob(f"{_prefix(run)}*"):
+        with contextlib.suppress(OSError):
+            if path.name.startswith(f"{_prefix(run)}{STARTS}") and time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
+        name = re.fullmatch(r"([0-9]{1,9})-.*", path.name.removeprefix(_prefix(run)))
+        since = attempt - int(name[1]) if name else 0
+        if since <= 0:
+            continue
+        # Storage is gone, another worker was faster, or it is no dump of ours.
+        with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError):
+            header, _, dump = path.read_text(errors="replace").partition("\n")
+            if dump:
+                event = describe(json.loads(header), dump, path.stat().st_mtime)
+                _record(run, event, path)
+                if since == 1:
+                    on_hang(event, True)
+            path.unlink(missing_ok=True)
+
+
+def _record(run: Run, event: dict[str, Any], path: Path) -> None:
+    attempt = event["attempt"] or newest_number(run)  # of a group that has claimed none yet: the one that it follows
+    journal = Journal(run, "events", attempt)
+    journal.append({**event, "attempt": attempt})
+    journal.flush()
+    path.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    """Shared memory where there is some, as the disk may be full."""
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _prefix(run: Run) -> str:
+    return f"sunspot-hang-{hashlib.sha256(run.location.encode()).hexdigest()[:12]}-"

@@ -1,0 +1,208 @@
+"""Every error that a user may see, and its exit code.
+
+SunspotError               1  the run failed
+|-- DataError              1  a dataset cannot be used: names the file and the row
+|-- SettingsError          2  bad settings or usage: lists every problem at once
+|-- NotFoundError          3  no such run or checkpoint, or nothing recorded
+|-- StorageError           4  storage cannot be reached, or refuses: names the object
+|-- ClusterError           4  the cluster cannot be reached, or refuses: names the server
+|-- TrackingError          4  the tracking server cannot be reached, or refuses
+|-- GaveUpError            5  gave up waiting; the run goes on
+|-- ConflictError          6  the run was begun with other settings
+|   `-- SupersededError    6  another process took the run over
+`-- DamageError            7  a checkpoint fails verification, an audit finds faults
+"""
+
+import os
+import re
+import signal
+import sys
+import traceback
+import urllib.parse
+from collections.abc import Callable
+from typing import NoReturn
+
+from sunspot.formatting import visible
+
+MAX_FOREIGN_TEXT = 400
+
+LONGEST_MESSAGE = 10_000
+"""Characters of an error's message: a value that it names may be of any length."""
+
+HIDDEN = "***"
+
+CREDENTIAL = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
+"""Names of environment variables that hold a secret."""
+
+LEAST_SECRET = 8
+"""Characters of the shortest secret that is looked for: less would be found in ordinary words."""
+
+URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
+
+SIGNED = re.compile(
+    r"""(//)[^\s/]+(?=@)                                                  # user:password@ in a URL
+      | (\b(?:signature|credential|security-token)\s*[=:]\s*)[^\s&,'"]+   # of a request to S3, or a URL that was signed
+      | (\bauthorization['"]?\s*[=:]\s*b?['"]?)[^\n'"]+
+      | (\bbearer\s+)[^\s'"]+""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""What is secret whatever its value; the group before it stays."""
+
+
+class SunspotError(Exception):
+    """A failure with a message for the user: what happened, the value seen, and the fix; without secrets."""
+
+    exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        text = visible(without_secrets(message))
+        super().__init__(
+            text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}... ({len(text)} characters)"
+        )
+
+
+class DataError(SunspotError):
+    """A dataset cannot be used; the message names the file and, where there is one, the row."""
+
+
+class SettingsError(SunspotError):
+    """Settings or arguments are wrong; the message lists every problem found."""
+
+    exit_code = 2
+
+
+class NotFoundError(SunspotError):
+    """The run, the checkpoint or the record asked for does not exist."""
+
+    exit_code = 3
+
+
+class StorageError(SunspotError):
+    """Storage cannot be reached or refuses; the message names the object."""
+
+    exit_code = 4
+
+
+class ClusterError(SunspotError):
+    """The Kubernetes API cannot be reached or refuses; the message names the server."""
+
+    exit_code = 4
+
+
+class TrackingError(SunspotError):
+    """The tracking service cannot be reached or refuses; it never ends a run."""
+
+    exit_code = 4
+
+
+class GaveUpError(SunspotError):
+    """The time to wait is over; what was waited for goes on."""
+
+    exit_code = 5
+
+
+class ConflictError(SunspotError):
+    """The run in storage was begun with other settings."""
+
+    exit_code = 6
+
+
+class SupersededError(ConflictError):
+    """Another process took the run over: this one may neither commit nor delete."""
+
+
+class DamageError(SunspotError):
+    """Stored data does not match what was recorded of it."""
+
+    exit_code = 7
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM ended the program, and with it a run that goes on from what it saved: as Ctrl-C does."""
+
+
+def find_in(error: BaseException) -> SunspotError | None:
+    """The `SunspotError` that `error` is or names in its text, all that Ray is sure to keep of an error in a task."""
+    carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
+    if carried:
+        name, message = carried[-1]
+        return by_name(name)(message)
+    return error if isinstance(error, SunspotError) else None
+
+
+def by_name(name: str) -> type[SunspotError]:
+    """The error class with that name, for an error of another process; `SunspotError` if there is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
+
+
+def shorten(error: BaseException) -> str:
+    """The text of a foreign error on one line, capped, without secrets."""
+    text = " ".join(visible(without_secrets(str(error))).split()) or type(error).__name__
+    return text if len(text) <= MAX_FOREIGN_TEXT else text[: MAX_FOREIGN_TEXT - 3] + "..."
+
+
+def without_secrets(text: str) -> str:
+    """The text with HIDDEN in place of this process's credentials, and of any in URLs and signatures."""
+    for secret in _secrets():
+        text = text.replace(secret, HIDDEN)
+    return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
+
+
+def is_credential(name: str, value: str) -> bool:
+    """Whether an environment variable holds a secret, by its name or as a URL with a password."""
+    return bool(value and (CREDENTIAL.search(name.upper()) or URL_PASSWORD.search(value)))
+
+
+def _secrets() -> list[str]:
+    """Every credential in the environment, in each form in which an error may quote it; the longest first."""
+    found = set()
+    for name, value in os.environ.items():
+        if CREDENTIAL.search(name.upper()):
+            secret = value.strip()
+        else:
+            within = re.search(r"//(.+)@", value)  # a password in a URL may itself have a '/'
+            secret = within[1] if within else ""
+        if len(secret) >= LEAST_SECRET:
+            found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}
+    return sorted(found, key=len, reverse=True)
+
+
+def format_trace(error: BaseException) -> str:
+    """The traceback of an error, without secrets."""
+    return without_secrets("".join(traceback.format_exception(error)))
+
+
+def run_and_exit(program: Callable[[], int], when_interrupted: str = "interrupted") -> NoReturn:
+    """Run `program` and exit with its code: the one place where an error becomes an exit code.
+
+    A `SunspotError` prints its message alone; any other error is a defect and prints its traceback.
+    """
+    code = _run(program, when_interrupted)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _mute()
+    sys.exit(code)
+
+
+def _run(program: Callable[[], int], when_interrupted: str) -> int:
+    try:
+        return program()
+    except SunspotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        print(str(error) or when_interrupted, file=sys.stderr)
+        return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
+    except BrokenPipeError:
+        _mute()
+        return 0
+    except Exception as error:
+        print(visible(format_trace(error)), end="", file=sys.stderr)
+        return 1
+
+
+def _mute() -> None:
+    """Send stdout nowhere, as its reader is gone (`| head`) and Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

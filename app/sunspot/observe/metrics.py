@@ -1,0 +1,261 @@
+"""The workers' numbers over a window of steps, reduced to one record of the metric history."""
+
+import math
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sunspot.cgroup import memory_left, read_throttling, resident_memory
+from sunspot.data.source import Batch
+from sunspot.observe.ranks import to_column
+from sunspot.parallel import gather_objects
+from sunspot.run.ranks import Columns
+
+
+class Sums:
+    """Sums of per-row values, kept on the device, as reading one would wait for it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, int] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows that have a value, of whatever name."""
+        return max(self._rows.values(), default=0)
+
+    def add(self, values: Batch) -> None:
+        """Add the values of some rows, by name, each [B]."""
+        for name, rows in values.items():
+            total = rows.detach().double().sum()
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._rows[name] = self._rows.get(name, 0) + len(rows)
+
+    def totals(self) -> dict[str, tuple[float, int]]:
+        """The sum of each name so far, and the number of rows that had it. Waits for the device."""
+        return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
+
+
+class Totals(NamedTuple):
+    """The workers' numbers together."""
+
+    means: dict[str, float]
+    "By name, over the rows of all workers."
+    maxima: list[float]
+    "Of each number."
+    sums: list[float]
+    "Of each number."
+    everyone: np.ndarray | None
+    "On rank 0, the numbers of each worker: float64 [workers, numbers]."
+
+
+class Reducer:
+    """Reduces the workers' numbers by small messages of a fixed form: one from each to rank 0, one back to all.
+
+    All get the same results, to the last bit. The names of the means are agreed on by further messages when a worker
+    has a new one; one without rows has none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._names: list[str] = []
+
+    def reduce(self, sums: Sums, numbers: Sequence[float]) -> Totals:
+        """Of all workers, which call this together, each with as many `numbers`. Waits for the device."""
+        own, end = sums.totals(), 1 + len(numbers)
+        while True:
+            unknown = any(name not in self._names for name in own)
+            of_names = [number for name in self._names for number in own.get(name, (0.0, 0))]
+            maxima, added, everyone = self._exchange([float(unknown), *numbers, *of_names])
+            if not maxima[0]:
+                break
+            named = gather_objects([*own], self._group)
+            self._names = sorted({*self._names, *(name for names in named for name in names)})
+        totals = zip(self._names, added[end::2], added[end + 1 :: 2], strict=True)
+        means = {name: total / rows for name, total, rows in totals if rows}
+        return Totals(means, maxima[1:end], added[1:end], None if everyone is None else everyone[:, 1:end])
+
+    def _exchange(self, mine: list[float]) -> tuple[list[float], list[float], np.ndarray | None]:
+        """The highest of each number and their sums in the order of the ranks; on rank 0, also all of them."""
+        message, everyone = torch.tensor(mine, dtype=torch.float64), None
+        answer = torch.empty(2 * len(mine), dtype=torch.float64)
+        if dist.get_rank(self._group) == 0:
+            parts = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+            dist.gather(message, parts, dst=0, group=self._group)
+            everyone = torch.stack(parts).numpy()
+            answer = torch.tensor([*everyone.max(0), *map(sum, everyone.T.tolist())], dtype=torch.float64)
+        else:
+            dist.gather(message, dst=0, group=self._group)
+        dist.broadcast(answer, src=0, group=self._group)
+        return answer[: len(mine)].tolist(), answer[len(mine) :].tolist(), everyone
+
+
+def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
+    """The mean of each name over the rows of all workers, on every worker."""
+    return Reducer(group).reduce(sums, []).means
+
+
+class Stopwatch:
+    """Sums the time that a device spends on something.
+
+    Work is queued on a GPU ahead of time, so two events in its stream take the times, and nothing waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self._began = self._now()
+
+    def __exit__(self, *error: object) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def seconds(self) -> float:
+        """The sum so far; waits for the last measurement to end."""
+        if self._device.type != "cuda" or not self._spans:
+            return float(sum(end - begin for begin, end in self._spans))
+        self._spans[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+RECENT_ROWS = 10_000
+"""A checkpoint's metrics are means over at least so many rows, or an epoch's if it has fewer."""
+
+
+class RecentMeans:
+    """Means over the newest windows: those of a single window are too noisy to compare, as it may be of one step."""
+
+    def __init__(self, epoch_rows: int, before: Mapping[str, Any]) -> None:
+        """`before` are the metrics of the state that training goes on from."""
+        self._enough = min(RECENT_ROWS, epoch_rows)
+        rows = before.get("recent_rows", before.get("rows"))  # only the latter: of an earlier version
+        self._windows = [(rows, before)] if isinstance(rows, int) else []
+        self.newest = dict(before)
+        "The means over the newest windows and their number of rows, `recent_rows`; `before` until there is a window."
+
+    def add(self, rows: int, means: Mapping[str, Any]) -> None:
+        """Add a window's means over so many rows."""
+        self._windows.append((rows, means))
+        while sum(rows for rows, _ in self._windows[1:]) >= self._enough:
+            self._windows.pop(0)
+        self.newest = {"recent_rows": sum(rows for rows, _ in self._windows)}
+        for name in means:
+            having = [(rows, window[name]) for rows, window in self._windows if name in window]
+            self.newest[name] = sum(rows * mean for rows, mean in having) / sum(rows for rows, _ in having)
+
+
+NUMBERS = ("seconds", "time", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib")
+"""Of these numbers of each worker, the record has the highest."""
+
+
+class MetricWindow:
+    """This worker's numbers since the window opened; `close` reduces those of all workers to one record."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, recent: RecentMeans) -> None:
+        self._group, self._device, self.recent = group, device, recent
+        self._reducer = Reducer(group)
+        self.own: dict[str, float] = {}
+        """This worker's numbers of the window that was closed last, NaN where unknown: NUMBERS and
+
+        `steps_s`, `forward_s`: seconds of its steps, and those in forward passes (`data_wait_s`: waiting for data);
+        `resident_mib`: its own memory now (`memory_mib`: at its peak);
+        `memory_left_mib`: until the limit of its container or machine;
+        `throttled_s`, `throttled_share`: seconds, summed over processors, and share of periods in which the container's
+        CPU quota throttled it."""
+        self.ranks: Columns | None = None
+        "Those of all workers but the time, on rank 0."
+        self._open()
+
+    def _open(self) -> None:
+        self.forward = Stopwatch(self._device)
+        "Of the forward passes: in the rest of a step, workers wait for each other."
+        self._throttling = read_throttling()
+        self._sums = Sums()
+        self._step_times: list[float] = []
+        self._data_waits: list[float] = []
+        self._opened = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        return len(self._step_times)
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds of the newest step."""
+        return self._step_times[-1]
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean loss of this worker's rows so far, if there is one; waits for the device."""
+        total, rows = self._sums.totals().get("loss", (0.0, 0))
+        return total / rows if rows else None
+
+    def add_step(self, values: list[Batch], step_time: float, data_wait: float) -> None:
+        """Add one optimizer step: its per-row `values`, its seconds, and those spent waiting for data."""
+        for part in values:
+            self._sums.add(part)
+        self._step_times.append(step_time)
+        self._data_waits.append(data_wait)
+
+    def close(self, step: int, epoch: int, learning_rate: float) -> dict[str, Any]:
+        """Reduce the windows of all workers to a record, and open new ones; all workers call this together.
+
+        The record, the same on all of them, has the maximum over workers of each of NUMBERS. Sets `own` and `ranks`.
+        """
+        throttling = read_throttling().since(self._throttling)
+        self.own = {
+            "rows": self._sums.rows,
+            "seconds": time.perf_counter() - self._opened,
+            "time": time.time(),
+            "step_time_median_s": float(np.median(self._step_times)),
+            "step_time_p95_s": float(np.quantile(self._step_times, 0.95)),
+            "data_wait_s": float(np.sum(self._data_waits)),
+            "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "gpu_memory_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,
+            "steps_s": float(np.sum(self._step_times)),
+            "forward_s": self.forward.seconds(),
+            "resident_mib": _mib(resident_memory()),
+            "memory_left_mib": _mib(memory_left()),
+            "throttled_s": _known(throttling.seconds),
+            "throttled_share": _known(throttling.share),
+        }
+        totals = self._reducer.reduce(self._sums, [*self.own.values()])
+        rows, slowest = round(totals.sums[0]), dict(zip(self.own, totals.maxima, strict=True))
+        if totals.everyone is not None:
+            columns = zip(self.own, totals.everyone.T, strict=True)
+            self.ranks = {name: to_column(name, values) for name, values in columns if name != "time"}
+        self.recent.add(rows, totals.means)
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "steps": self.steps,
+            "rows": rows,
+            **totals.means,
+            "learning_rate": learning_rate,
+            **{name: slowest[name] for name in NUMBERS},
+            "rows_per_s": rows / slowest["seconds"],
+            "world_size": dist.get_world_size(self._group),
+        }
+        self._open()
+        return record
+
+
+def _mib(size: int | None) -> float:
+    return math.nan if size is None else round(size / 2**20, 3)
+
+
+def _known(number: float | None) -> float:
+    return math.nan if number is None else number

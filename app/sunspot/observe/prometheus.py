@@ -1,0 +1,169 @@
+"""A run's metrics for Prometheus, through Ray's exporter: each node exposes those of its own processes.
+
+Ray prefixes the names below with `ray_` and adds labels, `WorkerId` among them, so each start of a worker is a series
+of its own. The counters of an ended process keep their last value. Ray's agent forgets a gauge that was not set for
+20 s, so a thread sets all of them again and again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from sunspot.background import Background
+from sunspot.cgroup import memory_left, resident_memory
+
+EXPORT_EVERY_S = 5.0
+"""Ray's processes report to the node's agent every 10 s (`metrics_report_interval_ms`, Ray 2.60), and the agent forgets
+gauges that are missing from two reports."""
+
+STEP_BUCKETS_S = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
+"""From the smallest model on a CPU to steps of many micro-batches."""
+
+COUNTERS = {
+    "steps_total": "Optimizer steps taken by this rank, those that a restart took again included.",
+    "rows_total": "Rows trained on by this rank.",
+    "step_seconds_total": "Seconds of this rank's steps; in all but its own part it waits for other ranks.",
+    "data_wait_seconds_total": "Seconds of its steps in which this rank waited for rows.",
+    "forward_seconds_total": "Seconds of its steps in forward passes: with the waits for rows, this rank's own part.",
+    "checkpoint_stall_seconds_total": "Seconds of training that copies of the state have cost.",
+    "evaluated_batches_total": "Batches of held-out rows that this rank has evaluated.",
+}
+"""Of each rank; a counter appears with its first increment."""
+
+GAUGES = {
+    "step": "Optimizer steps of the whole run up to where this rank is.",
+    "resident_memory_bytes": "Memory that this process has for itself.",
+    "memory_available_bytes": "Memory left until a limit of the container, or of the machine, is met.",
+    "gpu_memory_peak_bytes": "The most memory of its GPU that this process's tensors have taken; 0 without a GPU.",
+    "gpu_memory_limit_bytes": "Memory of this process's GPU; 0 without a GPU.",
+}
+"""Of each rank."""
+
+RUN_GAUGES = {
+    "planned_steps": "Optimizer steps at which the run ends.",
+    "workers": "Training workers of the present worker group.",
+    "attempt": "Number of the present worker group: each start of one is an attempt.",
+    "attempt_timestamp_seconds": "When the present worker group began, in seconds since the epoch.",
+    "loss": "Mean loss of the last 10,000 training rows, or of an epoch if it has fewer, over all workers.",
+    "goodput_ratio": "Useful part of all worker-seconds of the run so far.",
+    "checkpoint_timestamp_seconds": "When the newest checkpoint was committed, in seconds since the epoch; as long as "
+    "there is none, when the run began.",
+    "checkpoint_interval_seconds": "Longest time that should pass between two checkpoints, at the present pace.",
+    "checkpoint_commit_seconds": "Seconds that the newest save took until its commit.",
+}
+"""Of the whole run, by rank 0 (`Reporter.gauges`)."""
+
+INCIDENTS = "incidents"
+"""A gauge computed from storage, as an incident ends the process that would count it."""
+
+RUN_ACTIVE = "run_active"
+"""By the driver."""
+
+
+class RunGauges(NamedTuple):
+    """Rank 0's numbers of the whole run."""
+
+    values: Mapping[str, float]
+    "By name in RUN_GAUGES; unknown ones are left out."
+    incidents: Mapping[str, int]
+    "Their number in the whole run, by cause."
+
+
+class Telemetry:
+    """Exports one rank's metrics, and on rank 0 those of the whole run.
+
+    The training thread only adds numbers up; another calls `export` every EXPORT_EVERY_S to pass the sums to Ray, whose
+    calls take 2 to 3 microseconds each.
+    """
+
+    def __init__(self, run: str, rank: int, device: torch.device, stall_s: Callable[[], float]) -> None:
+        self._rank, self._device, self._stall_s = rank, device, stall_s
+        self.run_gauges: Callable[[], RunGauges] = lambda: RunGauges({}, {})
+        "The metrics of the whole run; set on rank 0."
+        of_rank = {"run": run, "rank": str(rank)}
+        self._counters = {name: _make(Counter, name, text, of_rank) for name, text in COUNTERS.items()}
+        self._gauges = {name: _make(Gauge, name, text, of_rank) for name, text in GAUGES.items()}
+        self._duration = Histogram(
+            "sunspot_step_duration_seconds",
+            "Duration of optimizer steps; Ray keeps the buckets alone, so the sum is an estimate.",
+            STEP_BUCKETS_S,
+            tuple(of_rank),
+        ).set_default_tags(of_rank)
+        of_run = {"run": run}
+        self._run_gauges = {name: _make(Gauge, name, text, of_run) for name, text in RUN_GAUGES.items()}
+        text = "Incidents of the whole run so far that interrupted its training, by cause."
+        self._incidents = Gauge(f"sunspot_{INCIDENTS}", text, ("run", "cause")).set_default_tags(of_run)
+        self._step: int | None = None
+        self._durations: deque[float] = deque()
+        self._sums = dict.fromkeys(COUNTERS, 0.0)
+        self._exported = dict.fromkeys(COUNTERS, 0.0)
+
+    # ---------------------------------------------------------------------------------------- in the training thread
+
+    def took_step(self, step: int, seconds: float) -> None:
+        """Count a step: `step` have been taken, the last one in `seconds`."""
+        self._step = step
+        self._sums["steps_total"] += 1
+        self._durations.append(seconds)
+
+    def evaluated(self) -> None:
+        """Count a batch of held-out rows."""
+        self._sums["evaluated_batches_total"] += 1
+
+    def report(self, mine: Mapping[str, float]) -> None:
+        """Add this rank's numbers of a window (`MetricWindow.own`)."""
+        self._sums["rows_total"] += mine["rows"]
+        self._sums["step_seconds_total"] += mine["steps_s"]
+        self._sums["data_wait_seconds_total"] += mine["data_wait_s"]
+        self._sums["forward_seconds_total"] += mine["forward_s"]
+
+    # -------------------------------------------------------------------------------------------------- in the other
+
+    def export(self) -> None:
+        """Pass all numbers to Ray."""
+        while self._durations:
+            self._duration.observe(self._durations.popleft())
+        self._sums["checkpoint_stall_seconds_total"] = self._stall_s()
+        for name, total in self._sums.items():
+            if total > self._exported[name]:  # Ray refuses to add 0
+                self._counters[name].inc(total - self._exported[name])
+                self._exported[name] = total
+        for name, value in {**self._memory(), "step": self._step}.items():
+            if value is not None:
+                self._gauges[name].set(value)
+        of_run, incidents = self.run_gauges()
+        for name, number in of_run.items():
+            self._run_gauges[name].set(number)
+        for cause, times in incidents.items():
+            self._incidents.set(times, {"cause": cause})
+
+    def _memory(self) -> dict[str, int | None]:
+        on_gpu = self._device.type == "cuda"
+        return {
+            "resident_memory_bytes": resident_memory(),
+            "memory_available_bytes": memory_left(),
+            "gpu_memory_peak_bytes": torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
+            "gpu_memory_limit_bytes": torch.cuda.get_device_properties(self._device).total_memory if on_gpu else 0,
+        }
+
+
+@contextmanager
+def exported_run(run: str) -> Iterator[None]:
+    """Export, from the driver, that the run is active while the context lasts: it may be waiting for workers."""
+    text = "1 while a driver trains the run, whether there are workers or not."
+    active = _make(Gauge, RUN_ACTIVE, text, {"run": run})
+
+    def export() -> None:
+        active.set(1)
+
+    export()
+    with Background(EXPORT_EVERY_S, export):
+        yield
+
+
+def _make(kind: type[Any], name: str, text: str, tags: dict[str, str]) -> Any:
+    return kind(f"sunspot_{name}", text, tuple(tags)).set_default_tags(tags)

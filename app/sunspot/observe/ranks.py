@@ -1,0 +1,114 @@
+"""Writes the numbers of each rank; those of old records are combined: there are as many however long the attempt."""
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json, to_json
+
+from sunspot.background import TokenBucket
+from sunspot.run import Run
+from sunspot.run.ranks import Columns
+from sunspot.run.segments import SIZES, SegmentWriter, new_stream
+
+LEAST_RECORDS, LEAST_BYTES = 64, SIZES[-1] // 4
+"""At least so many of the newest records, and bytes of them, stay as they are; the combined ones are half as many to as
+many."""
+
+FLUSH_BURST, FLUSH_EVERY_S = 60, 60.0
+"""The first writes of an attempt, and those after a pause, come as fast as reports; then there is one a minute."""
+
+SUMS = {"rows", "seconds", "steps_s", "forward_s", "data_wait_s", "throttled_s"}
+
+MAXIMA = {"step_time_p95_s", "memory_mib", "gpu_memory_mib"}
+
+MEANS = {"step_time_median_s": "steps", "throttled_share": "seconds"}
+"""Combined to a mean, by the weight of each record. Of all other numbers the last one counts."""
+
+COUNT = re.compile(rb'"records":([0-9]+)')
+"""How many records a line tells of, if it was combined."""
+
+
+class RankHistory:
+    """Writes the numbers of all ranks in one attempt."""
+
+    def __init__(self, run: Run, attempt: int) -> None:
+        self._attempt = attempt
+        self._stream = SegmentWriter(run.storage, run.key("ranks", new_stream(attempt)), thin)
+        self._waiting: list[tuple[dict[str, Any], Columns]] = []
+        self._lock = threading.Lock()
+        self._ends = False
+        self._pace = TokenBucket(FLUSH_BURST, FLUSH_EVERY_S)
+
+    def append(self, record: Mapping[str, Any], ranks: Columns) -> None:
+        """Add the numbers that belong to a record of the metric history."""
+        kept = {name: record[name] for name in ("step", "time", "steps", "seconds") if name in record}
+        with self._lock:
+            self._waiting.append(({"attempt": self._attempt, **kept}, ranks))
+
+    def end(self) -> None:
+        """From now on, let nothing wait that can be written."""
+        self._ends = True
+
+    def flush(self) -> None:
+        """Write what was added, unless it has to wait; raises `StorageError`, and can then be called again."""
+        with self._lock:
+            due = bool(self._waiting) and (self._ends or self._pace.take())
+            waiting, self._waiting = (self._waiting, []) if due else ([], self._waiting)
+        for record, ranks in waiting:  # not in `append`: of a thousand ranks, it takes milliseconds
+            self._stream.append(to_json({**record, "ranks": ranks}))
+        self._stream.flush()
+
+
+def thin(text: bytes) -> bytes:
+    """Combine older records: by powers of two, so that what is combined already stays together."""
+    lines = text.splitlines()
+    newest = size = 0
+    while newest < len(lines) and (newest < LEAST_RECORDS or size < LEAST_BYTES):
+        newest += 1
+        size += len(lines[-newest])
+    if newest == len(lines):
+        return text
+    older = lines[:-newest]
+    counts = [int(found[1]) if (found := COUNT.search(line)) else 1 for line in older]
+    room, width = max(LEAST_RECORDS, LEAST_BYTES * len(lines) // len(text)), 1
+    while sum(counts) > room * width:
+        width *= 2
+    begins = accumulate(counts, initial=0)
+    combined = []
+    for _, group in groupby(zip(begins, older, strict=False), lambda each: each[0] // width):
+        alike = [line for _, line in group]
+        combined.append(alike[0] if len(alike) == 1 else to_json(combine([from_json(line) for line in alike])))
+    return b"\n".join([*combined, *lines[-newest:]]) + b"\n"
+
+
+def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Neighbouring records of one attempt as one."""
+    totals = {name: round(sum(record.get(name, 0) for record in records), 6) for name in ("steps", "seconds")}
+    names = [name for name in records[-1]["ranks"] if all(name in record["ranks"] for record in records)]
+    ranks = {name: _combine(name, records) for name in names}
+    return {**records[-1], **totals, "records": sum(record.get("records", 1) for record in records), "ranks": ranks}
+
+
+def _combine(name: str, records: Sequence[dict[str, Any]]) -> list[float | None]:
+    values = np.array([record["ranks"][name] for record in records], float)  # [record, rank]
+    known = ~np.isnan(values)
+    found = values[-1]
+    if name in SUMS:
+        found = np.where(known, values, 0).sum(0)
+    elif name in MAXIMA:
+        found = np.where(known, values, -np.inf).max(0)
+    elif name in MEANS:
+        weights = np.array([[record.get(MEANS[name], 0)] for record in records]) * known
+        found = (np.where(known, values, 0) * weights).sum(0) / np.maximum(weights.sum(0), 1e-9)
+    return to_column(name, np.where(known.any(0), found, np.nan))
+
+
+def to_column(name: str, values: Any) -> list[float | None]:
+    """The numbers in an array, float64 [ranks], as they are written: to the microsecond, None for NaN."""
+    if name == "rows":
+        return [int(value) for value in values.tolist()]
+    return [None if value != value else value for value in values.round(6).tolist()]

@@ -1,0 +1,165 @@
+"""What is trained, in how many steps and with which resources; every value chosen for the user has its reason."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
+from sunspot.data.source import Source, find_sources, rows_in
+from sunspot.errors import DataError, SettingsError
+from sunspot.settings import READING_SHARE, Settings
+from sunspot.storage.local import local_path
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, worked out before anything starts."""
+
+    settings: Settings
+    source: Source
+    test: Source | None
+    steps: Steps
+    total_steps: int
+    reasons: list[str] = field(default_factory=list)
+    order: str = ""
+    "Checksum of the order of the rows, as the driver has it; empty: not known."
+
+    @property
+    def pass_limit(self) -> int:
+        """The most rows in one forward pass of a worker: MICRO_BATCH_SIZE; 0: no limit.
+
+        Without one, an elastic run makes none larger than on its most workers: fewer would need more memory each, just
+        when nodes are lost.
+        """
+        workers, limit = self.settings.num_workers, self.settings.micro_batch_size
+        if limit or not workers.elastic:
+            return limit
+        largest = max(largest_pass(rows, workers.most, 0) for rows in self._rows_of_steps())
+        return max(largest, MIN_ROWS + 1)  # or else 3 rows would be cut into 2 and 1
+
+    def passes(self, world_size: int) -> int:
+        """The most forward passes of a worker in one step."""
+        return max(forward_passes(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
+
+    def pass_rows(self, world_size: int) -> int:
+        """The rows of every forward pass under COMPILE, as many as of the largest; 0: passes differ."""
+        if self.settings.compile == "off":
+            return 0
+        return max(largest_pass(rows, world_size, self.pass_limit) for rows in self._rows_of_steps())
+
+    def _rows_of_steps(self) -> set[int]:
+        """The numbers of rows that steps have: the last one of an epoch may have its own."""
+        return {end - begin for begin, end in map(self.steps.bounds, (0, self.steps.per_epoch - 1))}
+
+    def find_order(self) -> str:
+        """The checksum of the order of the rows in this process, whose NumPy may be another one."""
+        return run_order(self.settings.loader, self.source.row_groups, self.settings.seed).checksum()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker gets."""
+
+    use_gpu: bool
+    per_worker: dict[str, float]
+    threads: int
+    reading_cpus: float
+    "CPUs of each reading task of Ray Data."
+    reasons: list[str]
+
+
+def make_plan(settings: Settings, task: Any) -> Plan:
+    """Read the size of the data and work out the steps; raises `DataError` for data that cannot be trained on."""
+    find = getattr(task, "find_sources", find_sources)
+    source, test = find(settings)
+    unrated = hasattr(task, "train") and not hasattr(task, "loss")
+    test = None if unrated else test
+    rows = rows_in(source)
+    if rows < MIN_ROWS:
+        raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
+    whole = hasattr(task, "takes_all_rows")
+    if whole:  # a checkpoint comes after each step: there is nothing to copy between
+        settings = settings.model_copy(update={"snapshot_cost": 0.0})
+    steps = Steps(rows, rows if whole else settings.global_batch_size)
+    by_epochs = settings.epochs * steps.per_epoch
+    total = steps.total(settings.epochs, settings.max_steps)
+    shape = "x".join(map(str, source.shape))
+    reasons = [
+        f"data: {rows} training rows of {shape}, {f'{source.classes} classes' if source.classes else 'no classes'}; "
+        + (
+            f"{rows_in(test)} held-out rows"
+            if test
+            else f"no {'loss' if unrated else 'held-out rows'}, so no evaluation"
+        ),
+        f"steps: {total} = "
+        + (
+            f"MAX_STEPS, of {by_epochs} by EPOCHS"
+            if total < by_epochs
+            else f"{settings.epochs} epochs of {steps.per_epoch} steps of {steps.batch} rows"
+        ),
+    ]
+    if settings.parallel == "fsdp":
+        if hasattr(task, "build_module"):
+            raise SettingsError(f"SUNSPOT_PARALLEL=fsdp: {settings.task} is a task for Lightning; set it to ddp")
+        every = [
+            f"{name.upper()}={value:g}"
+            for name in ("checkpoint_every_s", "checkpoint_every_steps")
+            if (value := getattr(settings, name))
+        ]
+        kept = "what loses a part, and its copy on the next node," if settings.snapshot_cost else "a loss"
+        reasons.append(
+            f"fsdp: a worker holds a part of the state; {kept} goes back to the newest checkpoint in storage "
+            f"({', '.join(every) or 'one at the end of each epoch'})"
+        )
+    if settings.num_workers.most * MIN_ROWS > settings.global_batch_size:
+        reasons.append(
+            f"of {settings.num_workers.most} workers only {settings.global_batch_size // MIN_ROWS} get rows: "
+            f"GLOBAL_BATCH_SIZE={settings.global_batch_size} has too few for {MIN_ROWS} each"
+        )
+    plan = Plan(settings, source, test, steps, total, reasons)
+    return replace(plan, order=plan.find_order())
+
+
+def choose_resources(settings: Settings, cluster: dict[str, float], nodes: int) -> Resources:
+    """What one worker gets of the resources of a cluster of `nodes` nodes, as Ray counts them, with the reasons."""
+    workers = settings.num_workers.most
+    gpus, cores = cluster.get("GPU", 0), cluster.get("CPU", 0)
+    given = settings.resources_per_worker
+    if settings.use_gpu == "auto":
+        use_gpu = gpus >= settings.num_workers.least or given.get("GPU", 0) > 0
+        why = f"{gpus:g} GPUs for {settings.num_workers} workers"
+    else:
+        use_gpu, why = settings.use_gpu == "true", "USE_GPU"
+
+    if given:
+        per_worker, reason = {name: float(amount) for name, amount in given.items()}, "RESOURCES_PER_WORKER"
+    elif nodes > 1:
+        per_worker, reason = {"CPU": 1.0}, "one core on a cluster; RESOURCES_PER_WORKER says otherwise"
+    else:
+        reading = max(1, math.floor(cores * READING_SHARE)) if settings.loader == "ray" else 0
+        cpus = max(cores - reading, cores * READING_SHARE) / workers
+        per_worker = {"CPU": float(math.floor(cpus)) if cpus >= 1 else math.floor(cpus * 100) / 100}
+        reason = f"{cores:g} cores for {workers} workers" + (f", {reading} of them left for reading" if reading else "")
+    if use_gpu:
+        per_worker = {"GPU": 1.0, **per_worker}
+    left = cores - workers * per_worker.get("CPU", 1)
+    if settings.loader == "ray" and nodes == 1 and left <= 0:
+        raise SettingsError(
+            f"SUNSPOT_RESOURCES_PER_WORKER={json.dumps(given)}: {workers} workers take all {cores:g} cores and "
+            "leave none to LOADER=ray, which would wait for ever; give each fewer, or leave the setting empty"
+        )
+    threads = max(1, math.floor(per_worker.get("CPU", 1)))
+    shown = ", ".join(f"{amount:g} {name}" for name, amount in sorted(per_worker.items()))
+    device = f"device {'cuda' if use_gpu else 'cpu'} ({why})"
+    reasons = [f"workers: {settings.num_workers} of {shown} each ({reason}); {device}"]
+    return Resources(use_gpu, per_worker, threads, min(1.0, left) if nodes == 1 else 1.0, reasons)
+
+
+def with_absolute_paths(settings: Settings) -> Settings:
+    """The settings with absolute local paths, as workers run in another directory."""
+    paths = {name: getattr(settings, name) for name in ("storage_path", "test_dataset", "data_root", "init_from")}
+    if settings.dataset not in ("sample", "mnist"):
+        paths["dataset"] = settings.dataset
+    local = {name: path for name, path in paths.items() if path and "://" not in path and not path.startswith("run:")}
+    return settings.model_copy(update={name: str(local_path(path)) for name, path in local.items()})

@@ -1,0 +1,133 @@
+"""`python -m sunspot.predict`: images, or a whole dataset, predicted by a run's model; or prompts, answered by it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from sunspot.errors import run_and_exit
+from sunspot.formatting import visible
+from sunspot.settings import CommandParser, Settings, load_settings
+
+DESCRIPTION = """\
+Predict images, or a whole dataset, with a run's model; or have it answer prompts.
+
+python -m sunspot.predict mnist digit.png more.npy                     a line for each image
+python -m sunspot.predict mnist --dataset mnist --output predictions   Parquet, for any dataset; resumes if killed
+python -m sunspot.predict lora --prompt "The with statement"           how a language model goes on, or a class"""
+
+
+def main() -> int:
+    """Predict files, or a dataset; print a table or, with --json, one document."""
+    arguments = _parse()
+    given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset}
+    settings = load_settings({name: value for name, value in given.items() if value})
+
+    from sunspot.plan import with_absolute_paths
+
+    settings = with_absolute_paths(settings)
+    if arguments.prompt:
+        from sunspot.predict.answers import answer_prompts
+
+        result = answer_prompts(settings, arguments.run, arguments.checkpoint, arguments.prompt, arguments.tokens)
+    elif arguments.output:
+        from sunspot.predict.batch import predict_dataset
+
+        result = predict_dataset(
+            settings, arguments.run, arguments.checkpoint, arguments.split, arguments.output, arguments.workers
+        )
+    else:
+        result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+    elif arguments.prompt:
+        print_answers(result)
+    elif arguments.output:
+        print_summary(result)
+    else:
+        print_table(result)
+    return 0
+
+
+def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Path]) -> dict[str, Any]:
+    """The JSON document: the checkpoint, and for each image its file, index in it, class and probabilities."""
+    import numpy as np
+
+    from sunspot.data.images import read_images
+    from sunspot.predict.actor import get_result, model_worker
+
+    with model_worker(run, checkpoint, settings.storage_path, settings.use_gpu) as worker:
+        model = get_result(worker.describe.remote(), None, "the model")
+        images = [read_images(file, model["shape"]) for file in files]  # here: the files are this machine's
+        predictions, probabilities = get_result(worker.predict.remote(np.concatenate(images)), None, "the prediction")
+    places = [(file, index) for file, batch in zip(files, images, strict=True) for index in range(len(batch))]
+    return {
+        "checkpoint": model["name"],
+        "step": model["step"],
+        "images": [
+            {
+                "file": str(file),
+                "index": index,
+                "prediction": int(predicted),
+                "probability": float(row[predicted]),
+                "probabilities": [float(value) for value in row],
+            }
+            for (file, index), predicted, row in zip(places, predictions, probabilities, strict=True)
+        ],
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print a line for each image, with its index if its file has several."""
+    counts: dict[str, int] = {}
+    for image in result["images"]:
+        counts[image["file"]] = counts.get(image["file"], 0) + 1
+    names = [i["file"] + (f"[{i['index']}]" if counts[i["file"]] > 1 else "") for i in result["images"]]
+    width = max(len("file"), *(len(name) for name in names))
+    print(f"{'file':<{width}}  prediction  probability")
+    for name, image in zip(names, result["images"], strict=True):
+        print(f"{name:<{width}}  {image['prediction']:>10}  {image['probability']:>11.4f}")
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """Print what was predicted, the accuracy, and where the predictions are."""
+    print(f"{result['checkpoint']}: {result['rows']} rows of {result['dataset']} ({result['split']})")
+    if result["accuracy"] is not None:
+        print(f"  accuracy: {result['accuracy']:.4f}")
+    kept = f", {result['kept']} of them were there already" if result["kept"] else ""
+    print(f"  predictions: {result['parts']} files in {result['output']}{kept}")
+
+
+def print_answers(result: dict[str, Any]) -> None:
+    """Print each prompt with its answer."""
+    for each in result["answers"]:
+        print(f"{visible(each['prompt'])}: {visible(each['answer'])}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = CommandParser("sunspot.predict", DESCRIPTION, ("storage_path", "test_dataset", "data_root", "use_gpu"))
+    parser.add_argument("run", metavar="RUN", help="a run's name, or the path or URL of a checkpoint directory")
+    parser.add_argument("file", metavar="FILE", nargs="*", help="PNG, JPEG, or .npy: uint8 [C, H, W] or [B, C, H, W]")
+    parser.add_argument("--checkpoint", default="newest", help="newest (default), best, a name, or a directory's path")
+    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument("--dataset", help="sample, mnist, or a path or URL of Parquet: predict all its rows")
+    parser.add_argument("--split", choices=["train", "test"], help="of the dataset; default: test where there is one")
+    parser.add_argument("--output", help="folder or URL of a bucket for the predictions of --dataset")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a text to answer; several: once for each")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (default: 64)")
+    parser.add_argument("--workers", type=int, default=0, help="model workers for --dataset; default: what Ray has")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    arguments = parser.parse()
+    if bool(arguments.dataset) != bool(arguments.output):
+        parser.error("--dataset and --output go together")
+    if [bool(arguments.dataset), bool(arguments.file), bool(arguments.prompt)].count(True) != 1:
+        parser.error("give either files, or --dataset and --output, or --prompt")
+    if arguments.tokens < 1:
+        parser.error(f"--tokens {arguments.tokens}: a whole number from 1")
+    if arguments.workers < 0:
+        parser.error(f"--workers {arguments.workers}: a whole number from 0 (0: what Ray has)")
+    return arguments
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

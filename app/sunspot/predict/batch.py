@@ -1,0 +1,254 @@
+"""Predictions for every row of a dataset, as Parquet: Ray Data reads, a pool of model workers predicts.
+
+    <output>/
+        _predictions.json           of which checkpoint and data: this folder takes no others
+        rows-00000000-00002048.parquet
+                                    columns `row` (int64), `label` (int64, where the data has any), `prediction` (int64)
+                                    and `probabilities` (list of float); rows from the first id up to, not including,
+                                    the second
+
+A file has all of its rows or does not exist, so a killed command resumes with the missing files.
+"""
+
+import io
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray.data
+
+from sunspot.checkpoint.sharded import weights_digest
+from sunspot.data.source import Source, find_sources, read_rows, rows_in
+from sunspot.errors import (
+    ConflictError,
+    DamageError,
+    GaveUpError,
+    NotFoundError,
+    SettingsError,
+    SunspotError,
+    find_in,
+    shorten,
+)
+from sunspot.predict.actor import absolute_path, print_warnings, wants_gpu
+from sunspot.predict.classifier import Classifier, ModelCheckpoint, open_checkpoint
+from sunspot.ray_session import ray_session
+from sunspot.run import to_json
+from sunspot.run.identity import same_rows
+from sunspot.run.objects import parse, read_content
+from sunspot.settings import Settings, differences
+from sunspot.storage import open_storage
+from sunspot.storage.base import Storage, map_parallel
+from sunspot.tasks import load_predict
+
+IDENTITY = "_predictions.json"
+
+PART_ROWS = 2048
+"""Most rows in a file; a kill loses a few files."""
+
+PART_BYTES = 32 << 20
+"""Most bytes of images and probabilities for a file: Ray Data splits blocks of more than 128 MiB."""
+
+STALLED_S = 600
+"""Time without progress after which the cluster seems to lack a core for a worker or reader, or storage to hang."""
+
+PROGRESS_EVERY_S = 10
+
+
+class Part(NamedTuple):
+    """The rows of one file: `first` .. `last` - 1."""
+
+    first: int
+    last: int
+
+    @property
+    def key(self) -> str:
+        return f"rows-{self.first:08d}-{self.last:08d}.parquet"
+
+
+def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
+    """The rows of one part; runs in Ray Data's tasks."""
+    return read_rows(source, int(part["first"][0]), int(part["last"][0]))
+
+
+class PartPredictor(Classifier):
+    """A model worker of the pool; predicts one part at a time."""
+
+    def __call__(self, rows: dict[str, np.ndarray]) -> pa.Table:
+        predictions, probabilities = self.predict(rows["image"])
+        columns: dict[str, Any] = {name: rows[name] for name in ("row", "label") if name in rows}
+        ends = np.arange(0, probabilities.size + 1, self.classes, dtype=np.int32)
+        lists = pa.ListArray.from_arrays(ends, probabilities.reshape(-1))
+        return pa.table(columns | {"prediction": predictions, "probabilities": lists})
+
+
+def predict_dataset(
+    settings: Settings, run: str, checkpoint: str, split: str | None, output: str, workers: int = 0
+) -> dict[str, Any]:
+    """Predict the rows of DATASET that `output` lacks, and return a summary of all that it has then.
+
+    `split` is train, test, or None: test if there are held-out rows. `workers` 0 means one for each GPU of Ray's, or
+    else each core. The result has `checkpoint`, `step`, `dataset`, `split`, `rows`, `accuracy` (None for rows without
+    labels), `output`, `parts` and `kept`, the number of parts from before.
+
+    Raises `ConflictError` if `output` has other predictions, `SettingsError`, `DataError`, `DamageError`, and
+    `GaveUpError` when nothing progresses any more.
+    """
+    model = open_checkpoint(absolute_path(run), absolute_path(checkpoint), settings.storage_path)
+    print_warnings(model.warnings)
+    load_predict(model.settings)  # fails here, early, if the task defines none
+    source, split = choose_rows(settings, model, split)
+    storage = open_storage(absolute_path(output, name=False))
+    parts = split_rows(rows_in(source), math.prod(source.shape) + 4 * model.classes)
+    kept = open_output(storage, model, source, parts)
+    missing = [part for part in parts if part not in kept]
+    if missing:
+        with ray_session():
+            predictions = predict_parts(source, model, settings, missing, workers)
+            write_parts(storage, predictions, missing, rows_in(source))
+    labelled, correct = count_correct(storage, parts)
+    return {
+        "checkpoint": model.checkpoint.name,
+        "step": model.checkpoint.step,
+        "dataset": settings.dataset,
+        "split": split,
+        "rows": rows_in(source),
+        "accuracy": correct / rows_in(source) if labelled else None,
+        "output": storage.locate("").rstrip("/"),
+        "parts": len(parts),
+        "kept": len(kept),
+    }
+
+
+def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
+    """The rows to predict, and their split; raises `SettingsError` if there are none, or they do not fit the model."""
+    train, test = find_sources(settings, labelled=False)
+    split = split or ("test" if test else "train")
+    source = test if split == "test" else train
+    if source is None:
+        raise SettingsError(f"--split test: {settings.dataset} has no held-out rows; predict --split train")
+    if source.shape != model.shape:
+        raise SettingsError(
+            f"{source.where(0, 0)}: images of shape {list(source.shape)} (channels, height, width), but the model of "
+            f"{model.checkpoint.name} takes {list(model.shape)}"
+        )
+    return source, split
+
+
+def split_rows(rows: int, row_bytes: int) -> list[Part]:
+    each = max(1, min(PART_ROWS, PART_BYTES // row_bytes))
+    return [Part(first, min(first + each, rows)) for first in range(0, rows, each)]
+
+
+def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[Part]) -> set[Part]:
+    """Claim an empty folder for these predictions, or check that it is theirs; returns the parts that it has."""
+    present = {entry.key for entry in storage.list("")}
+    if present and IDENTITY not in present:
+        raise SettingsError(f"{storage.locate('')} is not empty, and holds no predictions; choose another --output")
+    identity = {
+        "checkpoint": model.checkpoint.name,
+        "weights": weights_digest(model.checkpoint),
+        "data": source.fingerprint,
+        "rows": str(rows_in(source)),
+        "rows of a file": str(parts[0].last),
+    }
+    if not storage.create(IDENTITY, to_json(identity)):
+        before: dict[str, str] = parse(dict[str, str], read_content(storage, IDENTITY), storage.locate(IDENTITY))
+        if same_rows(before.get("data", ""), source.fingerprint):
+            before["data"] = source.fingerprint
+        changed = "\n".join(f"  {line}" for line in differences(before, identity))
+        if changed:
+            raise ConflictError(
+                f"{storage.locate('')} holds other predictions, and going on would mix the two:\n{changed}\n"
+                "choose another --output, or name the --checkpoint of those"
+            )
+    return {part for part in parts if part.key in present}
+
+
+def predict_parts(
+    source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[Part], workers: int
+) -> ray.data.Dataset:
+    """The predictions of the parts, a block for each, in any order; lazy."""
+    cluster = ray.cluster_resources()
+    gpu = wants_gpu(settings.use_gpu)
+    cores = cluster.get("CPU", 0.0)
+    workers = min(len(parts), workers or max(1, int(cluster["GPU"] if gpu else cores)))
+    # If the workers took all cores, none would be left for readers, and both would wait for ever.
+    each = min(1.0, math.floor(100 * cores / (workers + 1)) / 100)
+    index = ray.data.from_items([part._asdict() for part in parts], override_num_blocks=len(parts))
+    index.context.execution_no_progress_timeout_s = STALLED_S
+    index.context.enable_progress_bars = False
+    index.context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    rows = index.map_batches(read_part, fn_kwargs={"source": source}, batch_size=None, num_cpus=each)
+    return rows.map_batches(
+        PartPredictor,
+        fn_constructor_kwargs={**model.arguments, "use_gpu": "true" if gpu else "false"},
+        batch_size=None,
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=each,
+        num_gpus=float(gpu),
+    )
+
+
+def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[Part], rows: int) -> None:
+    """Write each part as it comes, and print the progress."""
+    missing = set(parts)
+    printed = time.monotonic()
+    for table in _tables(predictions):
+        part = Part(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
+        if part not in missing or len(table) != part.last - part.first:
+            raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not asked for")
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="zstd")
+        storage.write(part.key, buffer.getvalue())
+        missing.remove(part)
+        if time.monotonic() - printed > PROGRESS_EVERY_S:
+            printed = time.monotonic()
+            left = sum(part.last - part.first for part in missing)
+            print(f"  {rows - left} of {rows} rows predicted", file=sys.stderr, flush=True)
+
+
+def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
+    """The dataset's blocks, with Ray's errors turned into ours."""
+    from ray.data.exceptions import ExecutionTimeoutError
+
+    try:
+        yield from predictions.iter_batches(batch_size=None, batch_format="pyarrow")
+    except ExecutionTimeoutError as error:
+        raise GaveUpError(
+            f"no row was read or predicted for {STALLED_S} s; does Ray have free cores? The same command resumes"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error
+
+
+def count_correct(storage: Storage, parts: Sequence[Part]) -> tuple[bool, int]:
+    """Whether the rows have labels, and how many predictions are correct; raises `DamageError` for a bad file."""
+
+    def count(part: Part) -> int | None:
+        try:
+            table = pq.read_table(io.BytesIO(storage.read(part.key)))
+            if table["row"].to_numpy().tolist() != list(range(*part)):
+                raise ValueError("its rows are not those of its name")
+            if "label" not in table.column_names:
+                return None
+            return int(pc.sum(pc.equal(table["label"], table["prediction"])).as_py())
+        except NotFoundError as error:
+            raise SunspotError(
+                f"{storage.locate(part.key)}: deleted meanwhile; the same command makes it again"
+            ) from error
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            raise DamageError(
+                f"{storage.locate(part.key)}: cannot be used: {shorten(error)}; delete it, and the same command makes "
+                "it again"
+            ) from error
+
+    counts = map_parallel(count, parts)
+    return None not in counts, sum(count or 0 for count in counts)

@@ -1,0 +1,157 @@
+"""A checkpoint's model, ready to classify images. Knows nothing of Ray."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sunspot.checkpoint.files import load_state, load_weights
+from sunspot.checkpoint.sharded import is_sharded, load_model
+from sunspot.data.images import read_images
+from sunspot.data.order import largest_pass
+from sunspot.data.source import EmptySource
+from sunspot.errors import DamageError, NotFoundError, SettingsError
+from sunspot.run import Run, open_run
+from sunspot.run.checkpoints import Checkpoint, CheckpointDirectory, choose, find_faults, open_directory
+from sunspot.settings import Settings, recorded_settings
+from sunspot.tasks import load_predict, load_task
+
+Images = np.ndarray | torch.Tensor | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Images as an array or a tensor, uint8 [C, H, W] or [B, C, H, W], or as files: one or several (data/images.py)."""
+
+
+class ModelCheckpoint(NamedTuple):
+    """A verified checkpoint, and what it records of its model."""
+
+    run: Run
+    checkpoint: Checkpoint
+    settings: Settings
+    "The run's, when it was written."
+    shape: tuple[int, int, int]
+    "Channels, height and width of an image."
+    classes: int
+    warnings: tuple[str, ...]
+    "About checkpoints that were skipped to find it."
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Arguments for a `Classifier` of this very checkpoint in any process."""
+        if isinstance(self.run, CheckpointDirectory):
+            return {"run": self.run.location}
+        return {"run": self.run.name, "checkpoint": self.checkpoint.name, "storage": self.run.storage.locate("")}
+
+
+class Classifier:
+    """The model of one verified checkpoint, in evaluation mode, on the GPU of this process or on its CPU."""
+
+    def __init__(self, run: str, checkpoint: str = "newest", storage: str = "runs", use_gpu: str = "auto") -> None:
+        """Load the checkpoint that `open_checkpoint` finds; `use_gpu` is USE_GPU. Raises `SettingsError` for a task
+        without `predict`, and `ConflictError` if the weights do not fit the model that the task builds.
+        """
+        loaded = open_checkpoint(run, checkpoint, storage)
+        self.name, self.step, self.metrics = loaded.checkpoint.name, loaded.checkpoint.step, loaded.checkpoint.metrics
+        self.shape, self.classes, self._settings = loaded.shape, loaded.classes, loaded.settings
+        self.warnings = loaded.warnings
+        self._predict = load_predict(self._settings)
+        self._device = choose_device(use_gpu)
+        self._model = restore_model(loaded).to(self._device).eval()
+
+    def describe(self) -> dict[str, Any]:
+        """The checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of `classes`;
+        the model's `device`; and `warnings` about checkpoints that were skipped.
+        """
+        names = ("name", "step", "metrics", "shape", "classes", "warnings")
+        return {**{name: getattr(self, name) for name in names}, "device": str(self._device)}
+
+    @torch.inference_mode()
+    def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
+        """The most probable class of each image, int64 [B], and the probabilities of all classes, float32 [B, classes].
+
+        One image is a batch of one. No forward pass is larger than those of the run, and its precision is theirs.
+        Raises `SettingsError` for images that the model does not take.
+        """
+        run = self._settings
+        largest = largest_pass(run.global_batch_size, run.num_workers.least, run.micro_batch_size)
+        scores = [self._score(part) for part in self._as_batch(images).split(largest)]
+        predictions = torch.cat([part.argmax(dim=1) for part in scores])
+        probabilities = torch.cat([part.float().softmax(dim=1) for part in scores])
+        return predictions.cpu().numpy(), probabilities.cpu().numpy()
+
+    def _score(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bf16"):
+            scores = self._predict(self._model, images.to(self._device))
+        if scores.shape != (len(images), self.classes):
+            raise SettingsError(
+                f"SUNSPOT_TASK={self._settings.task}: predict returned scores of shape {list(scores.shape)}; they must "
+                f"be [images, classes], here {[len(images), self.classes]}"
+            )
+        return scores
+
+    def _as_batch(self, images: Images) -> torch.Tensor:
+        """uint8 [B, C, H, W]; raises `SettingsError`."""
+        if isinstance(images, (str, os.PathLike)):
+            images = [images]
+        if isinstance(images, Sequence) and images:
+            images = np.concatenate([read_images(Path(file), self.shape) for file in images])
+        if not isinstance(images, (np.ndarray, torch.Tensor)):
+            raise SettingsError(f"images of type {type(images).__name__}: give an array, a tensor, or names of files")
+        shape, dtype = list(images.shape), str(images.dtype).removeprefix("torch.")
+        if dtype != "uint8" or len(shape) not in (3, 4) or tuple(shape[-3:]) != self.shape or not shape[0]:
+            taken = ", ".join(str(length) for length in self.shape)
+            raise SettingsError(
+                f"images of {dtype} {shape}, but the model takes uint8 [{taken}], one image (channels, height, width) "
+                f"of pixels from 0 to 255, or uint8 [B, {taken}], B from 1"
+            )
+        # A copy: arrays from Ray's object store are read-only, and torch warns of that.
+        batch = torch.from_numpy(images.copy()) if isinstance(images, np.ndarray) else images
+        return batch.reshape(-1, *self.shape)
+
+
+def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
+    """The `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
+
+    A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
+    size and SHA-256 in the manifest, and then only tensors and plain values are.
+
+    Raises `NotFoundError`, `StorageError`, or `DamageError`.
+    """
+    warnings: list[str] = []
+    location = next((place for place in (checkpoint, run) if "/" in place), None)
+    if location:
+        place, chosen = open_directory(location)
+    else:
+        place = open_run(storage, run)
+        chosen = choose(place, checkpoint, warnings.append)
+    where = place.storage.locate(place.key("checkpoints", chosen.name)).rstrip("/")
+    faults = find_faults(place, chosen)
+    needed = ["extra_state.pt"] if is_sharded(chosen) else ["model.pt", "extra_state.pt"]
+    faults += [f"its manifest lists no {file}" for file in needed if file not in chosen.files]
+    if faults:
+        raise DamageError(f"{where}: damaged, {'; '.join(faults)}")
+    extra = load_state(place, chosen, "extra_state.pt")
+    if "data" not in extra:
+        raise NotFoundError(
+            f"{where}: written by a version that did not record what its model takes; train the run further with this "
+            "version (more EPOCHS), and use a checkpoint that it writes"
+        )
+    settings, data = recorded_settings(extra["settings"]), extra["data"]
+    return ModelCheckpoint(place, chosen, settings, tuple(data["shape"]), data["classes"], tuple(warnings))
+
+
+def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
+    """The model of a checkpoint, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
+    model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(loaded.shape, loaded.classes))
+    load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
+    return model
+
+
+def choose_device(use_gpu: str) -> torch.device:
+    """This process's GPU, or the CPU if it has none or USE_GPU is 'false'. Raises `SettingsError`."""
+    if use_gpu != "false" and torch.cuda.is_available():
+        return torch.device("cuda")
+    if use_gpu == "true":
+        raise SettingsError("SUNSPOT_USE_GPU=true: this process has no GPU; set it to auto")
+    return torch.device("cpu")

@@ -1,0 +1,148 @@
+"""Replaces the actor by which Ray Train sizes worker groups and asks for nodes: its coordinator.
+
+ray.data._internal.cluster_autoscaler   Ray's own, which no public API replaces: it counts preempted and unreachable
+                                        nodes, and asks for any nodes, where ours asks for those of each group
+ray._private.state.actors               whether a Ray Train controller lives: the public ray.util.state asks the
+                                        dashboard, which local sessions do not have
+"""
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from sunspot.errors import shorten
+from sunspot.ray_internals import warn_once
+from sunspot.ray_internals.nodes import staying_nodes
+
+COORDINATOR = "AutoscalingCoordinator"
+"""Name and namespace of the actor that tells Ray Train which nodes it may use."""
+
+COORDINATOR_START_TIMEOUT_S = 60.0
+"""Starting an actor's process takes some seconds, and on a busy machine tens of them."""
+
+RAY_TICK_S = 20.0
+"""AutoscalingCoordinator.TICK_INTERVAL_S (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py)."""
+
+ROUNDING = 1e-6
+"""Added to amounts before a division, as Ray Train does not: 3 * 0.33 // 0.33 is 2. Ray counts in units of 1e-4."""
+
+TRAIN_REQUESTER = "train-"
+"""Prefix of the names by which Ray Train's controllers are known to the coordinator."""
+
+
+def install_coordinator() -> float:
+    """Make Ray Train size worker groups by the nodes that stay; call it before `fit`.
+
+    Returns how far Ray Train's view of the nodes may be behind, in seconds.
+
+    Ray's own coordinator updates every 20 s and counts draining and unreachable nodes: after a loss, it first sizes a
+    worker group for nodes that are gone, and waits for them. Ray uses an existing actor of that name
+    (ray/data/_internal/cluster_autoscaler/default_autoscaling_coordinator.py), so ours is created first. Ray's own
+    stays if it is there already, as other jobs may depend on it.
+    """
+    try:
+        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+            get_or_create_autoscaling_coordinator,
+        )
+
+        _create_coordinator()
+        found = get_or_create_autoscaling_coordinator()  # as Ray Train does
+        if not _is_ours(found):
+            warn_once(
+                "restarts after a lost node may take up to 20 s more: Ray's own autoscaling coordinator already counts "
+                "this cluster's nodes"
+            )
+            return RAY_TICK_S
+        ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
+        if not _someone_trains():
+            ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
+        return 0.0
+    except Exception as error:  # another Ray may raise anything
+        warn_once(f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}")
+        _remove_coordinator()
+        return RAY_TICK_S
+
+
+def ask_of_groups(per_worker: dict[str, float], workers: dict[str, int]) -> None:
+    """Ask Ray's autoscaler for nodes for so many workers of each group, which is a resource of its nodes.
+
+    Only our coordinator can.
+    """
+    coordinator = ray.get_actor(COORDINATOR, COORDINATOR)
+    ray.get(coordinator.ask_of_groups.remote(per_worker, workers), timeout=COORDINATOR_START_TIMEOUT_S)
+
+
+def _create_coordinator() -> None:
+    """Create ours, with Ray's own options, unless there is one."""
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        _AutoscalingCoordinatorActor,
+        _default_send_resources_request,
+    )
+
+    class Coordinator(_AutoscalingCoordinatorActor):
+        def __init__(self) -> None:
+            self._per_worker: dict[str, float] = {}
+            self._of_groups: dict[str, int] = {}
+            super().__init__(get_cluster_nodes=staying_nodes, send_resources_request=self._send)
+
+        def ask_of_groups(self, per_worker: dict[str, float], workers: dict[str, int]) -> None:
+            """Ask for nodes of these groups instead of any that workers fit on."""
+            with self._lock:
+                self._per_worker, self._of_groups = per_worker, workers
+                self._merge_and_send_requests()
+
+        def _send(self, bundles: list[Any], label_selectors: list[Any] | None = None) -> None:
+            if self._of_groups:
+                others = [place for place, bundle in enumerate(bundles) if bundle != self._per_worker]
+                bundles = [bundles[place] for place in others]
+                label_selectors = label_selectors and [label_selectors[place] for place in others]
+                for group, workers in self._of_groups.items():
+                    bundles += [{**self._per_worker, group: 1.0}] * workers
+                    if label_selectors:
+                        label_selectors += [{}] * workers
+            _default_send_resources_request(bundles, label_selectors)
+
+        def get_reserved_resources(self, requester_id: str, recompute: bool = False) -> Any:
+            if not requester_id.startswith(TRAIN_REQUESTER):  # Ray Data asks all the time: an old answer will do
+                return super().get_reserved_resources(requester_id, recompute)
+            reserved = super().get_reserved_resources(requester_id, recompute=True)
+            return {
+                node: {name: amount + ROUNDING for name, amount in there.items()} for node, there in reserved.items()
+            }
+
+        def forget_runs(self) -> None:
+            """Give back what Ray Train's controllers reserved."""
+            for requester in [name for name in self._ongoing_reqs if name.startswith(TRAIN_REQUESTER)]:
+                self.cancel_request(requester)
+
+    here = ray.get_runtime_context().get_node_id()
+    ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator).options(
+        name=COORDINATOR,
+        namespace=COORDINATOR,
+        get_if_exists=True,
+        lifetime="detached",
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+    ).remote()
+
+
+def _someone_trains() -> bool:
+    """Whether a Ray Train controller lives; the coordinator keeps the reservations of a killed one for 180 s."""
+    import ray._private.state
+
+    alive = ray._private.state.actors(actor_state_name="ALIVE").values()
+    return any(actor["ActorClassName"] == "TrainController" for actor in alive)
+
+
+def _remove_coordinator() -> None:
+    """Remove ours, so that Ray creates its own."""
+    try:
+        found = ray.get_actor(COORDINATOR, COORDINATOR)
+    except ValueError:  # no such actor
+        return
+    if _is_ours(found):
+        ray.kill(found)
+
+
+def _is_ours(coordinator: Any) -> bool:
+    return hasattr(coordinator, "forget_runs")

@@ -1,0 +1,76 @@
+"""Sessions of Ray: started here or joined, with the environment that the workers rely on."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sunspot.errors import SunspotError, shorten
+from sunspot.settings import Settings
+
+RAY_ENVIRONMENT = {
+    # The controller's poll: it bounds how soon a lost worker is noticed, and how often workers may report.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # After a loss Ray waits so long for a group of the old size before it settles for fewer workers.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    # sunspot/elastic/nodes.py checks more often, and scales up too.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # sunspot/observe/output.py ships what workers print; Ray would add each line again.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # Ray's future default, without its warning: workers without a GPU keep CUDA_VISIBLE_DEVICES.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would report to its makers what the cluster has and does.
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def run_as_task(function: Callable[[Settings], str], settings: Settings) -> str:
+    """Run `function(settings)` as one Ray task, with a GPU if the cluster has one and the settings allow it."""
+    import ray
+
+    with ray_session():
+        gpus = 1 if ray.cluster_resources().get("GPU") and settings.use_gpu != "false" else 0
+        return ray.get(
+            ray.remote(num_cpus=1, num_gpus=gpus, max_retries=settings.max_failures)(function).remote(settings)
+        )
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """Ray while the context lasts: the caller's session, the cluster at RAY_ADDRESS, or a new one on this machine.
+
+    Raises `SunspotError` when there is none: Ray waits 30 s for its own processes (2.60), too little on a busy machine.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
+    # What the user needs comes through the control channel. Ray's actors log a line for every report, and one a second
+    # where there is no dashboard: those are in the session's logs.
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    here = {"address": "local", "num_cpus": cores_here(), "include_dashboard": False}
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(**({} if address else here), **quiet)
+    except Exception as error:  # Ray has no class of its own for it
+        what = (
+            f"reached at RAY_ADDRESS={address}"
+            if address
+            else "started on this machine; try again when it has less to do"
+        )
+        raise SunspotError(f"Ray cannot be {what}: {shorten(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def cores_here() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

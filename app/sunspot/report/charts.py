@@ -1,0 +1,349 @@
+"""Charts as inline SVG, with their legends and text alternatives: over steps or over the wall clock, with the restarts.
+
+Colours and fonts come from the page's style.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple, TypeVar
+
+from sunspot.formatting import plural
+from sunspot.report.history import Series, can_draw
+from sunspot.report.html import Html, element, join
+from sunspot.report.model import Report
+
+WIDTH, HEIGHT = 360, 214
+"""Of the drawing, in its own units: about a pixel each on a phone, where a font size of 11 is readable."""
+
+LEFT, RIGHT, TOP, BOTTOM = 42, 8, 18, 32
+"""Margins for the numbers beside the plot."""
+
+BUCKETS = 240
+"""Sections of the x axis, each a pixel or two wide; of the points in one, the lowest and the highest are drawn."""
+
+NUMBER_ROOM = 14
+"""Marks closer than this to the one before have no number, which would overlap."""
+
+MOST_DOTS = 60
+"""A line with more points has no dots."""
+
+ALIKE = 1e-6
+"""Relative difference below which values are drawn as one: an axis between them would have no numbers."""
+
+LEAST = 1e-100
+"""The lowest number with a place on a logarithmic axis: logarithms of lower ones overflow floats."""
+
+Item = TypeVar("Item", "Point", "Range")
+
+
+class Point(NamedTuple):
+    """A point of a line. Points of different groups are not joined."""
+
+    x: float
+    y: float
+    group: int = 0
+
+
+class Range(NamedTuple):
+    """The band between two values at one x."""
+
+    x: float
+    low: float
+    high: float
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named sequence of points."""
+
+    name: str
+    points: Sequence[Point]
+    style: str = "a"
+    "`a`: solid. `b`: dashed, with dots. `c`: thin, in the background."
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to positions."""
+
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """The position of a value, 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+class Across(NamedTuple):
+    """The x axis: the position of each record of the history, and of the restarts."""
+
+    label: str
+    places: Sequence[float | None]
+    marks: Sequence[tuple[float, str]]
+    groups: Sequence[int]
+    "Records of different groups are not joined: no work in between counts."
+
+
+def over_steps(report: Report) -> Across:
+    """By optimizer step."""
+    marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
+    series = report.history.series
+    return Across("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
+
+
+def over_time(report: Report, series: Series) -> Across:
+    """By time since the first start of the workers, pauses included."""
+    times = series.column("time")
+    known = [time for time in times if time is not None]
+    begun = min([*known[:1], *([report.begun] if report.begun is not None else [])], default=0.0)
+    reached = max([*known, *(attempt.time for attempt in report.attempts)], default=begun) - begun
+    unit, seconds = next(
+        (unit for unit in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)) if reached >= 2 * unit[1]),
+        ("seconds", 1.0),
+    )
+    places = [(time - begun) / seconds if time is not None else None for time in times]
+    marks = [((attempt.time - begun) / seconds, str(attempt.number)) for attempt in report.attempts[1:]]
+    return Across(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
+
+
+def points_of(across: Across, values: Sequence[float | None]) -> list[Point]:
+    """The values of a column that can be drawn."""
+    return [
+        Point(x, y, group)
+        for x, y, group in zip(across.places, values, across.groups, strict=True)
+        if x is not None and y is not None and can_draw(x) and can_draw(y)
+    ]
+
+
+def chart(
+    title: str, across: Across, y: Axis, lines: Sequence[Line], band: Sequence[Range] = (), band_name: str = ""
+) -> Html:
+    """A figure: title and legend, then the drawing."""
+    name = f"{title} over {across.label.partition(',')[0]}"
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return element("figure", element("figcaption", f"{name}: nothing is recorded"))
+    known = [(line.style, line.name) for line in lines]
+    known += [("band", band_name)] if band else []
+    known += [("mark", "restart, and its attempt")] if across.marks else []
+    said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
+    if band:
+        low, high = min(item.low for item in band), max(item.high for item in band)
+        said.append(f"{band_name.capitalize()}: {low:.4g} to {high:.4g}.")
+    said += [f"{plural(len(across.marks), 'restart')}."] if across.marks else []
+    places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
+    x = linear_axis(places, from_zero=True, tight=True)
+    drawing = line_chart(" ".join(said), x, across.label, y, lines, band, across.marks)
+    return figure(name, known, drawing)
+
+
+def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
+    """A drawing below its title and its legend: the style (`key`) and the name of each item."""
+    samples = join(element("span", join([Html(key(style)), label])) for style, label in legend)
+    caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
+    return element("figure", join([caption, Html(drawing)]))
+
+
+def _describe(line: Line) -> str:
+    first, last = line.points[0], line.points[-1]
+    least, most = min(line.points, key=lambda p: p.y), max(line.points, key=lambda p: p.y)
+    return (
+        f"{line.name.capitalize()}: {first.y:.4g} at {first.x:.4g}, {last.y:.4g} at {last.x:.4g}; "
+        f"lowest {least.y:.4g} at {least.x:.4g}, highest {most.y:.4g} at {most.x:.4g}."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- drawing
+
+
+def line_chart(
+    description: str,
+    x: Axis,
+    x_label: str,
+    y: Axis,
+    lines: Sequence[Line],
+    band: Sequence[Range] = (),
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """The SVG. `description` is its text alternative; `marks` are x positions with a short label."""
+    across, down = _scale(x, LEFT, WIDTH - RIGHT), _scale(y, HEIGHT - BOTTOM, TOP)
+    parts = [*_grid(x, x_label, y, across, down)]
+    parts += _marks([(across(place), label) for place, label in marks])
+    if band:
+        parts.append(f'<path class="band" d="{_area(thin_ranges(band), across, down)}"/>')
+    for line in lines:
+        points = thin(line.points)
+        parts.append(f'<path class="line {line.style}" d="{_path(points, across, down)}"/>')
+        dotted = points if line.style == "b" and len(points) <= MOST_DOTS else _alone(points)
+        parts += [
+            f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>' for p in dotted
+        ]
+    label = escape(description, quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def key(style: str) -> str:
+    """A sample of a line, a band or a mark for a legend."""
+    shapes = {
+        "a": '<path class="line a" d="M1 6H23"/>',
+        "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
+        "c": '<path class="line c" d="M1 6H23"/>',
+        "dot a": '<circle class="dot a" cx="12" cy="6" r="2.6"/>',
+        "dot c": '<circle class="dot c" cx="12" cy="6" r="2.6"/>',
+        "band": '<rect class="band" x="1" y="1" width="22" height="10"/>',
+        "mark": '<path class="mark" d="M12 0V12"/>',
+    }
+    return f'<svg class="key" viewBox="0 0 24 12" aria-hidden="true">{shapes[style]}</svg>'
+
+
+# ----------------------------------------------------------------------------------------------------------------- axes
+
+
+def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = False) -> Axis:
+    """An axis over all values with a few round ticks; `tight`: it ends where the values end."""
+    low, high = _bounds(values)
+    if from_zero:
+        low, high = min(0.0, low), max(0.0, high)
+    largest = max(abs(low), abs(high), LEAST) if low or high else 1.0
+    if high - low < largest * ALIKE:
+        low, high = (0.0, largest) if from_zero else (low - largest / 2, high + largest / 2)
+    step = _round_step((high - low) / 5)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    if tight:
+        first, last = math.ceil(low / step), math.floor(high / step)
+    ticks = tuple((number * step, short(number * step, step)) for number in range(first, last + 1))
+    return Axis(min(low, ticks[0][0]), max(high, ticks[-1][0]), ticks)
+
+
+def log_axis(values: Iterable[float]) -> Axis:
+    """A logarithmic axis with ticks at powers of ten, and at 2 and 5 times those when there are few."""
+    low, high = _bounds(values)
+    if high < low * (1 + ALIKE):
+        low, high = low / 2, high * 2
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, len(powers) // 5)
+    factors = (1, 2, 5) if len(powers) <= 3 else (1,)
+    ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
+    below = max([tick for tick in ticks if tick <= low], default=low)
+    above = min([tick for tick in ticks if tick >= high], default=high)
+    return Axis(below, above, tuple((tick, short(tick, tick)) for tick in ticks if below <= tick <= above), log=True)
+
+
+def short(value: float, step: float) -> str:
+    """A tick label where ticks are `step` apart: 0.25, 1.5k, 20M."""
+    if step < 1e-4:
+        return f"{value:.4g}"
+    unit, size = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(value) >= s), ("", 1.0))
+    digits = max(0, -math.floor(math.log10(step / size) + 1e-9))
+    words = f"{value / size:.{digits}f}"
+    return (words.rstrip("0").rstrip(".") if "." in words else words) + unit
+
+
+def _bounds(values: Iterable[float]) -> tuple[float, float]:
+    known = list(values)
+    return (min(known), max(known)) if known else (0.0, 1.0)
+
+
+def _round_step(size: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
+
+
+def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
+    return lambda value: begin + (end - begin) * axis.place(value)
+
+
+# --------------------------------------------------------------------------------------------------- points and paths
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most two points for each of BUCKETS sections of the x axis: the lowest and the highest, in order."""
+    if len(points) <= 2 * BUCKETS:
+        return list(points)
+    chosen: list[Point] = []
+    for bucket in _buckets(points):
+        least, most = min(bucket, key=lambda p: p.y), max(bucket, key=lambda p: p.y)
+        chosen += sorted({least, most}, key=lambda p: p.x)
+    return chosen
+
+
+def thin_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """At most one range for each section of the x axis, from its lowest to its highest."""
+    if len(ranges) <= BUCKETS:
+        return list(ranges)
+    return [
+        Range(bucket[0].x, min(r.low for r in bucket), max(r.high for r in bucket), bucket[0].group)
+        for bucket in _buckets(ranges)
+    ]
+
+
+def _buckets(items: Sequence[Item]) -> list[list[Item]]:
+    low, high = _bounds(item.x for item in items)
+    width = (high - low) / BUCKETS or 1.0
+    found: dict[int, list[Item]] = {}
+    for item in items:
+        found.setdefault(min(BUCKETS - 1, int((item.x - low) / width)), []).append(item)
+    return [found[number] for number in sorted(found)]
+
+
+def _path(points: Sequence[Point], across: Callable[[float], float], down: Callable[[float], float]) -> str:
+    begun = [number == 0 or points[number - 1].group != point.group for number, point in enumerate(points)]
+    places = [f"{across(point.x):.1f} {down(point.y):.1f}" for point in points]
+    return "".join(f"{'M' if first else 'L'}{place}" for first, place in zip(begun, places, strict=True))
+
+
+def _alone(points: Sequence[Point]) -> list[Point]:
+    """Points that are alone in their group."""
+    sizes = Counter(point.group for point in points)
+    return [point for point in points if sizes[point.group] == 1]
+
+
+def _area(ranges: Sequence[Range], across: Callable[[float], float], down: Callable[[float], float]) -> str:
+    groups: dict[int, list[Range]] = {}
+    for item in ranges:
+        groups.setdefault(item.group, []).append(item)
+    outlines = []
+    for members in groups.values():
+        there = [f"{across(r.x):.1f} {down(r.high):.1f}" for r in members]
+        back = [f"{across(r.x):.1f} {down(r.low):.1f}" for r in reversed(members)]
+        outlines.append(f"M{'L'.join(there + back)}Z")
+    return "".join(outlines)
+
+
+def _grid(
+    x: Axis, x_label: str, y: Axis, across: Callable[[float], float], down: Callable[[float], float]
+) -> Iterable[str]:
+    floor = HEIGHT - BOTTOM
+    for value, text in y.ticks:
+        place = down(value)
+        yield f'<path class="grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>'
+        yield f'<text x="{LEFT - 5}" y="{place + 3.5:.1f}" class="end">{escape(text)}</text>'
+    for value, text in x.ticks:
+        place = across(value)
+        anchor = "end" if place > WIDTH - RIGHT - 8 else "mid"
+        yield f'<path class="grid" d="M{place:.1f} {floor}v4"/>'
+        yield f'<text x="{place:.1f}" y="{floor + 15}" class="{anchor}">{escape(text)}</text>'
+    yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" class="mid name">{escape(x_label)}</text>'
+
+
+def _marks(marks: Sequence[tuple[float, str]]) -> Iterable[str]:
+    places = {round(place, 1): label for place, label in reversed(marks)}
+    if places:
+        yield f'<path class="mark" d="{"".join(f"M{place} {TOP}V{HEIGHT - BOTTOM}" for place in sorted(places))}"/>'
+    free = 0.0
+    for place, label in sorted(places.items()):
+        if place >= free:
+            yield f'<text x="{place}" y="{TOP - 5}" class="mid number">{escape(label)}</text>'
+            free = place + NUMBER_ROOM

@@ -1,0 +1,58 @@
+"""The checkpoints, and whether every byte is as it was written."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sunspot.report.html import Html, element, join, moment, paragraph, result, size, table
+from sunspot.report.learning import results_first
+from sunspot.report.model import KeptCheckpoint, Report
+from sunspot.run.attempts import step_of
+
+MOST_RESULTS = 6
+"""Columns of metrics."""
+
+
+def show(report: Report) -> Html:
+    """Each checkpoint with its state, how many are left out, and which are kept."""
+    keep, metric, order = report.retention
+    parts = []
+    if not report.checkpoints:
+        parts.append(paragraph("No checkpoint is there."))
+    else:
+        found = {name for kept in report.checkpoints if kept.checkpoint for name in kept.checkpoint.metrics}
+        names = sorted((name for name in found if _is_shown(name, metric)), key=results_first)[:MOST_RESULTS]
+        rows = [_row(report, kept, names) for kept in reversed(report.checkpoints)]
+        columns = ["step", "state", "which", "epoch", *names, "size", "committed (UTC)", "name"]
+        parts.append(table("Checkpoints, the newest first", columns, rows))
+    for why, number in report.checkpoints_left_out.items():
+        parts.append(paragraph(f"Left out: {number:,} {why}.", kind="note"))
+    best = "lowest" if order == "min" else "highest"
+    parts.append(
+        paragraph(
+            f"The {keep} with the {best} {metric} are kept, and the newest. A checkpoint is verified when every "
+            "file has the size and the SHA-256 that its manifest lists; one that storage has not seen written since "
+            "its commit is not read again.",
+            kind="note",
+        )
+    )
+    return join(parts)
+
+
+def _is_shown(name: str, metric: str) -> bool:
+    return name.endswith(("loss", "accuracy")) or name == metric
+
+
+def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any]:
+    chosen = (("newest", report.checkpoint), ("best", report.best))
+    which = " and ".join(role for role, checkpoint in chosen if checkpoint and checkpoint.name == kept.name)
+    state = element("span", "✓ verified", class_="good")
+    if kept.checkpoint is None:
+        state = element("span", "… incomplete: it has no manifest", class_="bad wide")
+    elif kept.faults:
+        state = element("span", f"✗ damaged: {'; '.join(kept.faults)}", class_="bad wide")
+    details: list[Any] = [None] * (len(names) + 3)
+    if kept.checkpoint and not kept.checkpoint.damage:
+        found = kept.checkpoint
+        results = [result(name, found.metrics.get(name)) for name in names]
+        details = [found.epoch, *results, size(found.bytes), moment(found.time)]
+    return [str(step_of(kept.name)), state, which, *details, element("code", kept.name)]

@@ -1,0 +1,235 @@
+"""The metric history as a report shows it: of long ones, the highest and lowest values."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeGuard
+
+from sunspot.run.history import HELD_OUT
+
+MOST_RECORDS = 20_000
+"""Records kept of a series: far more than a chart has room for."""
+
+MOST = 1e100
+"""Numbers beyond have no place on an axis: their differences overflow floats."""
+
+
+class Series:
+    """Records in their order. Of many, those stay that have the lowest or the highest of any number in a stretch."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, dict[str, Any]]] = []
+        "With their numbers, from 0."
+        self._stretch = 16
+        "Records of a stretch."
+        self.count = 0
+        "Records added."
+
+    def __len__(self) -> int:
+        """The number of those that are kept."""
+        return len(self._kept)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add one; numbers of names that others have may be None, or left out."""
+        self._kept.append((self.count, record))
+        self.count += 1
+        if len(self._kept) > MOST_RECORDS:
+            self._thin()
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a name in the records that are kept; None where one lacks it."""
+        return [record.get(name) for _, record in self._kept]
+
+    def _thin(self) -> None:
+        while len(self._kept) > MOST_RECORDS // 2:
+            stretches = groupby(self._kept, lambda each: each[0] // self._stretch)
+            self._kept = [each for _, stretch in stretches for each in _extremes([*stretch])]
+            self._stretch *= 2
+
+
+def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    """The first and the last, and those with the lowest and the highest value of each name."""
+    chosen = {0, len(stretch) - 1}
+    for name in {name for _, record in stretch for name in record}:
+        values = [(value, at) for at, (_, record) in enumerate(stretch) if can_draw(value := record.get(name))]
+        chosen |= {min(values)[1], max(values)[1]} if values else set()
+    return [stretch[at] for at in sorted(chosen)]
+
+
+def can_draw(value: float | None) -> TypeGuard[float]:
+    """Whether a value has a position on an axis: NaN, infinities and huge values have none."""
+    return value is not None and abs(value) < MOST
+
+
+@dataclass
+class RankTotal:
+    """One rank's part in the whole run, over all attempts; seconds, rows and MiB."""
+
+    rows: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+    step_seconds: float = 0.0
+    "Sum over its windows of steps x the median step."
+    fastest: float = math.inf
+    "The lowest median of a window."
+    slowest: float = -math.inf
+    "The highest median of a window."
+    p95: float = -math.inf
+    "The highest 95th percentile of a window."
+    data_wait: float = 0.0
+    forward: float = 0.0
+    "Seconds in forward passes; in the rest of a step, ranks wait for each other."
+    memory_mib: float = 0.0
+
+    @property
+    def rows_per_s(self) -> float | None:
+        return self.rows / self.seconds if self.seconds else None
+
+    @property
+    def step_time(self) -> float | None:
+        """Mean over all windows, by their steps, of the median step time."""
+        return self.step_seconds / self.steps if self.steps else None
+
+    @property
+    def forward_time(self) -> float | None:
+        """Seconds of a step in the forward pass; None when not measured."""
+        return self.forward / self.steps if self.steps and self.forward else None
+
+    def add(self, steps: int, numbers: dict[str, float | None]) -> None:
+        """Add this rank's numbers in a window of so many steps."""
+        self.rows += numbers.get("rows") or 0.0
+        self.seconds += numbers.get("seconds") or 0.0
+        self.data_wait += numbers.get("data_wait_s") or 0.0
+        self.forward += numbers.get("forward_s") or 0.0
+        self.memory_mib = max(self.memory_mib, numbers.get("memory_mib") or 0.0)
+        median = numbers.get("step_time_median_s")
+        if median is not None:
+            self.steps += steps
+            self.step_seconds += steps * median
+            self.fastest, self.slowest = min(self.fastest, median), max(self.slowest, median)
+            self.p95 = max(self.p95, numbers.get("step_time_p95_s") or median)
+
+
+class Curves:
+    """Means over windows of rows, as they are drawn.
+
+    Each checkpoint ends a window, and the next may have few rows. Alone, their mean would be a spike: a window of less
+    than half the rows that those before had is drawn with the rows before it.
+    """
+
+    def __init__(self) -> None:
+        self._usual = self._rows = 0.0
+        self._means: dict[str, float | None] = {}
+
+    def add(self, rows: float, means: dict[str, float | None]) -> dict[str, float | None]:
+        """The means to draw for a window of so many rows."""
+        drawn = dict(means)
+        if rows < self._usual / 2:
+            self._usual /= 2  # they may stay as short
+            for name, mean in means.items():
+                before = self._means.get(name)
+                if can_draw(before) and can_draw(mean):
+                    drawn[name] = (before * self._rows + mean * rows) / (self._rows + rows)
+            self._rows += rows
+        else:
+            self._usual = self._rows = rows
+        self._means = drawn
+        return drawn
+
+
+class RankSpeeds:
+    """What the ranks did, over the run and each as a whole."""
+
+    def __init__(self) -> None:
+        self.series = Series()
+        "`attempt`, `time`, and the lowest, mean and highest of the ranks' `rows_per_s` and `step_time` (median, s)."
+        self.totals: dict[int, RankTotal] = {}
+        "By rank."
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a record with the numbers of each rank by name (`sunspot.run.ranks`)."""
+        ranks, steps = record["ranks"], record.get("steps") or 1
+        rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
+        speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]
+        spreads = _spread("rows_per_s", speeds) | _spread("step_time", ranks.get("step_time_median_s", []))
+        self.series.add({"attempt": record["attempt"], "time": record.get("time"), **spreads})
+        for rank, numbers in enumerate(zip(*ranks.values(), strict=True)):
+            self.totals.setdefault(rank, RankTotal()).add(steps, dict(zip(ranks, numbers, strict=True)))
+
+
+def _spread(name: str, values: Sequence[float | None]) -> dict[str, float]:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return {}
+    return {f"{name}_low": min(known), name: sum(known) / len(known), f"{name}_high": max(known)}
+
+
+class History:
+    """The metric history of the steps that count."""
+
+    def __init__(self) -> None:
+        self.series = Series()
+        "`attempt`, `step`, `epoch`, `time` (seconds since the epoch), `rows_per_s` (all ranks together), `results`."
+        self.ranks = RankSpeeds()
+        self.attempts: set[int] = set()
+        "Those with a record."
+        self.results: list[str] = []
+        "Names of numbers that tell the model's quality: losses, accuracies, and all that are of held-out rows."
+        self.evaluations = 0
+        "Records with results on held-out rows."
+        self.undrawable: dict[str, tuple[int, int]] = {}
+        "Results that are NaN, infinite or huge: by name, the number of records, and the step of the first."
+        self.last: dict[str, Any] = {}
+        "Step and time of the newest record; empty before there is one."
+        self._latest: dict[str, tuple[float, int]] = {}
+        self._curves = Curves()
+
+    def __len__(self) -> int:
+        """The number of records, also of those that are not kept."""
+        return self.series.count
+
+    def latest(self, name: str) -> tuple[float, int] | None:
+        """The newest value of a number, and its step."""
+        return self._latest.get(name)
+
+    def add(self, record: dict[str, Any], best_by: str) -> None:
+        """Add a record, in the form that `each_record` checks."""
+        step = record["step"]
+        results = [
+            name
+            for name in record
+            if (name in self.results or is_result(name, record, best_by)) and _number(record, name) is not None
+        ]
+        self.results += [name for name in results if name not in self.results]
+        kept = {name: _number(record, name) for name in (*results, "time", "rows_per_s")}
+        if record.get("steps") == 0:  # an evaluation by itself, after a restart, took no step
+            del kept["rows_per_s"]
+        if record["attempt"] not in self.attempts:
+            self._curves = Curves()
+        if rows := _number(record, "rows"):
+            of_training = {name: kept[name] for name in results if not name.startswith(HELD_OUT)}
+            kept |= self._curves.add(rows, of_training)
+        self.series.add({"attempt": record["attempt"], "step": step, "epoch": record.get("epoch"), **kept})
+        self.attempts.add(record["attempt"])
+        self.evaluations += any(name.startswith(HELD_OUT) for name in results)
+        self.last = {"step": step, "time": kept["time"]}
+        for name, value in kept.items():
+            if value is not None:
+                self._latest[name] = value, step
+                if name in results and not can_draw(value):
+                    times, first = self.undrawable.get(name, (0, step))
+                    self.undrawable[name] = times + 1, first
+
+
+def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
+    """Whether a value of a record measures the model, and not the speed of training."""
+    return (
+        name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
+    )
+
+
+def _number(record: dict[str, Any], name: str) -> float | None:
+    """A value that is a number, NaN and infinities included: a loss that became one has to be shown."""
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,0 +1,156 @@
+"""HTML elements: escaped text, numbers for people and programs, tables that fit on a phone."""
+
+import base64
+import html
+import math
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from sunspot.formatting import as_bytes
+
+MOST_TEXT = 600
+"""Characters shown of one text; the run's events and logs have the rest."""
+
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+"""Characters that HTML does not allow, or that change the direction of the text around them."""
+
+
+class Html(str):
+    """Text that is HTML already; all other text is escaped."""
+
+    __slots__ = ()
+
+
+class Number(NamedTuple):
+    """A number as people read it, and its exact value."""
+
+    text: str
+    value: float
+
+
+def text(value: Any) -> str:
+    """Anything as HTML: escaped, and cut when long."""
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, Number):
+        return f'<data value="{value.value!r}">{text(value.text)}</data>'
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return text(Number(f"{value:.4g}", value))
+    words = UNPRINTABLE.sub("�", str(value))
+    return html.escape(words if len(words) <= MOST_TEXT else words[: MOST_TEXT - 1] + "…", quote=True)
+
+
+def element(name: str, content: Any, **attributes: Any) -> Html:
+    """`<name attribute="...">content</name>`, the content escaped unless it is `Html`; `_` stands for `-` in names."""
+    words = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{words}>{text(content)}</{name}>")
+
+
+def join(parts: Iterable[Any], between: str = "") -> Html:
+    """Parts in sequence, each escaped unless it is `Html`."""
+    return Html(text(Html(between)).join(text(part) for part in parts))
+
+
+def paragraph(*parts: Any, kind: str | None = None) -> Html:
+    """A paragraph of these parts."""
+    return element("p", join(parts), class_=kind)
+
+
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
+    """A table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown."""
+    numeric = [any(isinstance(row[place], (int, float, Number)) for row in rows) for place in range(len(columns))]
+
+    def cell(place: int, value: Any) -> str:
+        kind = "number" if numeric[place] else None
+        value = "—" if value is None else value
+        if place == 0:
+            return element("th", value, scope="row", class_=kind)
+        return element("td", value, class_=kind)
+
+    heads = join(
+        element("th", name, scope="col", class_="number" if numeric[place] else None)
+        for place, name in enumerate(columns)
+    )
+    body = join(element("tr", join(Html(cell(place, value)) for place, value in enumerate(row))) for row in rows)
+    whole = join(
+        [titled(caption), element("thead", element("tr", heads)), element("tbody", body)],
+    )
+    return scrolled(caption, element("table", whole))
+
+
+def titled(caption: str) -> Html:
+    """A table's caption, which stays in view while the table scrolls sideways."""
+    return element("caption", element("span", caption))
+
+
+def scrolled(name: str, content: Html) -> Html:
+    """A box that scrolls sideways by itself, also with the keyboard."""
+    return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
+
+
+def picture(png: bytes, alt: str) -> Html:
+    """A PNG within the page."""
+    return Html(f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{text(alt)}">')
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+def percent(share: float, digits: int = 2) -> Number:
+    """`0.9805` as 98.05 %."""
+    return Number(f"{100 * share:.{digits}f} %" if math.isfinite(share) else str(share), share)
+
+
+def result(name: str, value: Any) -> Any:
+    """A metric: accuracies in percent, all others with four digits."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    return percent(value) if name.endswith("accuracy") else Number(f"{value:.4g}", value)
+
+
+def whole(number: float) -> Number:
+    """`12,345`."""
+    return Number(f"{number:,.0f}", number)
+
+
+def rate(number: float, unit: str = "") -> Number:
+    """`12,735 rows/s`, or with three digits when it is small."""
+    return Number(f"{number:,.0f}{unit}" if number >= 100 else f"{number:.3g}{unit}", number)
+
+
+def duration(seconds: float) -> Number:
+    """The two largest units of a duration: 0.35 s, 48 s, 2 min 14 s, 3 h 5 min, 2 days 4 h."""
+    if seconds < 10:
+        return Number(f"{seconds:.3g} s", seconds)
+    units = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    left, parts = round(seconds), list[str]()
+    for unit, size in units:
+        number, left = divmod(left, size)
+        if number or parts:
+            parts.append(f"{number} {unit}{'s' if unit == 'day' and number != 1 else ''}" if number else "")
+    return Number(" ".join(part for part in parts[:2] if part), seconds)
+
+
+def size(number: float) -> Number:
+    """Bytes as 134 MB."""
+    return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
+
+
+def moment(seconds: float | None) -> Any:
+    """Seconds since the epoch as a date in UTC."""
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    try:
+        parts = time.gmtime(seconds)
+    except (OverflowError, ValueError, OSError):
+        return str(seconds)
+    shown, machine = time.strftime("%Y-%m-%d %H:%M:%S", parts), time.strftime("%Y-%m-%dT%H:%M:%SZ", parts)
+    return Html(f'<time datetime="{machine}">{shown}</time>')

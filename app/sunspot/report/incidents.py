@@ -1,0 +1,126 @@
+"""What interrupted the run, and what each start of its workers cost."""
+
+from typing import Any
+
+from sunspot.formatting import plural
+from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, table, whole
+from sunspot.report.model import Report
+from sunspot.run.attempts import Attempt
+from sunspot.run.incidents import TIER, Cause, Receipt
+
+MOST_ROWS = 100
+"""Rows of a table; `sunspot events` has all."""
+
+MOST_FAILURES = 20
+"""Of many ranks, most fail because another one is gone."""
+
+
+def show(report: Report) -> Html:
+    """The incidents, each start of the workers with its receipt, and other events."""
+    if not report.attempts:
+        return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
+    parts: list[Html] = []
+    if report.incidents:
+        causes = ", ".join(f"{times} {cause}" for cause, times in report.incidents_by_cause.most_common())
+        incidents, again = plural(len(report.incidents), "incident"), plural(report.steps_replayed, "step")
+        parts.append(paragraph(f"{incidents} ({causes}); {again} taken again."))
+    else:
+        parts.append(paragraph("No incident is recorded."))
+    if report.goodput is None:
+        parts.append(paragraph("Goodput is not known: no receipt is recorded.", kind="note"))
+    else:
+        useful = join(
+            ["Goodput ", percent(report.goodput, 1), ": the share of all worker-seconds that counts for the result."]
+        )
+        parts.append(paragraph(useful))
+    parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in report.gaps[:MOST_ROWS]]
+    receipts = {receipt.attempt: receipt for receipt in report.receipts}
+    shown = report.attempts[-MOST_ROWS:]
+    of = f", the newest {len(shown)} of {len(report.attempts):,}" if len(shown) < len(report.attempts) else ""
+    columns = ["attempt", "began (UTC)", "why", "steps again", "first step after", "state safe after"]
+    columns += ["from step", "out of", "workers", "worker-seconds lost"]
+    stepped = {*report.history.attempts, *(receipt.since for receipt in report.receipts)}
+    rows = [_start(attempt, receipts.get(attempt.number), attempt.number in stepped) for attempt in shown]
+    parts.append(table(f"Each start of the workers, with its receipt{of}", columns, rows))
+    return join([*parts, _failures(report), _events(report)])
+
+
+def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any]:
+    began = [f"{attempt.number}", moment(attempt.time)]
+    if receipt is None:
+        why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
+        why = why if TIER in attempt.metadata else "no receipt: begun by an older version"
+        tier, world = attempt.metadata.get(TIER), attempt.metadata.get("world_size")
+        return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None]
+    label = f"incident: {receipt.cause}" if receipt.cause.incident else str(receipt.cause)
+    label = "first start" if receipt.cause is Cause.BEGIN else label
+    detail = f" ({receipt.detail})" if receipt.detail else ""
+    safe = None
+    if receipt.committed is not None and receipt.noticed is not None:
+        safe = duration(max(0.0, receipt.committed - receipt.noticed))
+    took = receipt.recovery_s if receipt.cause.incident else receipt.first_step - receipt.restarted
+    workers = f"{receipt.world_before} → {receipt.world_after}"
+    same = receipt.world_before in (0, receipt.world_after)
+    return [
+        *began,
+        _wide(label + detail),
+        whole(receipt.replayed),
+        duration(max(0.0, took)),
+        safe,
+        whole(receipt.step),
+        "the beginning" if receipt.tier == "beginning" else receipt.tier,
+        str(receipt.world_after) if same else workers,
+        whole(receipt.worker_seconds_lost),
+    ]
+
+
+def _wide(words: str) -> Html:
+    return element("span", words, class_="wide")
+
+
+def _failures(report: Report) -> Html:
+    """The errors that ended processes, causes before consequences."""
+    if not report.failures:
+        return Html("")
+    found = sorted(report.failures, key=lambda failure: failure.consequence)
+    shown = found[:MOST_FAILURES]
+    of = f", {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
+    rows = [
+        [
+            moment(failure.time),
+            f"rank {failure.rank} of attempt {failure.attempt}" if failure.rank is not None else "the driver",
+            whole(failure.step),
+            _wide(f"{failure.type}: {failure.message}"),
+            _wide(f"{failure.file}:{failure.line}, {failure.function}" if failure.file else ""),
+        ]
+        for failure in shown
+    ]
+    return table(f"Errors that ended processes{of}", ["time (UTC)", "process", "step", "error", "where"], rows)
+
+
+def _events(report: Report) -> Html:
+    events = report.other_events
+    if not events:
+        return paragraph("No other event is recorded.", kind="note")
+    shown = events[-MOST_ROWS:]
+    of = f", the newest {len(shown)} of {len(events):,}" if len(shown) < len(events) else ""
+    rows = [
+        [
+            moment(_as_float(event.get("time"))) or "",
+            event.get("event"),
+            _as_words(event.get("attempt")),
+            _as_words(event.get("step")),
+            _as_words(event.get("rank")),
+            _wide(_as_words(event.get("detail"))),
+        ]
+        for event in shown
+    ]
+    return table(f"Other events{of}", ["time (UTC)", "event", "attempt", "step", "rank", "detail"], rows)
+
+
+def _as_float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _as_words(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,126 @@
+"""The learning curves, over steps and over the wall clock, and the numbers behind them."""
+
+from collections.abc import Iterator
+
+from sunspot.formatting import plural
+from sunspot.report.charts import (
+    BUCKETS,
+    LEAST,
+    Line,
+    chart,
+    linear_axis,
+    log_axis,
+    over_steps,
+    over_time,
+    points_of,
+)
+from sunspot.report.history import can_draw
+from sunspot.report.html import Html, Number, duration, element, join, paragraph, result, table
+from sunspot.report.model import Report
+from sunspot.run.history import HELD_OUT
+
+MOST_CURVES = 8
+"""Metrics with curves of their own: a loss, an accuracy, and those a task adds."""
+
+MOST_NUMBERS = 40
+"""Rows of the table of numbers; `sunspot metrics` has all."""
+
+LOG_FROM = 100.0
+"""A loss that spans this ratio is drawn on a logarithmic axis: on a linear one, its end would be flat."""
+
+
+def show(report: Report) -> Html:
+    """The learning curves over steps and over the wall clock, with the restarts, and the numbers."""
+    history = report.history
+    if not history:
+        return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
+    bases = list(dict.fromkeys(name.removeprefix(HELD_OUT) for name in sorted(history.results, key=results_first)))
+    parts: list[Html] = [_curves(report, base) for base in bases[:MOST_CURVES]]
+    if not bases:
+        parts.append(paragraph("The records have no loss, no accuracy and nothing of held-out rows."))
+    if len(bases) > MOST_CURVES:
+        parts.append(
+            paragraph(
+                f"Without curves here: {', '.join(bases[MOST_CURVES:])}. ",
+                element("code", f"sunspot metrics {report.run.name}"),
+                " has them.",
+            )
+        )
+    if bases and not any(name.startswith(HELD_OUT) for name in history.results):
+        parts.append(paragraph("Nothing was evaluated on held-out rows so far.", kind="note"))
+    if len(history) > 2 * BUCKETS:
+        drawn = f"Of {len(history):,} records, the lowest and the highest in each of {BUCKETS} stretches are drawn."
+        parts.append(paragraph(drawn, kind="note"))
+    return join([*parts, _numbers(report)])
+
+
+def results_first(name: str) -> tuple[int, str]:
+    """A sort key for the names of metrics: losses, accuracies, then those a task adds."""
+    base = name.removeprefix(HELD_OUT)
+    return {"loss": 0, "accuracy": 1}.get(base, 2), base
+
+
+def _curves(report: Report, base: str) -> Html:
+    history = report.history
+    factor = 100.0 if base.endswith("accuracy") else 1.0
+    rows = [("training rows", base, "a"), ("held-out rows", HELD_OUT + base, "b")]
+    values = {
+        name: [value * factor if value is not None else None for value in history.series.column(name)]
+        for _, name, _ in rows
+        if name in history.results
+    }
+    finite = [v for column in values.values() for v in column if v is not None and can_draw(v)]
+    title = base.replace("_", " ").capitalize()
+    broken = [line for name in values for line in _not_finite(report, name)]
+    if not finite:
+        return join([paragraph(f"{title}: no number can be drawn."), *broken])
+    log = base.endswith("loss") and min(finite) >= LEAST and max(finite) / min(finite) >= LOG_FROM
+    y = log_axis(finite) if log else linear_axis(finite)
+    unit = " in %" if factor == 100.0 else " on a logarithmic axis" if log else ""
+    charts = []
+    for across in (over_steps(report), over_time(report, history.series)):
+        lines = [
+            Line(name, points_of(across, values[metric]), style) for name, metric, style in rows if metric in values
+        ]
+        charts.append(chart(f"{title}{unit}", across, y, lines))
+    return join([element("div", join(charts), class_="charts"), *broken])
+
+
+def _not_finite(report: Report, name: str) -> Iterator[Html]:
+    if name in report.history.undrawable:
+        times, first = report.history.undrawable[name]
+        yield paragraph(
+            f"{name} was no number that can be drawn (NaN, infinite or huge) in {plural(times, 'record')}, "
+            f"first at step {first}.",
+            kind="trouble",
+        )
+
+
+def _numbers(report: Report) -> Html:
+    """The curves as numbers: at evaluations of held-out rows, or else anywhere."""
+    history = report.history
+    names = sorted(history.results, key=results_first)
+    held_out = [name for name in names if name.startswith(HELD_OUT)]
+    columns = [history.series.column(name) for name in ("step", "epoch", "time", *names)]
+    lines = [
+        (step, epoch, time, values)
+        for step, epoch, time, *values in zip(*columns, strict=True)
+        if not held_out or any(v is not None for v, name in zip(values, names, strict=True) if name in held_out)
+    ]
+    total, shown = history.evaluations if held_out else len(history), lines
+    if len(lines) > MOST_NUMBERS:
+        shown = [lines[round(n * (len(lines) - 1) / (MOST_NUMBERS - 1))] for n in range(MOST_NUMBERS)]
+    begun = report.begun
+    rows = [
+        [
+            Number(str(step), step),
+            epoch,
+            duration(time - begun) if time is not None and begun is not None else None,
+            *map(result, names, values),
+        ]
+        for step, epoch, time, values in shown
+    ]
+    of = f", {len(shown)} of {total:,}" if len(shown) < total else ""
+    what = "Results where held-out rows were evaluated" if held_out else "Results"
+    numbers = table(f"{what}{of}", ["step", "epoch", "time", *names], rows)
+    return element("details", join([element("summary", "The numbers as a table"), numbers]))

@@ -1,0 +1,166 @@
+"""What a report shows of a run, read from storage; a part that cannot be read is reported, and hides no other."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sunspot.errors import DamageError, NotFoundError
+from sunspot.report.history import History
+from sunspot.run import Run
+from sunspot.run.attempts import Span, lineage, read_attempts
+from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, retention, verify
+from sunspot.run.failures import Failure, read_failures
+from sunspot.run.history import each_record, read_journal
+from sunspot.run.identity import read_identity
+from sunspot.run.incidents import find_gaps, read_receipts
+from sunspot.run.overview import RunView
+from sunspot.run.predictions import Predictions, read_predictions
+from sunspot.run.ranks import each_rank_record, with_columns
+from sunspot.run.shown import Shown, read_shown
+from sunspot.run.status import RunState, read_status
+
+MOST_CHECKPOINTS = 50
+"""Only the newest are verified and shown: each costs a request."""
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint directory and its state."""
+
+    name: str
+    checkpoint: Checkpoint | None
+    "None: incomplete, without a manifest."
+    faults: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """`verified`, `damaged` or `incomplete`."""
+        return "incomplete" if self.checkpoint is None else "damaged" if self.faults else "verified"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(RunView):
+    """A `RunView` and what only a report shows besides."""
+
+    failures: list[Failure]
+    "The errors that ended processes, oldest first."
+    history: History
+    gaps: list[str]
+    "Receipts that are missing."
+    checkpoints: list[KeptCheckpoint]
+    "By step: those that lead to the newest attempt, and incomplete ones."
+    checkpoints_left_out: dict[str, int]
+    "Number of checkpoints not among them, by reason."
+    predictions: Predictions | None
+    shown: Shown | None
+    "By the task itself."
+    troubles: list[str]
+    "Parts of the run that could not be read."
+
+    @property
+    def other_events(self) -> list[dict[str, Any]]:
+        """All events but the receipts, by time."""
+        receipts = {(receipt.attempt, receipt.first_step) for receipt in self.receipts}
+        others = [event for event in self.events if (event.get("attempt"), event.get("first_step")) not in receipts]
+        return sorted(others, key=lambda event: float(event.get("time") or 0))
+
+    @property
+    def seconds(self) -> float | None:
+        """From the beginning to the end, pauses included."""
+        return max(0.0, self.ended - self.begun) if self.begun is not None else None
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds in which nothing was there to train."""
+        return sum(receipt.paused_s for receipt in self.receipts)
+
+    @property
+    def whole(self) -> list[Checkpoint]:
+        """The verified checkpoints, by step."""
+        return [kept.checkpoint for kept in self.checkpoints if kept.checkpoint and kept.state == "verified"]
+
+    @property
+    def best(self) -> Checkpoint | None:
+        """The best verified checkpoint by the run's own metric; None when none has it."""
+        _, metric, order = self.retention
+        having = [checkpoint for checkpoint in self.whole if metric in checkpoint.metrics]
+        return best_first(having, metric, order)[0] if having else None
+
+    def result(self, name: str) -> tuple[float, int] | None:
+        """The newest value of a result and its step: the newest checkpoint's, unless the history has a later one."""
+        found, checkpoint = self.history.latest(name), self.checkpoint
+        if not checkpoint or (found and found[1] > checkpoint.step):
+            return found
+        value = checkpoint.metrics.get(name)
+        return (float(value), checkpoint.step) if isinstance(value, int | float) else found
+
+
+def gather(run: Run, state: RunState, reason: str) -> Report:
+    """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached."""
+    troubles: list[str] = []
+
+    def tried(read: Callable[[], Part], otherwise: Part, what: str) -> Part:
+        """A part of the run, or `otherwise` when it is missing or damaged."""
+        try:
+            return read()
+        except NotFoundError:
+            return otherwise
+        except DamageError as error:
+            troubles.append(f"{what} cannot be read: {error}")
+            return otherwise
+
+    def left_out(what: str) -> Callable[[str], Any]:
+        return lambda text: troubles.append(f"{what} cannot be read: {text}")
+
+    none: list[Any] = []
+    attempts = [a for a in tried(lambda: read_attempts(run), none, "the list of its attempts") if a.chosen]
+    spans = lineage(attempts)
+    events = read_journal(run, "events", warn=left_out("an event"))
+    receipts = read_receipts(events)
+    history = History()
+    _, best_by, _ = retention(attempts)
+    for record in each_record(run, "metrics", spans, warn=left_out("a part of the metric history")):
+        history.add(record, best_by)
+        if record.get("ranks"):  # of an earlier version
+            history.ranks.add(with_columns(record))
+    for record in each_rank_record(run, spans, left_out("a part of the numbers of each rank")):
+        history.ranks.add(record)
+    no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
+    checkpoints, not_shown = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
+    return Report(
+        run=run,
+        state=state,
+        reason=reason,
+        time=time.time(),
+        status=read_status(run, warn=left_out("its status")),
+        identity=tried(lambda: read_identity(run), None, "run.json"),
+        attempts=attempts,
+        events=events,
+        receipts=receipts,
+        checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.state == "verified"), None),
+        last=history.last,
+        failures=read_failures(run, left_out("an error that ended a process")),
+        history=history,
+        gaps=find_gaps(attempts, receipts, history.attempts),
+        checkpoints=checkpoints,
+        checkpoints_left_out=not_shown,
+        predictions=read_predictions(run, left_out("the predictions")),
+        shown=read_shown(run, left_out("what the task shows")),
+        troubles=troubles,
+    )
+
+
+def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint], dict[str, int]]:
+    directories = list_directories(run)
+    counted, superseded, incomplete = classify(directories, spans)
+    shown = counted[-MOST_CHECKPOINTS:]
+    found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in verify(run, shown, directories)]
+    found += [KeptCheckpoint(name, None) for name in incomplete[-MOST_CHECKPOINTS:]]
+    left_out = {
+        "older": len(counted) - len(shown) + max(0, len(incomplete) - MOST_CHECKPOINTS),
+        "of superseded attempts": len(superseded),
+    }
+    return sorted(found, key=lambda kept: kept.name), {why: number for why, number in left_out.items() if number}

@@ -1,0 +1,139 @@
+"""The page of a report: self-contained HTML without scripts, the same offline and in ten years."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sunspot.formatting import plural
+from sunspot.report import checkpoints, incidents, learning, predictions, settings, speed
+from sunspot.report.html import Html, duration, element, join, moment, paragraph, percent, rate, result, text, whole
+from sunspot.report.model import Report
+from sunspot.run.status import RunState
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+"""A browser may only show the page's style and images, whatever text a run contains."""
+
+SECTIONS: dict[str, tuple[str, Callable[[Report], Html]]] = {
+    "learning": ("Learning", learning.show),
+    "predictions": ("Predictions", predictions.show),
+    "speed": ("Speed", speed.show),
+    "incidents": ("Incidents", incidents.show),
+    "checkpoints": ("Checkpoints", checkpoints.show),
+    "settings": ("Settings and versions", settings.show),
+}
+"""By anchor: heading and content, in the order of the page."""
+
+STATES = {
+    RunState.SUCCEEDED: ("✓", "good"),
+    RunState.FAILED: ("✗", "bad"),
+    RunState.LOST: ("✗", "bad"),
+}
+"""A sign and a colour beside the state."""
+
+
+def render(report: Report) -> bytes:
+    """The page, in UTF-8: at most 2 MB."""
+    contents = element(
+        "ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, (name, _) in SECTIONS.items())
+    )
+    sections = [
+        element("section", join([element("h2", name), make(report)]), id=anchor)
+        for anchor, (name, make) in SECTIONS.items()
+    ]
+    body = join(
+        [
+            _header(report),
+            element("nav", contents, aria_label="Contents"),
+            element("main", join(sections)),
+            footer(report.run.location, report.time),
+        ]
+    )
+    return whole_page(f"{report.run.name}: {report.state}", body)
+
+
+def whole_page(title: str, body: Html) -> bytes:
+    """A page with the style sheet, in UTF-8."""
+    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+    page = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n'
+        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+    return page.encode()
+
+
+def _header(report: Report) -> Html:
+    parts = [paragraph("Sunspot run", kind="kicker"), element("h1", report.run.name), _summary(report)]
+    if report.reason and report.state is not RunState.SUCCEEDED:
+        parts.append(paragraph(report.reason, kind="trouble" if report.state in STATES else "note"))
+    parts += [paragraph(trouble[0].upper() + trouble[1:], kind="trouble") for trouble in report.troubles]
+    figures = [_figure(*figure) for figure in _figures(report)]
+    parts.append(element("dl", join(figures), class_="figures"))
+    return element("header", join(parts))
+
+
+def _summary(report: Report) -> Html:
+    """One line: state, accuracy, steps, time, goodput, incidents."""
+    sign, colour = STATES.get(report.state, ("", ""))
+    word = str(report.state).capitalize()
+    state = element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
+    facts: list[Any] = []
+    name = _headline(report)
+    if name and (found := report.result(name)):
+        facts.append(join([f"{_in_words(name)} ", result(name, found[0])]))
+    of = join([" of ", whole(report.total_steps)]) if report.total_steps else ""
+    time = join([" in ", duration(report.seconds)]) if report.seconds is not None else ""
+    facts.append(join([whole(report.step), of, " steps", time]))
+    facts.append(join(["goodput ", percent(report.goodput, 0)]) if report.goodput is not None else "goodput not known")
+    facts.append(plural(len(report.incidents), "incident") if report.incidents else "no incidents")
+    return paragraph(state, ": ", join(facts, ", "), ".", kind="lead")
+
+
+def _headline(report: Report) -> str | None:
+    """The result that says most: how good it is on rows that it has not seen."""
+    _, metric, _ = report.retention
+    names = ["test_accuracy", "accuracy", f"test_{metric}", metric, "test_loss", "loss"]
+    return next((name for name in names if report.result(name)), None)
+
+
+def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
+    """Name, anchor, value and remark of each figure."""
+    found: list[tuple[str, str, Any, Any]] = []
+    for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", _headline(report) or "loss")):
+        if newest := report.result(name):
+            value, step = newest
+            at = f"at step {step}" if step != report.step else None
+            found.append((_in_words(name).capitalize(), name, result(name, value), at))
+    of = f"of {report.total_steps:,}" if report.total_steps else "of a number not known yet"
+    found.append(("Steps", "steps", whole(report.step), of))
+    if report.seconds is None:
+        found.append(("Time", "time", "none", "no worker has begun"))
+    else:
+        paused = f"stood still for {duration(report.paused_s).text} of it" if report.paused_s else None
+        found.append(("Time", "time", duration(report.seconds), paused))
+    newest = report.history.latest("rows_per_s")
+    newest_rate = rate(newest[0], " rows/s") if newest else "not known"
+    found.append(("Throughput", "throughput", newest_rate, "in the newest record" if newest else None))
+    goodput = percent(report.goodput, 0) if report.goodput is not None else "not known"
+    found.append(("Goodput", "goodput", goodput, None if report.goodput is not None else "no receipt yet"))
+    found.append(("Incidents", "incidents", whole(len(report.incidents)), plural(report.restarts, "restart")))
+    return found
+
+
+def _figure(name: str, anchor: str, value: Any, remark: Any) -> Html:
+    shown = join([value, element("small", remark) if remark else ""])
+    return element("div", join([element("dt", name), element("dd", shown, id=f"figure-{anchor}")]))
+
+
+def _in_words(name: str) -> str:
+    """`test_accuracy` as held-out accuracy."""
+    held_out = name.startswith("test_")
+    words = name.removeprefix("test_").replace("_", " ")
+    return f"held-out {words}" if held_out else f"training {words}"
+
+
+def footer(location: str, time: float) -> Html:
+    """Where the data was read from, and when (seconds since the epoch)."""
+    return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))

@@ -1,0 +1,123 @@
+"""The model's predictions of held-out rows, mistakes first."""
+
+from collections.abc import Iterator, Sequence
+
+from sunspot.formatting import plural
+from sunspot.report import shown
+from sunspot.report.html import Html, element, join, paragraph, percent, picture, scrolled, table, titled, whole
+from sunspot.report.model import Report
+from sunspot.run.predictions import Example, Predictions
+from sunspot.settings import PREFIX
+
+MOST_CLASSES = 20
+"""With more classes, a matrix is unreadable, and the most confused pairs are shown instead."""
+
+MOST_PAIRS = 30
+
+MOST_IMAGE_BYTES = 1_000_000
+"""Of all images together, as encoded in the page, which stays below 2 MB."""
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def show(report: Report) -> Html:
+    """Mistakes, the confusion matrix, right predictions and sample rows; and what the task itself shows."""
+    found = report.predictions
+    if found is None:
+        return shown.show(report) or paragraph(
+            "No predictions are stored. The training program stores them when a run has finished, unless "
+            f"{PREFIX}PREDICT_ROWS is 0 or the task does not say how to predict."
+        )
+    right = sum(found.confusion[label][label] for label in range(found.classes))
+    wrong = found.rows - right
+    parts = [
+        paragraph(
+            *("Of ", whole(found.rows), " held-out rows, ", element("code", found.checkpoint), " predicts "),
+            *(whole(right), " right and ", whole(wrong), " wrong: accuracy ", percent(found.accuracy), "."),
+        )
+    ]
+    if report.checkpoint and found.checkpoint != report.checkpoint.name:
+        parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.checkpoint.name}."))
+    most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
+    mistakes, room = _fit(found.mistakes, MOST_IMAGE_BYTES)
+    rights, room = _fit(found.right, room)
+    samples, room = _fit(found.samples, room)
+    parts += [
+        _examples(f"Mistakes, the most certain first{most}", mistakes, "None is kept." if wrong else "There is none."),
+        _confusion(found),
+        _examples("Right predictions", rights, "None is kept."),
+        _examples("Sample rows that it trained on", samples, "None is kept."),
+    ]
+    kept, fitting = ([*found.mistakes, *found.right, *found.samples], [*mistakes, *rights, *samples])
+    if len(fitting) < len(kept):
+        left_out = plural(len(kept) - len(fitting), "image")
+        parts.append(paragraph(f"Left out: {left_out}, no PNG or too large for this page.", kind="trouble"))
+    return join([*parts, shown.show(report)])
+
+
+def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
+    """The first examples that are PNGs and fit into the page, and the room left, in bytes."""
+    fitting = []
+    for example in examples:
+        size = len(example.image) * 4 // 3 + 4
+        if example.image.startswith(PNG) and size <= room:
+            fitting.append(example)
+            room -= size
+    return fitting, room
+
+
+def _examples(title: str, examples: Sequence[Example], none: str) -> Html:
+    items = join(element("li", _example(example)) for example in examples)
+    return join([element("h3", title), element("ul", items, class_="examples") if examples else paragraph(none)])
+
+
+def _example(example: Example) -> Html:
+    if example.predicted is None:
+        said, spoken = f"label {example.label}", f"Training row {example.row}: label {example.label}"
+    else:
+        right = example.predicted == example.label
+        said = f"✓ {example.label}" if right else f"✗ {example.label} as {example.predicted}"
+        spoken = f"Held-out row {example.row}: label {example.label}, predicted {example.predicted}"
+    sure = element("small", percent(example.probability, 1)) if example.probability is not None else ""
+    caption = element("figcaption", join([said, sure, element("small", f"row {example.row}")]))
+    return element("figure", join([picture(example.image, spoken), caption]))
+
+
+def _confusion(found: Predictions) -> Html:
+    if found.classes > MOST_CLASSES:
+        return _pairs(found)
+    classes = range(found.classes)
+    caption = "Confusion matrix: labels down, predictions across"
+    columns = ["label", *classes, "right"]
+    head = join(element("th", name, scope="col") for name in columns)
+    rows = [element("tr", join(_row(found.confusion[label], label))) for label in classes]
+    body = join([titled(caption), element("thead", element("tr", head)), element("tbody", join(rows))])
+    return scrolled(caption, element("table", body, class_="confusion"))
+
+
+def _pairs(found: Predictions) -> Html:
+    pairs = [
+        (times, label, said)
+        for label, row in enumerate(found.confusion)
+        for said, times in enumerate(row)
+        if label != said and times
+    ]
+    most = sorted(pairs, key=lambda pair: (-pair[0], *pair[1:]))[:MOST_PAIRS]
+    caption = f"The pairs that are confused most often, {len(most)} of {len(pairs):,}; {found.classes} classes"
+    return table(
+        caption, ["label", "predicted", "rows"], [[str(label), str(said), whole(n)] for n, label, said in most]
+    )
+
+
+def _row(numbers: Sequence[int], label: int) -> Iterator[Html]:
+    yield element("th", label, scope="row")
+    for said, number in enumerate(numbers):
+        yield _cell(number, sum(numbers), said == label)
+    yield element("td", percent(numbers[label] / sum(numbers), 1) if sum(numbers) else "no row")
+
+
+def _cell(number: int, of: int, right: bool) -> Html:
+    if not number:
+        return element("td", "0", class_="none")
+    share = 0.1 + 0.35 * (number / of if right else min(1.0, 10 * number / of))
+    return element("td", number, class_="right" if right else "wrong", style=f"--share:{share:.2f}")

@@ -1,0 +1,159 @@
+"""The report of a search: its trials, learning curves, and the metric over each setting that is varied."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sunspot.errors import NotFoundError
+from sunspot.report.charts import LEAST, Axis, Line, Point, figure, line_chart, linear_axis, log_axis
+from sunspot.report.history import can_draw
+from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
+from sunspot.report.page import STATES, footer, whole_page
+from sunspot.run import Run
+from sunspot.run.attempts import Span, lineage, read_attempts
+from sunspot.run.history import each_record
+from sunspot.run.objects import news, warn_once
+from sunspot.run.search import Results, Trial, read_results
+from sunspot.run.status import RunState
+
+Curves = Mapping[str, Sequence[tuple[int, float]]]
+"""Step and metric of each record, by the run of the trial."""
+
+MOST_NAMED = 24
+"""Characters of a value on an axis."""
+
+
+def gather_search(run: Run) -> tuple[Run, Results, Curves]:
+    """What a report shows of a search. Raises `NotFoundError` when the run is not one, and `StorageError`."""
+    results = read_results(run)
+    if results is None:
+        raise NotFoundError(f"{run.location}: no search")
+    trials = {trial.run: Run(run.storage, trial.run) for trial in results.trials}
+    curves = {name: _curve(trial, results.metric) for name, trial in trials.items()}
+    return run, results, curves
+
+
+def render_search(run: Run, results: Results, curves: Curves) -> bytes:
+    """The page, in UTF-8."""
+    parts = {"Trials": _trials(results), _name(results): _charts(results, curves)}
+    body = join(
+        [
+            element(
+                "header", join([paragraph("Sunspot search", kind="kicker"), element("h1", run.name), _lead(results)])
+            ),
+            element(
+                "main", join(element("section", join([element("h2", name), part])) for name, part in parts.items())
+            ),
+            footer(run.location, results.time),
+        ]
+    )
+    return whole_page(f"{run.name}: search", body)
+
+
+def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
+    spans = news(lambda: lineage(read_attempts(run)), list[Span](), warn_once)
+    values = [(record["step"], record.get(metric)) for record in each_record(run, "metrics", spans)]
+    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
+
+
+def _name(results: Results) -> str:
+    return results.metric.replace("_", " ").capitalize()
+
+
+def _lead(results: Results) -> Html:
+    counts = {state: sum(trial.state is state for trial in results.trials) for state in RunState}
+    states = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
+    said: list[Any] = [f"{len(results.trials)} trials: {states}."]
+    best = next((trial for trial in results.trials if trial.run == results.promoted), None)
+    if best:
+        goal = "lowest" if results.order == "min" else "highest"
+        said += [
+            " Best: ",
+            element("strong", best.run),
+            f", {goal} {results.metric} ",
+            result(results.metric, best.best),
+        ]
+        said += [" with ", ", ".join(f"{name} {_shown(value)}" for name, value in best.settings.items()), "."]
+    else:
+        said.append(" No checkpoint is promoted.")
+    return paragraph(*said, kind="lead")
+
+
+def _trials(results: Results) -> Html:
+    rows = []
+    for trial in results.ranking:
+        sign, colour = STATES.get(trial.state, ("", ""))
+        state = element("span", f"{sign} {trial.state}".strip(), class_=f"state {colour}".strip())
+        run = element("strong", f"{trial.run} (best)") if trial.run == results.promoted else trial.run
+        steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else whole(trial.step)
+        values = [Number(_shown(v), v) if isinstance(v, float) else v for v in map(trial.settings.get, results.space)]
+        why = element("span", trial.reason, class_="wide") if trial.reason else None
+        rows.append([run, state, steps, result(results.metric, trial.best), *values, why])
+    columns = ["trial", "state", "steps", f"best {results.metric}", *results.space, "why"]
+    space = element("ul", join(element("li", element("code", f"{n}={text}")) for n, text in results.space.items()))
+    return join([table("Trials, the best first", columns, rows), element("h3", "Search space"), space])
+
+
+def _charts(results: Results, curves: Curves) -> Html:
+    """The metric of each trial over its steps, and its best over each setting."""
+    measured = [trial for trial in results.trials if can_draw(trial.best)]
+    figures = [_learning(results, curves)]
+    if measured:
+        y = linear_axis([float(trial.best or 0.0) for trial in measured])
+        figures += [_scatter(results, name, measured, y) for name in results.space]
+    return element("div", join(figures), class_="charts")
+
+
+def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> Html:
+    values = [trial.settings[name] for trial in trials]
+    x, places = _axis_of(results.space[name], values)
+    points = {
+        trial.run: Point(place, float(trial.best or 0.0), group)
+        for group, (trial, place) in enumerate(zip(trials, places, strict=True))
+    }
+    best = [point for run, point in points.items() if run == results.promoted]
+    others = [point for run, point in points.items() if run != results.promoted]
+    drawn = zip(trials, values, strict=True)
+    said = "; ".join(f"{trial.run}: {_shown(value)}, {trial.best:.4g}" for trial, value in drawn)
+    title = f"{_name(results)} over {name}"
+    drawing = line_chart(f"{title}. {said}.", x, name, y, [Line("others", others, "c"), Line("best", best, "a")])
+    return figure(title, [("dot c", "trial")] + [("dot a", "best") for _ in best], drawing)
+
+
+def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
+    """The axis of a dimension, and the position of each value: numbers by size, others side by side."""
+    numbers = [
+        float(value)
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool) and can_draw(value)
+    ]
+    if len(numbers) == len(values) and not expression.startswith("choice"):
+        log = expression.startswith("loguniform") and min(numbers) >= LEAST
+        return (log_axis(numbers) if log else linear_axis(numbers)), numbers
+    kinds = {_shown(value): value for value in values}
+    in_order = sorted(kinds, key=lambda kind: (kinds[kind] if isinstance(kinds[kind], int | float) else math.inf, kind))
+    ticks = tuple((float(place), kind[:MOST_NAMED]) for place, kind in enumerate(in_order))
+    return Axis(-0.5, len(kinds) - 0.5, ticks), [float(in_order.index(_shown(value))) for value in values]
+
+
+def _learning(results: Results, curves: Curves) -> Html:
+    """The metric of every trial over its steps, the best trial in front."""
+    drawn = {run: [Point(step, value) for step, value in curve] for run, curve in curves.items() if curve}
+    if not drawn:
+        return paragraph("No trial has recorded the metric.")
+    every = [point for points in drawn.values() for point in points]
+    lowest, highest = min(p.y for p in every), max(p.y for p in every)
+    log = lowest > 0 and highest / lowest >= 100
+    y = (log_axis if log else linear_axis)([point.y for point in every])
+    lines = [Line(run, points, "c") for run, points in drawn.items() if run != results.promoted]
+    best = [Line(run, points, "a") for run, points in drawn.items() if run == results.promoted]
+    last = "; ".join(f"{run}: {points[-1].y:.4g} at step {points[-1].x:.0f}" for run, points in drawn.items())
+    x = linear_axis([point.x for point in every], from_zero=True, tight=True)
+    title = f"{_name(results)} over steps{' on a logarithmic axis' if log else ''}"
+    drawing = line_chart(f"{title}. {last}.", x, "steps", y, [*lines, *best])
+    legend = [("c", "trial")] + [("a", f"best: {line.name}") for line in best]
+    return figure(title, legend, drawing)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

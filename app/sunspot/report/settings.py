@@ -1,0 +1,97 @@
+"""Settings, data and versions of the run, and what changed between attempts."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from sunspot.report.html import Html, element, join, paragraph, table
+from sunspot.report.model import Report
+from sunspot.run.attempts import Attempt
+from sunspot.settings import PREFIX, Settings, differences
+
+MOST_CHANGES = 100
+"""Lines of changes from one attempt to the next."""
+
+
+def show(report: Report) -> Html:
+    """The newest attempt's settings and versions, their changes, and the data."""
+    return join([_settings(report), _data(report), _versions(report)])
+
+
+def _settings(report: Report) -> Html:
+    recorded = _recorded(report.attempts, "settings")
+    if not recorded:
+        return paragraph("No settings are recorded yet.")
+    number, values = recorded[-1]
+    defaults = Settings.model_construct().environment()
+    rows = [
+        [name.removeprefix(PREFIX), _code(value), _default(name, value, defaults)]
+        for name, value in sorted(values.items())
+    ]
+    caption = f"Settings of attempt {number}, without their prefix {PREFIX}"
+    return join([table(caption, ["setting", "value", "default"], rows), _changes("settings", recorded)])
+
+
+def _data(report: Report) -> Html:
+    if not report.identity:
+        return paragraph("Nothing is recorded of the data yet.")
+    facts: list[list[Any]] = [
+        ["training rows", report.identity.rows],
+        ["steps of an epoch", report.identity.steps_per_epoch],
+        ["fingerprint", _code(report.identity.data)],
+    ]
+    return table("Data", ["what", "is"], facts)
+
+
+def _versions(report: Report) -> Html:
+    recorded = _recorded(report.attempts, "versions")
+    if not recorded:
+        return paragraph("No versions are recorded yet.")
+    number, values = recorded[-1]
+    rows = [[name, _code(version)] for name, version in sorted(values.items())]
+    caption = f"Versions of attempt {number}"
+    return join([table(caption, ["what", "version"], rows), _changes("versions", recorded)])
+
+
+def _code(value: Any) -> Html:
+    return element("code", value, class_="wide") if value != "" else Html("(empty)")
+
+
+def _recorded(attempts: Sequence[Attempt], what: str) -> list[tuple[int, dict[str, str]]]:
+    """What each attempt has recorded under `what`, as text."""
+    return [
+        (attempt.number, {str(name): str(value) for name, value in found.items()})
+        for attempt in attempts
+        if isinstance(found := attempt.metadata.get(what), dict) and found
+    ]
+
+
+def _default(name: str, value: str, defaults: dict[str, str]) -> Any:
+    if name not in defaults:
+        return "not known to this version"
+    if _equal(value, defaults[name]):
+        return "the same"
+    return _code(defaults[name])
+
+
+def _equal(one: str, other: str) -> bool:
+    """60 and 60.0 are the same setting."""
+    try:
+        return one == other or float(one) == float(other)
+    except ValueError:
+        return False
+
+
+def _changes(what: str, recorded: list[tuple[int, dict[str, str]]]) -> Html:
+    lines = [
+        f"attempt {number}: {line}"
+        for (_, before), (number, after) in itertools.pairwise(recorded)
+        for line in differences(before, after)
+    ]
+    if not lines:
+        return paragraph(f"Every attempt has had the same {what}.", kind="note") if len(recorded) > 1 else Html("")
+    shown = lines[-MOST_CHANGES:]
+    of = f", the newest {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
+    return join(
+        [element("h3", f"Changes of the {what}{of}"), element("ul", join(element("li", line) for line in shown))]
+    )

@@ -1,0 +1,46 @@
+"""The outcome of a run as lines for the terminal."""
+
+from collections.abc import Iterator
+
+from sunspot.errors import shorten
+from sunspot.formatting import columns
+from sunspot.report import Report
+from sunspot.run import Run
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.history import in_digits, measured
+
+
+def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
+    """The newest and the best checkpoint side by side, the error that ended the run, and where the weights are."""
+    newest, best = report.checkpoint, report.best
+    _, metric, order = report.retention
+    of = f" of {report.total_steps}" if report.total_steps else ""
+    yield f"{report.state} at step {report.step}{of}"
+    if error:
+        yield f"  error: {type(error).__name__}: {shorten(error)}"
+    if newest is None:
+        made = report.checkpoints or report.checkpoints_left_out or (report.status and report.status.checkpoint)
+        yield "  no checkpoint is whole" if made else "  no checkpoint was made"
+        return
+    by = f"{'lowest' if order == 'min' else 'highest'} {metric}"
+    rows = [["", "newest", f"best: {by}"], *_compare(newest, best)]
+    if best is None:
+        known = ", ".join(sorted(newest.metrics))
+        yield f"  warning: CHECKPOINT_METRIC={metric} is not among {known}; the newest were kept"
+    if best is None or best.name == newest.name:
+        rows = [row[:2] for row in rows]
+        rows[0][1] += "" if best is None else f", and best: {by}"
+    yield from columns(rows)
+    # In parts (PARALLEL=fsdp), unless the run is finished.
+    forms = ("model.pt", "model.safetensors", "model.safetensors.index.json", "__*_0.distcp")
+    file = next(form for form in forms if form in newest.files or "*" in form)
+    yield f"  weights: {run.storage.locate(run.key('checkpoints', newest.name, file))}"
+
+
+def _compare(newest: Checkpoint, best: Checkpoint | None) -> Iterator[list[str]]:
+    shown = [newest, best or newest]
+    yield ["checkpoint", *(checkpoint.name for checkpoint in shown)]
+    yield ["epoch", *(str(checkpoint.epoch) for checkpoint in shown)]
+    numbers = [measured(checkpoint.metrics) for checkpoint in shown]
+    for name in sorted({name for each in numbers for name in each}):
+        yield [name, *(in_digits(each[name]) if name in each else "" for each in numbers)]

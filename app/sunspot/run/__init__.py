@@ -1,0 +1,108 @@
+"""A run as it lies in storage: everything it has written, and where it stands.
+
+    <STORAGE_PATH>/<RUN_NAME>/
+        run.json                          what the run may never change: its identity settings and its data
+        rows.json                         what identifies its rows, and the order in which they are visited
+        status/attempt-0001-3f2a9c1e.json where the run stands, in one small object: an attempt, and a driver's start
+                                          (status.json before there were several; the newest attempt's counts)
+        stop.json                         there while the run must stand still
+        delete.json                       there while the run is being deleted
+        submissions/0001-mnist-1a2b3c4d.yaml
+                                          each manifest as applied to a cluster
+        attempts/0001.json                one per start of a worker group: who owns the run from here on, and since when
+        attempts/0001-start-9f3c21ab.json the checkpoint that it has chosen to start from
+        attempts/0001-error.json          the error that ended this attempt for good
+        checkpoints/step-00000460-attempt-0001-9f3c21ab/
+            model.pt optimizer.pt extra_state.pt
+                                          under PARALLEL=fsdp parts instead of the first two (checkpoint/sharded.py)
+            manifest.json                 written last: without it there is no checkpoint
+        metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
+                                          the metric history, a line per report: of a stream that only one process
+                                          writes, the lines 0 to 311 (sunspot/run/segments.py)
+        ranks/attempt-0001-...            the numbers of each rank, thinned with age
+        events/attempt-0001-...           what happened to the run besides training
+        failures/attempt-0001-rank-0000.json
+                                          the error that ended a process, with its traceback
+        logs/driver-20261121T141013679Z/000000000000000.log
+        logs/attempt-0001-rank-0000/000000000000000.log
+                                          what each process printed, in segments, named by where they begin
+        audit/attempt-0001-9f3c21ab/00000001-00000460-84d1c07e2b5f9a36.parquet
+                                          the ids of the rows these optimizer steps consumed (sunspot/run/audit.py)
+        predictions.json                  the last checkpoint's predictions of held-out rows, for the report
+        shown.json                        what the task shows of the last checkpoint's model, for the report
+        tracking/mlflow.json              the run of a tracking service that shows this one
+        tracking/mlflow-delivered.json    how much has been delivered there
+        report.html                       all of this as a page, made by the last driver
+
+A step is the number of optimizer steps taken; with the data, the seed and the global batch size it is the whole
+position. Attempts form a chain: each names the checkpoint it starts from. What an attempt wrote counts up to the step
+a later attempt continued from, and not beyond (`attempts.lineage`).
+"""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sunspot.storage import open_storage
+from sunspot.storage.base import Storage
+
+__all__ = ["Run", "open_run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's place in storage."""
+
+    storage: Storage
+    name: str
+
+    def key(self, *parts: str) -> str:
+        """The storage key of something in this run."""
+        return "/".join((self.name, *parts))
+
+    @property
+    def location(self) -> str:
+        """The run's path or URL, for people."""
+        return self.storage.locate(self.name)
+
+
+def open_run(storage_path: str, name: str) -> Run:
+    """The run `name` below `storage_path`, whether or not it exists."""
+    return Run(open_storage(storage_path), name)
+
+
+def to_json(value: Any) -> bytes:
+    """How every JSON object of a run is written."""
+    return (dump_json(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def dump_json(value: Any, **options: Any) -> str:
+    """`json.dumps` for what every reader takes."""
+    text = json.dumps(value, **options)
+    return json.dumps(_without_surrogates(value), **options) if "\\ud" in text else text
+
+
+def _without_surrogates(value: Any) -> Any:
+    """`value` without halves of surrogate pairs, as Python makes of undecodable file names: no reader takes them."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where a node keeps copies of the training state between checkpoints."""
+
+
+def copies_of(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
+    """The directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
+    name = hashlib.sha256(location.encode()).hexdigest()[:16]
+    return shared_memory / f"sunspot-{os.getuid()}" / name

@@ -1,0 +1,375 @@
+"""Who trains a run, and which steps count.
+
+Each start of a worker group claims the next number in `attempts/` by a conditional write. The newest number owns the
+run: there are no leases and no waiting, and an older attempt finds the newer one before its next commit or deletion.
+Only then does the new owner choose the checkpoint it starts from, and records it: what the older one deletes after its
+own newest checkpoint was listed cannot be that one. Until it has chosen, its attempt leads nowhere.
+
+A claim's nonce tells it from one of the same number in a run that was deleted and begun again under its name. The names
+of checkpoints and audit folders carry it, so a process of the deleted run writes beside the new one's, never over them.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Predicate
+
+from sunspot.errors import ConflictError, DamageError, NotFoundError, SupersededError, by_name
+from sunspot.formatting import as_time
+from sunspot.run import Run
+from sunspot.run.objects import MOST, CheckpointName, Count, Moment, Workers, check, read_truth, seal
+from sunspot.run.status import refuse_if_deleted
+from sunspot.run.submissions import owner_of
+from sunspot.storage.base import map_parallel
+
+CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
+"""A file of `attempts/` with which an attempt claimed its number."""
+
+DRIVER, AFTER = "driver", "after"
+"""Keys in `Attempt.metadata`: of `Attempt.driver`, and of the starts of drivers that had begun before that one."""
+
+METADATA = {
+    **dict.fromkeys(("settings", "versions", "nodes"), dict[str, str]),
+    **{"world_size": Workers, "host": str, "tier": str, DRIVER: str, AFTER: list[str]},
+}
+"""What must have its form in `Attempt.metadata`; later versions may add to it."""
+
+MOST_KNOWN = 10_000
+"""Attempts that a process remembers, of all runs: a few kB each."""
+
+CLAIM_TRIES = 20
+"""Claims lost in a row before a process gives up: each time, another one has won."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a worker group, as recorded in `attempts/NNNN.json`."""
+
+    number: Count
+    owner: str
+    "The job (or process) that trains; the same for all attempts of one job."
+    starts_from: CheckpointName | None
+    "Name of the checkpoint it continues from; None: from the beginning."
+    step: Count
+    "Optimizer steps taken in that checkpoint."
+    skipped: tuple[str, ...] = ()
+    "Newer checkpoints that could not be used, each with the reason."
+    time: Moment = field(default_factory=time.time)
+    "Seconds since the epoch."
+    metadata: dict[str, Any] = field(default_factory=dict, metadata={"validation_alias": "about"})
+    "Settings, versions, host, world size."
+    nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
+    "Unique to this claim (`new_nonce`); empty: an older version made it."
+    chosen: bool = True
+    "False: it owns the run, and has not chosen where it starts."
+
+    @property
+    def driver(self) -> str:
+        """The start of the driver whose workers claimed it (`status.new_driver`); empty: an older version's."""
+        return str(self.metadata.get(DRIVER, ""))
+
+    @property
+    def label(self) -> str:
+        """Its name in those of what it writes: no other attempt has it, of this run or of one deleted before."""
+        return attempt_label(self.number, self.nonce)
+
+
+def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
+    """A setting of the newest attempt, by its field in `Settings`, or else its default."""
+    from sunspot.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
+
+    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
+    return str(recorded.get(PREFIX + name.upper(), Settings.model_fields[name].default))
+
+
+def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
+    """Like `recorded_setting`, a number; raises `DamageError` when it is none."""
+    text = recorded_setting(attempts, name)
+    with contextlib.suppress(ValueError):
+        if abs(number := float(text)) <= MOST:
+            return number
+    raise DamageError(f"attempt {attempts[-1].number} cannot be used: its {name.upper()}={text[:100]} is no number")
+
+
+class Span(NamedTuple):
+    """The steps of one attempt that count: after `after`, up to and including `upto` (None: all that come)."""
+
+    attempt: int
+    after: int
+    upto: int | None
+    nonce: str = ""
+
+    @property
+    def label(self) -> str:
+        """That of the attempt (`Attempt.label`)."""
+        return attempt_label(self.attempt, self.nonce)
+
+    def holds(self, attempt: int, step: int) -> bool:
+        """Whether `attempt` took `step`, and it counts."""
+        return self.after < step and self.reaches(attempt, step)
+
+    def reaches(self, attempt: int, step: int) -> bool:
+        """Like `holds`, or it starts at `step`: then it may write the evaluation that the attempt before did not."""
+        return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
+
+
+def read_attempts(run: Run) -> list[Attempt]:
+    """All attempts, oldest first. Raises `DamageError` for one that cannot be used, with what gives it up."""
+    files = _list_files(run)
+
+    def read_one(file: str) -> Attempt:
+        try:
+            return _read_chosen(run, file, files)
+        except DamageError as error:
+            number = _number_of(file)
+            raise DamageError(
+                f"{error}. It records start {number} of the run: put it back as it was; or, to give up what that start "
+                f"trained, start the run once with SUNSPOT_ACCEPT={_loss_of(number)}"
+            ) from error
+
+    found = map_parallel(read_one, filter(CLAIM.fullmatch, files))
+    return sorted(found, key=lambda attempt: attempt.number)
+
+
+def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
+    """Make attempts whose records cannot be read, and whose loss ACCEPT names, claims that lead nowhere.
+
+    Their numbers stay taken: what they wrote is not taken for a later attempt's. `environment` has the settings.
+    """
+    from sunspot.settings import accepts  # pydantic: slow to import, and most verbs do without
+
+    files = _list_files(run)
+    for file in filter(CLAIM.fullmatch, files):
+        if accepts(environment, _loss_of(number := _number_of(file))):
+            try:
+                _read_chosen(run, file, files)
+            except DamageError as error:
+                print(f"warning: start {number} of the run is given up: {error}", flush=True)
+                nowhere = Attempt(number, "nobody", None, 0, nonce=new_nonce(), chosen=False)
+                run.storage.write(run.key("attempts", file), _to_json(nowhere))
+
+
+def _loss_of(number: int) -> str:
+    """What ACCEPT names to give up an attempt."""
+    return f"loss-of-{attempt_label(number)}"
+
+
+def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
+    """The attempt that a file claims, as it chose to start if it did; `files` has the version of each."""
+    claimed = _read_version(run, file, files[file])
+    chosen = _start_file(claimed)
+    return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
+
+
+@functools.lru_cache(MOST_KNOWN)
+def _read_version(run: Run, file: str, version: str) -> Attempt:
+    """The attempt in a `version` of a file, which is read once: each commit asks for all, and none ever changes."""
+    return _read_attempt(run, file)
+
+
+def _read_attempt(run: Run, file: str) -> Attempt:
+    """An attempt, which must be the one that its file is called after, and start from an earlier one."""
+    attempt, place = read_truth(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
+    for name, form in METADATA.items():
+        if name in attempt.metadata:
+            check(form, attempt.metadata[name], f"{place}: {name}")
+    if file not in (f"{attempt.number:04d}.json", _start_file(attempt)):
+        raise DamageError(
+            f"{place} cannot be used: it is the record of attempt {attempt.number} {attempt.nonce}".rstrip()
+        )
+    origin = attempt.starts_from
+    if (step_of(origin) if origin else 0) != attempt.step or (origin and attempt_of(origin) >= attempt.number):
+        raise DamageError(
+            f"{place} cannot be used: attempt {attempt.number} would start at step {attempt.step} of {origin}"
+        )
+    return attempt
+
+
+def _to_json(attempt: Attempt) -> bytes:
+    record = asdict(attempt)
+    record["about"] = record.pop("metadata")  # its name on disk
+    return seal(record)
+
+
+def lineage(attempts: list[Attempt]) -> list[Span]:
+    """The spans of steps that lead to the newest attempt that has chosen where it starts, newest first.
+
+    Attempt n starts from a checkpoint of attempt m: the steps of m up to that checkpoint count, and nothing m wrote
+    later, even if it was committed after n began.
+    """
+    by_label = {attempt.label: attempt for attempt in attempts if attempt.chosen}
+    spans = []
+    current, upto = next((attempt for attempt in reversed(attempts) if attempt.chosen), None), None
+    while current:
+        spans.append(Span(current.number, current.step, upto, current.nonce))
+        upto = current.step
+        current = by_label.get(label_of(current.starts_from)) if current.starts_from else None
+    return spans
+
+
+def new_nonce() -> str:
+    """Eight hexadecimal digits: claims of one number, in runs of one name, are few."""
+    return uuid.uuid4().hex[:8]
+
+
+def attempt_label(number: int, nonce: str = "") -> str:
+    """How an attempt is called in the names of what it writes (`Attempt.label`)."""
+    return f"attempt-{number:04d}" + (f"-{nonce}" if nonce else "")
+
+
+def checkpoint_name(step: int, attempt: int, nonce: str = "") -> str:
+    """The name of a checkpoint: unique, since an attempt takes each step once."""
+    return f"step-{step:08d}-{attempt_label(attempt, nonce)}"
+
+
+def attempt_of(checkpoint: str) -> int:
+    """The attempt that wrote a checkpoint, from its name."""
+    return int(checkpoint.split("-")[3])
+
+
+def step_of(checkpoint: str) -> int:
+    """The optimizer steps taken in a checkpoint, from its name."""
+    return int(checkpoint.split("-")[1])
+
+
+def nonce_of(checkpoint: str) -> str:
+    """The nonce of the attempt that wrote a checkpoint, from its name; empty for those of older versions."""
+    return "".join(checkpoint.split("-")[4:])
+
+
+def label_of(checkpoint: str) -> str:
+    """The label of the attempt that wrote a checkpoint, from its name."""
+    return checkpoint.split("-", 2)[2]
+
+
+def refuse_if_superseded(attempts: list[Attempt], owner: str, driver: str = "") -> None:
+    """Raise `SupersededError` when `owner` has lost the run to another owner: it never gets it back.
+
+    So has a start of a `driver` that lost it to a later start of the same job: the operator starts another one when it
+    does not hear of the head, which may be frozen, even before its first claim.
+    """
+    if not attempts:
+        return
+    newest = attempts[-1]
+    lost = newest.owner != owner and any(attempt.owner == owner for attempt in attempts)
+    restarted = driver and newest.driver != driver and any(attempt.driver == driver for attempt in attempts)
+    overtaken = driver and any(driver in attempt.metadata.get(AFTER, ()) for attempt in attempts)
+    if lost or restarted or overtaken:
+        raise _superseded(newest)
+
+
+def claim(run: Run, attempts: list[Attempt], attempt: Attempt) -> bool:
+    """Take the run over as `attempt`; False when another process took this number first.
+
+    Raises `SupersededError` when the owner was superseded, or the run is being deleted.
+    """
+    refuse_if_superseded(attempts, attempt.owner, attempt.driver)
+    refuse_if_deleted(run)
+    return run.storage.create(_key(run, attempt.number), _to_json(attempt))
+
+
+def record_start(run: Run, attempt: Attempt) -> None:
+    """Record where a claimed `attempt` has chosen to start; raises like `ensure_owner`."""
+    ensure_owner(run, attempt)
+    key = run.key("attempts", _start_file(attempt))
+    run.storage.create(key, _to_json(attempt))
+    try:
+        ensure_owner(run, attempt)
+    except SupersededError:
+        run.storage.delete(key)  # or it would be left of a run that was deleted meanwhile
+        raise
+
+
+def ensure_owner(run: Run, attempt: Attempt) -> None:
+    """Called before commits and deletions: raise `SupersededError` if a newer attempt has begun or the run is gone."""
+    run.storage.refresh(run.key("attempts"))
+    if run.storage.exists(_key(run, attempt.number + 1)) and (attempts := read_attempts(run)):
+        raise _superseded(attempts[-1])  # or else it has just been deleted
+    try:
+        claimed = _read_attempt(run, f"{attempt.number:04d}.json")
+    except NotFoundError:
+        claimed = None
+    if not claimed or claimed.nonce != attempt.nonce:
+        raise SupersededError(
+            f"{run.location} was deleted while attempt {attempt.number} trained; this process has ended"
+        )
+
+
+def record_error(run: Run, attempt: int, error: Exception) -> None:
+    """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
+    record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
+    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), seal(record))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The error that ended an attempt for good."""
+
+    type: str
+    message: str
+    time: Moment
+
+
+def read_error(run: Run, attempt: int) -> Exception | None:
+    """The error recorded for an attempt, as an exception of its class; raises `DamageError`."""
+    try:
+        ended = read_truth(run, Ended, "attempts", f"{attempt:04d}-error.json")
+    except NotFoundError:
+        return None
+    return by_name(ended.type)(ended.message)
+
+
+def _superseded(newest: Attempt) -> SupersededError:
+    return SupersededError(
+        f"attempt {newest.number} of {newest.owner} owns the run since {as_time(newest.time)}; this process has ended, "
+        "and its retries will not claim the run again. To take it over, start a new job"
+    )
+
+
+def _key(run: Run, number: int) -> str:
+    return run.key("attempts", f"{number:04d}.json")
+
+
+def _start_file(attempt: Attempt) -> str:
+    """The file of `attempts/` that records where a claimed attempt has chosen to start."""
+    return f"{attempt.number:04d}-start-{attempt.nonce}.json"
+
+
+def _list_files(run: Run) -> dict[str, str]:
+    """The files of `attempts/`, and the version of each."""
+    folder = run.key("attempts")
+    return {entry.key.removeprefix(folder + "/"): entry.version for entry in run.storage.list(folder)}
+
+
+def newest_number(run: Run) -> int:
+    """The number of the newest attempt; 0 before the first."""
+    return max(map(_number_of, filter(CLAIM.fullmatch, _list_files(run))), default=0)
+
+
+def _number_of(file: str) -> int:
+    """The attempt that claimed its number with this file."""
+    return int(file.removesuffix(".json"))
+
+
+def new_owner(run: Run, job_id: str) -> str:
+    """The owner that a driver claims for: the cluster's job, or else this process."""
+    return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def fatal_error(run: Run, owner: str, driver: str = "") -> Exception | None:
+    """What ended the part of this owner, or of this start of its driver, in the run for good, if anything did."""
+    attempts = read_attempts(run)
+    try:
+        refuse_if_superseded(attempts, owner, driver)
+        refuse_if_deleted(run)
+    except ConflictError as error:
+        return error
+    return read_error(run, attempts[-1].number) if attempts and attempts[-1].owner == owner else None

@@ -1,0 +1,165 @@
+"""The rows that each optimizer step consumed: tables of `step`, `rank` (int32) and `row` (int64), as Parquet.
+
+The files of an attempt are segments of a stream (segments.py), which counts its steps: a commit writes one, and small
+ones are merged. A digest in the name of each ties its content to its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from sunspot.errors import DamageError, NotFoundError, StorageError, shorten
+from sunspot.run import Run
+from sunspot.run.attempts import Span
+from sunspot.run.segments import READ_TRIES, Merger, Segment, tidy, without_parts
+from sunspot.storage.base import map_parallel
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FOLDER = "audit"
+
+DIGITS = 16
+
+NAME = re.compile(
+    r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[0-9a-f]{8})?)/(?P<first>[0-9]{8,15})-(?P<last>[0-9]{8,15})"
+    rf"(-(?P<digest>[0-9a-f]{{{DIGITS}}}))?\.parquet"
+)
+"""A file below `audit/`; older ones have no digest in their names."""
+
+COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
+
+
+class AuditWriter:
+    """Writes the rows that the steps of one attempt consumed, in the order of the steps."""
+
+    def __init__(self, run: Run, attempt: str) -> None:
+        """`attempt` is its label (`Attempt.label`)."""
+        self._segments = Merger(
+            run.storage, lambda first, last, content: _key(run, attempt, first, last, content), _join
+        )
+
+    def write(self, first: int, last: int, consumed: pyarrow.Table) -> None:
+        """Record what the steps `first`..`last` consumed; raises `StorageError`."""
+        self._segments.write(first, last, _to_parquet(consumed))
+
+    def merge(self) -> None:
+        """Merge small files, as far as storage allows."""
+        self._segments.merge()
+
+
+def tidy_audit(run: Run, before: int) -> None:
+    """Merge the small files that attempts older than `before` left; raises `StorageError`."""
+
+    def read(segment: Segment) -> bytes:
+        content = run.storage.read(segment.entry.key)
+        _parse(run, segment, content)  # or what is damaged would get a digest of its own
+        return content
+
+    older = [segment for segment in _list(run) if segment.attempt < before]
+    tidy(run.storage, older, lambda *segment: _key(run, *segment), _join, read)
+
+
+def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
+    """The rows that the steps in `spans` consumed; raises `DamageError`.
+
+    Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
+    may repeat the start of the file before, when storage reported a write as failed that it had taken.
+    """
+    tables: dict[str, pyarrow.Table] = {}
+
+    def read(segment: Segment) -> None:
+        tables[segment.entry.key] = _parse(run, segment, run.storage.read(segment.entry.key))
+
+    for _ in range(READ_TRIES):
+        wanted = _find(run, spans)
+        with suppress(NotFoundError):  # merged since it was listed
+            map_parallel(read, [segment for segment, _, _ in wanted if segment.entry.key not in tables])
+            return [_steps(tables[segment.entry.key], segment, first, last) for segment, first, last in wanted]
+        with suppress(StorageError):  # it may not be written here
+            run.storage.refresh(run.key(FOLDER))
+    raise StorageError(f"{run.storage.locate(run.key(FOLDER))}: it changes while it is read; try again")
+
+
+def _list(run: Run) -> list[Segment]:
+    found = []
+    for entry in run.storage.list(run.key(FOLDER)):
+        if name := NAME.fullmatch(entry.key.removeprefix(run.key(FOLDER) + "/")):
+            attempt, first, last = int(name["attempt"]), int(name["first"]), int(name["last"])
+            found.append(Segment(attempt, name["stream"], first, last, entry))
+    return found
+
+
+def _find(run: Run, spans: Sequence[Span]) -> list[tuple[Segment, int, int]]:
+    """The segments that have steps of the `spans`, each with the first and the last of the steps that it counts for."""
+    wanted = []
+    bounds = {span.label: (span.after, span.upto) for span in spans}
+    for segment in without_parts(_list(run)):
+        if segment.stream in bounds:
+            after, upto = bounds[segment.stream]
+            end = segment.last if upto is None else min(segment.last, upto)
+            if end > after and end >= segment.first:
+                wanted.append((segment, max(segment.first, after + 1), end))
+                bounds[segment.stream] = (end, upto)
+    return wanted
+
+
+def _steps(table: pyarrow.Table, segment: Segment, first: int, last: int) -> pyarrow.Table:
+    """The rows of the steps `first`..`last` of a segment."""
+    import pyarrow.compute as pc
+
+    if (first, last) == (segment.first, segment.last):
+        return table
+    return table.filter(pc.and_(pc.greater_equal(table["step"], first), pc.less_equal(table["step"], last)))
+
+
+def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
+    """The rows of a segment, whose content must be what was written under its name; raises `DamageError`."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    place, name = run.storage.locate(segment.entry.key), NAME.search(segment.entry.key)
+    assert name
+    try:
+        if name["digest"] and name["digest"] != _digest(segment.stream, segment.first, segment.last, content):
+            raise DamageError(f"{place} cannot be used: it was changed after it was written")
+        table = pyarrow.parquet.read_table(io.BytesIO(content), columns=[*COLUMNS])
+        table = table.cast(pyarrow.schema(list(COLUMNS.items())))
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
+        raise DamageError(f"{place} cannot be read: {shorten(error)}") from error
+    steps = pyarrow.compute.min_max(table["step"]).as_py()
+    if any(column.null_count for column in table.columns):
+        raise DamageError(f"{place} cannot be used: it has nulls")
+    if len(table) and not segment.first <= steps["min"] <= steps["max"] <= segment.last:
+        raise DamageError(f"{place} cannot be used: it has the steps {steps['min']} to {steps['max']}")
+    return table
+
+
+def _to_parquet(consumed: pyarrow.Table) -> bytes:
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(consumed, buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _join(contents: Sequence[bytes]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    return _to_parquet(pyarrow.concat_tables(pyarrow.parquet.read_table(io.BytesIO(each)) for each in contents))
+
+
+def _key(run: Run, attempt: str, first: int, last: int, content: bytes) -> str:
+    digest = _digest(attempt, first, last, content)
+    return run.key(FOLDER, attempt, f"{first:08d}-{last:08d}-{digest}.parquet")
+
+
+def _digest(attempt: str, first: int, last: int, content: bytes) -> str:
+    """Ties the content of a file to the attempt and the steps in its name."""
+    return hashlib.sha256(f"{attempt}/{first:08d}-{last:08d}\n".encode() + content).hexdigest()[:DIGITS]

@@ -1,0 +1,201 @@
+"""The metric history of a run, the numbers of each rank, and its events."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from sunspot.errors import NotFoundError, StorageError
+from sunspot.run import Run, dump_json
+from sunspot.run.attempts import Span
+from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, warn_once
+from sunspot.run.segments import READ_TRIES, Segment, SegmentWriter, list_segments, new_stream, tidy_lines
+from sunspot.storage.base import READS_IN_FLIGHT, map_parallel
+
+HELD_OUT = "test_"
+"""Metrics of held-out rows have this prefix."""
+
+NOT_MEASURED = {
+    *("attempt", "step", "epoch", "steps", "rows", "recent_rows", "learning_rate", "world_size", "time", "seconds"),
+    *("rows_per_s", "step_time_median_s", "step_time_p95_s", "data_wait_s", "memory_mib", "gpu_memory_mib"),
+}
+"""What a record has besides the numbers that measure the model: loss, and the metrics of the task and of the data."""
+
+Kind = Literal["metrics", "ranks", "events"]
+
+
+def measured(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record or of a checkpoint that measure the model, whatever the task calls them; by name."""
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return {name: numbers[name] for name in sorted(numbers.keys() - NOT_MEASURED)}
+
+
+def in_digits(value: float) -> str:
+    """A measured number for people: four places, or of a small one four digits."""
+    return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.4g}"
+
+
+class Journal:
+    """The lines that one process adds to an attempt's metric history or events.
+
+    A record is a JSON object with at least `attempt`, `step` (optimizer steps taken at its end) and `time`.
+    """
+
+    def __init__(self, run: Run, kind: Kind, attempt: int) -> None:
+        self._attempt = attempt
+        self._stream = SegmentWriter(run.storage, run.key(kind, new_stream(attempt)))
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a record; it is durable after the next `flush`."""
+        self._stream.append(dump_json({"attempt": self._attempt, **record}).encode())
+
+    def flush(self) -> None:
+        """Write the new records; raises `StorageError`, and can then be called again."""
+        self._stream.flush()
+
+
+def tidy_journals(run: Run, before: int) -> None:
+    """Merge the small objects that attempts older than `before` left; raises `StorageError`."""
+    for kind in FORMS:
+        tidy_lines(run.storage, run.key(kind), before)
+
+
+def read_journal(
+    run: Run, kind: Kind, spans: Sequence[Span] | None = None, warn: Callable[[str], Any] = warn_once
+) -> list[dict[str, Any]]:
+    """The records of all attempts, each journal's in order; with `spans`, only those whose steps count.
+
+    Damaged records are left out; `warn` hears of them, once for a segment.
+    """
+    return list(each_record(run, kind, spans, warn=warn))
+
+
+def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
+    """The segments of the journals, by attempt; with `spans`, only of their attempts."""
+    attempts = None if spans is None else {span.attempt for span in spans}
+    segments = list_segments(run.storage, run.key(kind))
+    return [segment for segment in segments if attempts is None or segment.attempt in attempts]
+
+
+def each_record(
+    run: Run,
+    kind: Kind,
+    spans: Sequence[Span] | None = None,
+    listed: Sequence[Segment] | None = None,
+    warn: Callable[[str], Any] = warn_once,
+) -> Iterator[dict[str, Any]]:
+    """Like `read_journal`, a few segments at a time: a long history need not fit into memory.
+
+    With `listed`, reads only those of `list_journal`; raises `StorageError` when one has been merged since.
+    """
+    todo = list_journal(run, kind, spans) if listed is None else list(listed)
+    tries, given = READ_TRIES if listed is None else 1, dict[str, int]()
+    while todo:
+        part = todo[:READS_IN_FLIGHT]
+        texts = map_parallel(functools.partial(_read_segment, run), part)
+        for segment, text in zip(part, texts, strict=True):
+            if text is None:
+                break
+            lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
+            whole = len(lines) == segment.last - segment.first + 1  # not thinned
+            missed = max(0, given.get(segment.stream, 0) - segment.first) if whole else 0
+            for record in _parse_lines(kind, lines[missed:], place, warn):
+                if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
+                    yield record
+            given[segment.stream] = segment.last + 1
+            todo.remove(segment)
+        if None in texts:
+            tries -= 1
+            if not tries:
+                raise StorageError(f"{run.storage.locate(run.key(kind))}: it changes while it is read; try again")
+            todo = [each for each in _list_again(run, kind, spans) if each.last >= given.get(each.stream, 0)]
+
+
+def _list_again(run: Run, kind: Kind, spans: Sequence[Span] | None) -> list[Segment]:
+    """List a journal after a segment was missed, which a listing that NFS keeps may still show."""
+    with contextlib.suppress(StorageError):  # it may not be written here
+        run.storage.refresh(run.key(kind))
+    return list_journal(run, kind, spans)
+
+
+def _read_segment(run: Run, segment: Segment) -> bytes | None:
+    """The lines of a segment; None when it was merged, or deleted with its run, since it was listed."""
+    with contextlib.suppress(NotFoundError):
+        return run.storage.read(segment.entry.key)
+    return None
+
+
+def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
+    """The newest record of the metric history that counts; None when there is none.
+
+    It reads the end of the history only, however long that is. With `listed`, looks first at those of `list_journal`.
+    """
+    segments = list_journal(run, "metrics", spans) if listed is None else listed
+    for _ in range(READ_TRIES):
+        with contextlib.suppress(NotFoundError):  # merged since it was listed
+            for span in spans:
+                for segment in reversed([each for each in segments if each.attempt == span.attempt]):
+                    lines = run.storage.read(segment.entry.key).splitlines()
+                    place = run.storage.locate(segment.entry.key)
+                    for record in _parse_lines("metrics", lines[::-1], place, warn_once):
+                        if span.holds(record["attempt"], record["step"]):
+                            return record
+            return None
+        segments = _list_again(run, "metrics", spans)
+    raise StorageError(f"{run.storage.locate(run.key('metrics'))}: it changes while it is read; try again")
+
+
+def _parse_lines(
+    kind: Kind, lines: Sequence[bytes], place: str, warn: Callable[[str], Any]
+) -> Iterator[dict[str, Any]]:
+    """The records of a segment that are as they must be."""
+    validate, is_usable = adapter(FORMS[kind]).validate_json, USABLE[kind]
+    damaged = 0
+    for line in lines:
+        try:
+            record: dict[str, Any] = validate(line, strict=True)  # takes no longer than json.loads
+            usable = is_usable(record)
+        except ValueError:
+            usable = False
+        if usable:
+            yield record
+        damaged += not usable
+    if damaged:
+        warn(f"{place}: {damaged} of {len(lines)} lines cannot be used")
+
+
+FORMS: dict[Kind, Any] = {
+    "metrics": dict[str, float | Whole | str | list[dict[str, Measure | Whole | None]] | None],
+    "ranks": dict[str, float | Whole | dict[str, list[Measure | Whole | None]]],
+    "events": dict[str, float | Whole | bool | str | None],
+}
+"""Of a line. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first: most are.)"""
+
+
+def _is_metric(record: dict[str, Any]) -> bool:
+    """Whether the fields that are reckoned with are what they must be."""
+    return all((type(value) is list) == (name == "ranks") for name, value in record.items()) and _is_placed(record)
+
+
+def _is_of_ranks(record: dict[str, Any]) -> bool:
+    if any((type(value) is dict) != (name == "ranks") for name, value in record.items()):
+        return False
+    return _is_placed(record) and len({len(values) for values in record.get("ranks", {}).values()}) == 1
+
+
+def _is_event(record: dict[str, Any]) -> bool:
+    rank, said = record.get("rank"), (record.get("event"), record.get("detail", ""), record.get("stacks", ""))
+    whole = all(isinstance(text, str) for text in said) and (rank is None or is_count(rank))
+    return whole and _is_placed(record) and "time" in record
+
+
+def _is_placed(record: dict[str, Any]) -> bool:
+    steps, time = record.get("steps", 0), record.get("time", 0)
+    return is_count(record.get("attempt")) and is_count(record.get("step")) and is_count(steps) and is_moment(time)
+
+
+USABLE: dict[Kind, Callable[[dict[str, Any]], bool]] = {
+    "metrics": _is_metric,
+    "ranks": _is_of_ranks,
+    "events": _is_event,
+}

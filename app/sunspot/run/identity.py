@@ -1,0 +1,122 @@
+"""What a run may never change: the settings that give its steps their meaning, its rows, and their order."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from sunspot.errors import ConflictError, NotFoundError
+from sunspot.run import Run
+from sunspot.run.objects import Count, read_truth, seal
+
+FILE = "run.json"
+
+ROWS = "rows.json"
+"""Beside `run.json`, and newer: a run of an earlier version gets it at its first start with this one."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run was begun with; of its rows, what earlier versions kept."""
+
+    settings: dict[str, str]
+    "By variable."
+    data: str = ""
+    "Fingerprint of the rows."
+    rows: Count = 0
+    steps_per_epoch: Count = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What identifies a run's rows, and the order in which it visits them."""
+
+    data: str
+    "Fingerprint of the rows (`sunspot.data.source.Source`)."
+    rows: Count
+    steps_per_epoch: Count
+    order: str
+    "Checksum of their order (`sunspot.data.order.Order`)."
+    shuffled_by: str
+    "What made that order, for people: NumPy and its version."
+
+
+def read_identity(run: Run) -> Identity:
+    """What the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
+    return read_truth(run, Identity, FILE)
+
+
+def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
+    """Record what a run may never change; raise `ConflictError`, with a diff, when it was begun with other values.
+
+    `environment` has all settings by variable, of which the run keeps those called `names`; a search has no `rows`.
+    Another order of the rows is recorded in place of the old one when ACCEPT names it. Raises `DamageError`.
+    """
+    settings = {variable: environment[variable] for variable in _variables(names)}
+    identity = Identity(settings, rows.data, rows.rows, rows.steps_per_epoch) if rows else Identity(settings)
+    if not run.storage.create(run.key(FILE), seal(asdict(identity))):
+        refuse_other_settings(run, environment, names)
+        if rows:
+            _refuse_other_rows(run, read_identity(run), rows, environment)
+    if rows and not run.storage.create(run.key(ROWS), seal(asdict(rows))):
+        begun = read_truth(run, Rows, ROWS)
+        _refuse_other_rows(run, begun, rows, environment)
+        _refuse_other_order(run, begun, rows, environment)
+
+
+def same_rows(recorded: str, fingerprint: str) -> bool:
+    """Whether a fingerprint is the one recorded; what an earlier version recorded is its part before the first '-'."""
+    return recorded in (fingerprint, fingerprint.partition("-")[0])
+
+
+def _refuse_other_rows(run: Run, begun: Identity | Rows, rows: Rows, environment: Mapping[str, str]) -> None:
+    from sunspot.settings import PREFIX  # pydantic: slow to import, and most verbs do without
+
+    if not same_rows(begun.data, rows.data):
+        where = f"the data behind {environment[PREFIX + 'DATASET']}"
+        refuse_changes(run, [f"{where}: {begun.rows} rows -> {rows.rows} rows, or other content"])
+
+
+def _refuse_other_order(run: Run, begun: Rows, rows: Rows, environment: Mapping[str, str]) -> None:
+    from sunspot.settings import PREFIX, accepts
+
+    if rows.order == begun.order:
+        return
+    change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
+    if accepts(environment, name := f"order-{rows.order}"):
+        print(f"warning: the rows come in another order from here on ({change})", flush=True)
+        run.storage.write(run.key(ROWS), seal(asdict(rows)))
+        return
+    raise ConflictError(
+        f"{run.location}: its seed gives another order of the rows than when it was begun ({change}), so an epoch that "
+        f"goes on would repeat some rows and leave out others. Go on with {begun.shuffled_by}, or accept that for "
+        f"the epoch under way with {PREFIX}ACCEPT={name}"
+    )
+
+
+def refuse_other_settings(run: Run, environment: Mapping[str, str], names: Iterable[str]) -> None:
+    """Raise `ConflictError` when the run was begun with other values of these settings, or keeps more of them."""
+    from sunspot.settings import differences
+
+    try:
+        begun = read_identity(run).settings
+    except NotFoundError:
+        return
+    kept = dict.fromkeys([*begun, *_variables(names)])
+    refuse_changes(run, differences(begun, {name: environment[name] for name in kept if name in environment}))
+
+
+def refuse_changes(run: Run, changed: list[str]) -> None:
+    """Raise `ConflictError` when anything has changed; a line each (`settings.differences`)."""
+    from sunspot.settings import PREFIX
+
+    if changed:
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise ConflictError(
+            f"{run.location} was begun with other settings, and going on would mix two runs:\n{lines}\n"
+            f"set them back, or choose another {PREFIX}RUN_NAME"
+        )
+
+
+def _variables(names: Iterable[str]) -> list[str]:
+    from sunspot.settings import PREFIX
+
+    return [PREFIX + name.upper() for name in names]

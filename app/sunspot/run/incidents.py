@@ -1,0 +1,267 @@
+"""What interrupted a run and what it cost: a receipt for every start of a worker group.
+
+A receipt is an event of the new attempt, written after its first step; its times are taken where things happen.
+Receipts form a chain: `since` is the attempt of the receipt before, so an attempt lost before its first step is covered
+by a later receipt.
+"""
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from sunspot.formatting import plural
+from sunspot.run.attempts import Attempt
+from sunspot.run.objects import Count, Measure, Moment, Workers, adapter
+
+RECOVERED = "recovered"
+"""The `event` of a receipt, in the run's events."""
+
+TIER = "tier"
+"""Key in `Attempt.metadata`: where the state came from that the attempt continues from. An attempt that has it writes a
+receipt after its first step; older versions wrote neither."""
+
+FORKED = "forked"
+"""Key in `Attempt.metadata`: how many of its processes were forked, and not begun anew."""
+
+
+class Cause(enum.StrEnum):
+    """Why a worker group started."""
+
+    BEGIN = "begin"
+    "The run's first one."
+    PREEMPTED = "reclaim"
+    "A node was taken away, with notice."
+    SCALE_UP = "growth"
+    "More nodes came."
+    MOVED = "move"
+    "Nodes of a better choice came."
+    NODE_LOST = "node lost"
+    WORKER_LOST = "worker lost"
+    "A worker's process ended, but not its node."
+    HUNG = "hung rank"
+    NO_ROWS = "no rows"
+    "Ranks that waited for rows of Ray Data until they were ended like hung ones."
+    DRIVER_LOST = "driver lost"
+    "The driver before ended without a status: its head or its node was lost."
+    TAKEN_OVER = "taken over"
+    "Another start of the run trained, and this one took it over."
+    RESUMED = "resumed"
+    "The driver before had ended for good."
+
+    @property
+    def incident(self) -> bool:
+        """Whether it is a disturbance; starting, resuming and taking over are deliberate."""
+        return self not in (Cause.BEGIN, Cause.RESUMED, Cause.TAKEN_OVER)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one start of a worker group cost. Times are in seconds since the epoch; None: not observed."""
+
+    attempt: Count
+    "The new attempt."
+    since: Count
+    "The attempt of the receipt before; 0: none. Attempts in between took no step."
+    cause: Cause
+    detail: str
+    "Details for people."
+    noticed: Moment | None
+    "When the notice arrived or the loss was detected."
+    save_began: Moment | None
+    committed: Moment | None
+    restarted: Moment
+    "When the attempt was claimed."
+    first_step: Moment
+    "When its first optimizer step was done."
+    left: Moment
+    "When `step` had been taken: from here to `first_step`, no work counts."
+    step: Count
+    "The step it continues from."
+    last_step: Count
+    "The last step the group before is known to have taken."
+    tier: str
+    "Where the state came from: memory, storage, or beginning."
+    world_before: Workers
+    world_after: Workers
+    forked: Workers = 0
+    "How many processes of the new group were forked, and not begun anew."
+    launched: Moment | None = None
+    "When Ray launched rank 0's process, the old group being gone. Older versions wrote none of these four."
+    up: Moment | None = None
+    "When all processes answered."
+    formed: Moment | None = None
+    "When they had formed their process group."
+    loaded: Moment | None = None
+    "When rank 0 had the state, and all else that a step needs."
+    paused_s: Measure = 0.0
+    "Seconds in between in which the run had ended and used no nodes."
+    worker_seconds_lost: Measure = 0.0
+
+    @property
+    def replayed(self) -> int:
+        """Optimizer steps taken again."""
+        return max(0, self.last_step - self.step)
+
+    @property
+    def began(self) -> float:
+        """The notice or the loss; where neither was observed, the last step that counts."""
+        return self.noticed if self.noticed is not None else self.left
+
+    @property
+    def recovery_s(self) -> float:
+        """Seconds from the notice or the loss to the first step after it."""
+        return self.first_step - self.began
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds from the notice or the loss to the end of each phase that was observed, in their order.
+
+        A driver may begin while the group of a lost one still trains: what it did before that group's last step that
+        counts is no part of the recovery.
+        """
+        ends = {
+            "old group gone": self.launched,
+            "processes up": self.up,
+            "group formed": self.formed,
+            "state there": self.loaded,
+            "first step": self.first_step,
+        }
+        return {name: end - self.began for name, end in ends.items() if end is not None and end >= self.began}
+
+    def record(self) -> dict[str, Any]:
+        """As an event of the run."""
+        return {**asdict(self), "event": RECOVERED, "time": self.first_step}
+
+
+def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
+    """The receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
+    found = [receipt for event in events if event.get("event") == RECOVERED and (receipt := _read(event))]
+    return sorted(found, key=lambda receipt: receipt.attempt)
+
+
+def _read(event: dict[str, Any]) -> Receipt | None:
+    try:
+        receipt: Receipt = adapter(Receipt).validate_python(event)
+        return receipt
+    except ValueError:
+        return None
+
+
+def describe(receipt: Receipt) -> str:
+    """One line for people."""
+    if not receipt.cause.incident:
+        passed, since = receipt.first_step - receipt.restarted, "the start"
+    else:
+        passed = receipt.recovery_s
+        since = "the notice" if receipt.cause in (Cause.PREEMPTED, Cause.SCALE_UP, Cause.MOVED) else "the loss"
+        since = since if receipt.noticed is not None else "the last step that counts"
+    detail = f" ({receipt.detail})" if receipt.detail else ""
+    workers = plural(receipt.world_after, "worker")
+    if receipt.world_before not in (0, receipt.world_after):
+        workers = f"{receipt.world_before} -> {workers}"
+    if receipt.forked:
+        workers += f" ({receipt.forked} forked)"
+    phases = [f"{name} {at:.1f} s" for name, at in receipt.phases.items()][:-1] if receipt.cause.incident else []
+    passed_by = f" ({', '.join(phases)})" if phases else ""
+    origin = "the beginning" if receipt.tier == "beginning" else receipt.tier
+    return (
+        f"{receipt.cause}{detail}: first step {passed:.1f} s after {since}{passed_by}, "
+        f"{plural(receipt.replayed, 'step')} replayed, {workers}, {receipt.worker_seconds_lost:.0f} worker-seconds "
+        f"lost, from {origin}"
+    )
+
+
+def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
+    """Worker-seconds between two times; an attempt has its workers from its claim to the next one's."""
+    total = 0.0
+    claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
+    for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
+        total += max(0.0, min(end, until) - max(begin, claimed)) * attempt.metadata.get("world_size", 0)
+    return total
+
+
+def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
+    """Useful worker-seconds over all worker-seconds, from the first receipt's start to `end`; None without receipts.
+
+    Time covered by several receipts is lost once. A group without a step so far has done nothing useful; the steps its
+    start has cost as well are known after its first one.
+    """
+    if not receipts:
+        return None
+    losses = [(receipt.left, receipt.first_step) for receipt in receipts]
+    waiting = [attempt.time for attempt in attempts if attempt.number > receipts[-1].attempt]
+    if waiting:
+        losses.append((waiting[0], end))
+    begin = min(first for first, _ in losses)
+    paused = sum(receipt.paused_s * receipt.world_before for receipt in receipts)
+    total = worker_seconds(attempts, begin, end) - paused
+    lost = sum(worker_seconds(attempts, first, min(last, end)) for first, last in _merge(losses)) - paused
+    return max(0.0, 1 - max(0.0, lost) / total) if total > 0 else None
+
+
+def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The same spans of time, without overlap."""
+    reached = float("-inf")
+    for first, last in sorted(spans):
+        if last > reached:
+            yield max(first, reached), last
+            reached = last
+
+
+def find_gaps(attempts: list[Attempt], receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
+    """A line per missing receipt; `stepped` are attempts known to have taken a step."""
+    wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
+    missing = wanted - {receipt.attempt for receipt in receipts} - set(without_receipts(attempts))
+    return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]
+
+
+def without_receipts(attempts: list[Attempt]) -> list[int]:
+    """Attempts of a version that wrote no receipts."""
+    return [attempt.number for attempt in attempts if TIER not in attempt.metadata]
+
+
+HUNG = "hung"
+"""The `event` of a rank that stopped taking steps: `rank`, `world_size`, `detail`, `waiting` (for the other ranks),
+`loading` (it waited for rows of Ray Data), `starting` (its group had not claimed an attempt yet: it is recorded with
+the one before), `stacks`."""
+
+BRING_ROWS = (
+    "Ray Data brought no rows: the pods that read them are gone or busy, or its object store is full (see `kubectl get "
+    "pods` and the dashboard); what helps is CPUs that are not reclaimed (data_workers in the profile), or a longer "
+    "HANG_TIMEOUT_S"
+)
+"""Why ranks got no rows, and what helps."""
+
+
+def find_hangs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hung ranks among a run's events."""
+    needed = ("rank", "waiting", "detail")
+    return [e for e in events if e["event"] == HUNG and all(e.get(name) is not None for name in needed)]
+
+
+def suspects(events: Iterable[dict[str, Any]], world_size: int) -> list[int]:
+    """The ranks of one attempt that probably blocked the others; empty when its events point at none.
+
+    A hung rank makes all others wait in a collective: it is one that was not waiting, or that wrote no event because
+    its process is stopped or its node is lost.
+    """
+    waiting = {event["rank"]: event["waiting"] for event in find_hangs(events)}
+    return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
+
+
+def starved(hung: Sequence[dict[str, Any]], world_size: int) -> bool:
+    """Whether those ranks of one attempt that blocked the others waited for rows of Ray Data, and so did not hang."""
+    loading = {event["rank"] for event in hung if event.get("loading")}
+    blamed = suspects(hung, world_size)
+    return bool(blamed) and loading.issuperset(blamed)
+
+
+def blame(events: Iterable[dict[str, Any]], world_size: int) -> str:
+    """Which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
+    hung = sorted(find_hangs(events), key=lambda event: event["rank"])
+    blamed = suspects(hung, world_size)
+    details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
+    silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {event["rank"] for event in hung}]
+    return "; ".join([*details, *silent])

@@ -1,0 +1,185 @@
+"""The output of a run's processes.
+
+A stream is the output of one process: `driver-<start time>` or `attempt-0001-rank-0003`. Storage cannot append: a
+stream is a series of segments, and only the last is written again, until it has SEGMENT_BYTES. Of a process that prints
+without end the first part and the newest are kept.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from sunspot.background import TokenBucket
+from sunspot.errors import NotFoundError, StorageError
+from sunspot.formatting import as_bytes
+from sunspot.run import Run
+from sunspot.storage.base import READS_IN_FLIGHT, map_parallel
+
+SEGMENT_BYTES = 128 << 10
+"""Bounds the cost of writing the last segment again. One may have more, when much was printed between two writes."""
+
+MOST_WAITING = 4 << 20
+"""Bytes waiting for storage; of more than this, the middle is left out."""
+
+FIRST_BYTES, NEWEST_BYTES = 1 << 20, 4 << 20
+"""What is kept of a stream, in whole segments."""
+
+BURST, DRIVER_EVERY_S, RANK_EVERY_S = 120, 10.0, 60.0
+"""The first writes of a process, and those after a pause, come as often as asked for. One that prints all the time
+costs a write every so many seconds from then on: a day of a thousand ranks would cost 86 dollars otherwise."""
+
+STREAM = re.compile(r"driver-[0-9TZ]+|attempt-[0-9]{4,9}-rank-[0-9]{4,9}")
+
+SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log|(?P<number>[0-9]{6,12})\.log")
+"""A segment, by where it begins in the stream; those of earlier versions are counted, and have SEGMENT_BYTES each."""
+
+
+class _Gap(NamedTuple):
+    """Where output was left out."""
+
+    begin: int
+    "In the tail."
+    length: int
+    "Of the words that say so."
+    lost: int
+    "Bytes left out."
+
+
+class LogWriter:
+    """One process's output on its way to storage."""
+
+    def __init__(self, run: Run, stream: str) -> None:
+        self._run, self._stream = run, stream
+        self._begin = 0
+        "Where the last segment begins in the stream."
+        self._tail = bytearray()
+        "That segment, and what is to follow it."
+        self._written = 0
+        "Bytes of it that are in storage, or on their way."
+        self._gap = _Gap(-1, 0, 0)
+        "The newest one in the tail."
+        self._later: list[tuple[int, int]] = []
+        "Begin and size of the complete segments behind the first FIRST_BYTES that are in storage."
+        self._ends = False
+        self._pace = TokenBucket(BURST, DRIVER_EVERY_S if stream.startswith("driver") else RANK_EVERY_S)
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+
+    def append(self, data: bytes) -> None:
+        """Add output; it is durable after the next `flush`."""
+        with self._lock:
+            self._tail += data
+            begin, end = max(self._written, SEGMENT_BYTES), len(self._tail) - MOST_WAITING // 2
+            if end > begin + MOST_WAITING // 2:
+                lost = end - begin
+                if self._gap.begin >= begin:
+                    lost += self._gap.lost - self._gap.length
+                words = _describe_gap(lost, "more was printed than storage took in time")
+                self._tail[begin:end] = words
+                self._gap = _Gap(begin, len(words), lost)
+
+    def end(self) -> None:
+        """From now on, let nothing wait that can be written."""
+        self._ends = True
+
+    def flush(self) -> None:
+        """Write the new output, unless it has to wait; raises `StorageError`, and can then be called again."""
+        with self._flushing:
+            with self._lock:
+                if len(self._tail) == self._written or not (self._ends or self._pace.take()):
+                    return
+                content, before, self._written = bytes(self._tail), self._written, len(self._tail)
+            try:
+                self._run.storage.write(self._key(self._begin), content)
+            except BaseException:
+                self._written = before
+                raise
+            if len(content) >= SEGMENT_BYTES:
+                with self._lock:
+                    del self._tail[: len(content)]
+                    self._written = 0
+                    self._gap = self._gap._replace(begin=self._gap.begin - len(content))
+                if self._begin >= FIRST_BYTES:
+                    self._later.append((self._begin, len(content)))
+                self._begin += len(content)
+                self._drop()
+
+    def _drop(self) -> None:
+        """Delete the oldest segments behind the first ones, of more than NEWEST_BYTES."""
+        old = list[str]()
+        while sum(size for _, size in self._later[len(old) + 1 :]) >= NEWEST_BYTES:
+            old.append(self._key(self._later[len(old)][0]))
+        with suppress(StorageError):  # made up for with the next segment
+            self._run.storage.delete_many(old)
+            del self._later[: len(old)]
+
+    def _key(self, begin: int) -> str:
+        return self._run.key("logs", self._stream, f"{begin:015d}.log")
+
+
+def _describe_gap(size: int, why: str) -> bytes:
+    return f"\n... {as_bytes(size)} of output left out: {why} ...\n".encode()
+
+
+def driver_stream() -> str:
+    """The name for the stream of a driver that starts now; names sort by time."""
+    now = time.time()
+    return f"driver-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}{int(now % 1 * 1000):03d}Z"
+
+
+def rank_stream(attempt: int, rank: int) -> str:
+    """The name of a worker's stream."""
+    return f"attempt-{attempt:04d}-rank-{rank:04d}"
+
+
+def list_streams(run: Run) -> dict[str, int]:
+    """The streams of a run by name, with their sizes in bytes."""
+    sizes: dict[str, int] = {}
+    for entry in run.storage.list(run.key("logs")):
+        stream, _, segment = entry.key.removeprefix(run.key("logs") + "/").partition("/")
+        if STREAM.fullmatch(stream) and SEGMENT.fullmatch(segment):
+            sizes[stream] = sizes.get(stream, 0) + entry.size
+    return sizes
+
+
+class Piece(NamedTuple):
+    """A part of a stream."""
+
+    data: bytes
+    end: int
+    "Where it ends in the stream: the offset to read on from."
+
+
+def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
+    """A stream from byte `offset` on; empty when there is nothing (yet)."""
+    return b"".join(piece.data for piece in read_pieces(run, stream, offset))
+
+
+def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
+    """Like `read_stream`, a segment at a time, in which it says what was left out before it.
+
+    Costs one listing when nothing is new.
+    """
+    unread = []
+    for entry in run.storage.list(run.key("logs", stream)):
+        if name := SEGMENT.fullmatch(entry.key.removeprefix(run.key("logs", stream) + "/")):
+            begin = int(name["begin"]) if name["begin"] else int(name["number"]) * SEGMENT_BYTES
+            if begin + entry.size > offset:
+                unread.append((begin, entry.key))
+
+    def read(key: str) -> bytes | None:
+        with suppress(NotFoundError):  # dropped since it was listed
+            return run.storage.read(key)
+        return None
+
+    for first in range(0, len(unread), READS_IN_FLIGHT):
+        part = unread[first : first + READS_IN_FLIGHT]
+        for (begin, _), text in zip(part, map_parallel(read, [key for _, key in part]), strict=True):
+            if text is not None:
+                gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
+                data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
+                offset = begin + len(text)
+                yield Piece(data, offset)

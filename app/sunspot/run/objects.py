@@ -1,0 +1,197 @@
+"""How the objects of a run are read: within limits, and only in the form that each of them must have.
+
+Whatever lies in storage may be damaged, of another version, or not ours at all. Of the truth about a run (attempts,
+manifests, `run.json`, audit, submissions) a damaged object is refused with a `DamageError` that names it. News (status,
+metrics, events, failures, predictions, search results, tracking) is left out with a warning, and training goes on.
+"""
+
+import functools
+import hashlib
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from annotated_types import Ge, Le, Lt, Predicate
+
+from sunspot.errors import DamageError
+from sunspot.run import Run, to_json
+from sunspot.storage.base import Storage
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Form = TypeVar("Form")
+
+MOST_BYTES = 64 << 20
+"""Size of the largest object that is read whole: far more than any that we write."""
+
+MOST = 10**15
+"""Highest count and largest measure: sums and products of them stay far below what floats and 64 bits hold."""
+
+LAST_MOMENT = 253_402_300_799
+"""The end of the year 9999, after which there are no dates."""
+
+CHECKPOINT = re.compile(r"step-[0-9]{8,15}-attempt-[0-9]{4,9}(-[0-9a-f]{8})?")
+"""The name of a checkpoint."""
+
+RUN = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+"""The name of a run, with room for the number of a trial."""
+
+Count = Annotated[int, Ge(0), Le(MOST)]
+"""A number of steps, rows or bytes."""
+
+Workers = Annotated[int, Ge(0), Le(10**6)]
+"""A number of processes: few enough to iterate over."""
+
+Measure = Annotated[float, Ge(-MOST), Le(MOST)]
+"""A finite number: seconds, a share, rows per second."""
+
+Moment = Annotated[float, Ge(0), Le(LAST_MOMENT)]
+"""Seconds since the epoch."""
+
+Whole = Annotated[int, Ge(-(2**63)), Lt(2**63)]
+
+
+def is_checkpoint_name(text: str) -> bool:
+    """Whether it can be the name of a checkpoint."""
+    return bool(CHECKPOINT.fullmatch(text))
+
+
+def is_run_name(text: str) -> bool:
+    """Whether it can be the name of a run."""
+    return bool(RUN.fullmatch(text))
+
+
+CheckpointName = Annotated[str, Predicate(is_checkpoint_name)]
+
+RunName = Annotated[str, Predicate(is_run_name)]
+
+DIGEST = "sha256"
+"""Field of a sealed object: the SHA-256 of all others."""
+
+
+def read(run: Run, form: type[Form], *parts: str) -> Form:
+    """The object at `parts` of the run, in its `form`. Raises `NotFoundError`, `StorageError`, `DamageError`."""
+    key = run.key(*parts)
+    found: Form = parse(form, read_content(run.storage, key), run.storage.locate(key))
+    return found
+
+
+def read_truth(run: Run, form: type[Form], *parts: str) -> Form:
+    """Like `read`, for what is written sealed (`parse_truth`)."""
+    key = run.key(*parts)
+    found: Form = parse_truth(form, read_content(run.storage, key), run.storage.locate(key))
+    return found
+
+
+def read_content(storage: Storage, key: str) -> bytes:
+    """The bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that."""
+    with storage.open(key) as stream:
+        return stream.read(MOST_BYTES + 1)
+
+
+def parse(form: Any, content: bytes, place: str) -> Any:
+    """The JSON in `content` as its `form`, a dataclass or another type; raises `DamageError`, which names the `place`.
+
+    Types are taken literally, fields that the form does not know are left out, and a sealed object must be unchanged.
+    """
+    from pydantic import ValidationError
+    from pydantic_core import from_json
+
+    if len(content) > MOST_BYTES:
+        raise DamageError(f"{place} cannot be used: it is larger than {MOST_BYTES >> 20} MiB")
+    try:
+        found = adapter(form).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise DamageError(f"{place} cannot be used: {_describe(error)}") from error
+    if DIGEST.encode() in content:
+        record = from_json(content)
+        if isinstance(record, dict) and DIGEST in record and record.pop(DIGEST) != digest(record):
+            raise DamageError(f"{place} cannot be used: it was changed after it was written")
+    return found
+
+
+def parse_truth(form: Any, content: bytes, place: str) -> Any:
+    """Like `parse`, for what is written sealed: only then may it have fields that the form does not know.
+
+    Older versions sealed nothing and had no others, so a changed name, of the seal's own field too, is seen.
+    """
+    from pydantic_core import from_json
+
+    found = parse(form, content, place)
+    names = {each.metadata.get("validation_alias", each.name) for each in fields(form)}
+    record = from_json(content)
+    if DIGEST not in record and (unknown := sorted(record.keys() - names)):
+        raise DamageError(f"{place} cannot be used: {unknown[0][:100]} is no field of it")
+    return found
+
+
+def check(form: Any, value: Any, what: str) -> None:
+    """Raise `DamageError` unless `value`, a part of an object, has its form."""
+    from pydantic import ValidationError
+
+    try:
+        adapter(form).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise DamageError(f"{what} cannot be used: {_describe(error)}") from error
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a `Count`."""
+    return type(value) is int and 0 <= value <= MOST
+
+
+def is_moment(value: Any) -> bool:
+    """Whether it is a `Moment`."""
+    return type(value) in (int, float) and 0 <= value <= LAST_MOMENT
+
+
+def seal(record: dict[str, Any]) -> bytes:
+    """How an object is written that must not change: with its own SHA-256 (older ones have none)."""
+    return to_json({**record, DIGEST: digest(record)})
+
+
+def digest(record: dict[str, Any]) -> str:
+    """The SHA-256 of a record, in hex."""
+    return hashlib.sha256(to_json(record)).hexdigest()
+
+
+def news(read: Callable[[], Form], otherwise: Form, warn: Callable[[str], Any]) -> Form:
+    """What `read` returns, or `otherwise` and a warning when that is damaged."""
+    try:
+        return read()
+    except DamageError as error:
+        warn(str(error))
+        return otherwise
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Print a warning on stderr, the first time only: what is watched is read every few seconds."""
+    print(f"warning: {text}; left out", file=sys.stderr, flush=True)
+
+
+def adapter(form: Any) -> "TypeAdapter[Any]":
+    """What checks and makes values of a form."""
+    with _building:  # takes milliseconds the first time, which the many threads of a listing need not all spend
+        return _build(form)
+
+
+_building = threading.Lock()
+
+
+@functools.cache
+def _build(form: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter  # slow to import, and help does without
+
+    return TypeAdapter(form)
+
+
+def _describe(error: Any) -> str:
+    """The first fault that pydantic found."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in fault["loc"])
+    return f"{field}: {fault['msg']}" if field else str(fault["msg"])

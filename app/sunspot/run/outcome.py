@@ -1,0 +1,244 @@
+"""How one start of a driver goes, as the status tells: when it begins, while no worker trains, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from sunspot.background import Background
+from sunspot.errors import (
+    ConflictError,
+    DamageError,
+    NotFoundError,
+    StorageError,
+    SunspotError,
+    SupersededError,
+    shorten,
+)
+from sunspot.formatting import as_time
+from sunspot.run import Run
+from sunspot.run.attempts import newest_number
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.failures import describe_failure, record_failure
+from sunspot.run.status import (
+    SILENT_S,
+    STATUS_EVERY_S,
+    WORKERS_SILENT_S,
+    RunState,
+    Status,
+    attempt_in,
+    driver_of,
+    list_statuses,
+    load_status,
+    newest_status,
+    own_status,
+    read_status,
+    usable_status,
+    withdraw_status,
+    write_status,
+)
+from sunspot.run.submissions import list_submissions
+from sunspot.storage.base import Entry
+from sunspot.storage.deadline import within
+
+RECORD_S = 60.0
+"""Limit on each wait for storage to take how the driver began or ended, which does not depend on that."""
+
+DRIVER_CHECK_EVERY_S = 5.0
+"""Seconds between two looks of a driver at its status."""
+
+
+class Outcome:
+    """How one start of a driver goes."""
+
+    def __init__(self, status: DriverStatus) -> None:
+        self._status = status
+        self.state = RunState.SUCCEEDED
+        "How it ended, unless with an error; set by the caller."
+
+    def finishing(self) -> None:
+        """Show that no worker is needed any more."""
+        self._status.replace(
+            state=RunState.FINISHING, reason="all steps are taken; the driver predicts and reports", world_size=0
+        )
+
+
+@contextmanager
+def recorded_outcome(
+    run: Run, owner: str, driver: str, newest: Checkpoint | None, max_starts: int
+) -> Iterator[Outcome]:
+    """Write the run's status when the driver begins, and again when the context ends, in success or with an error.
+
+    Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
+    on a cluster the operator restarts the driver for every head that is lost, without a limit.
+    """
+    known, before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
+    begun = status.begun
+    outcome = Outcome(status)
+
+    def fail(state: RunState, reason: str, error: BaseException) -> bool:
+        with suppress(StorageError):
+            if within(RECORD_S, "reading the status", lambda: _changed_nothing(run, begun, before, known, error)):
+                status.withdraw()
+                return False
+        return status.end(state, reason)
+
+    try:
+        if begun.starts > max_starts:
+            raise SunspotError(
+                f"{owner} was started {max_starts} times without a new checkpoint; the logs of those starts say why. "
+                "SUNSPOT_MAX_DRIVER_STARTS allows more"
+            )
+        with Background(DRIVER_CHECK_EVERY_S, status.refresh):
+            yield outcome
+    except SupersededError:
+        raise  # the run is another's
+    except SunspotError as error:
+        fail(RunState.FAILED, str(error), error)
+        raise
+    except KeyboardInterrupt as error:
+        fail(RunState.STOPPED, str(error) or "interrupted; the same command goes on from the last checkpoint", error)
+        raise
+    except Exception as error:
+        if fail(RunState.FAILED, shorten(error), error):
+            failure = describe_failure(error, 0, None, begun.step)
+            with suppress(StorageError):
+                within(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
+        raise
+    status.end(outcome.state, reason="")
+
+
+def _begin(run: Run, owner: str, driver: str, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatus]:
+    """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
+    known, before = newest_number(run), read_status(run)
+    after = tuple(sorted({driver_of(entry) for entry in list_statuses(run)}))
+    attempt = 0 if before and before.owner != owner and _trains(before) else known
+    begun = replace(_status_at_start(before, owner, driver, newest, attempt), after=after)
+    return known, before, DriverStatus(run, begun)
+
+
+def _trains(status: Status) -> bool:
+    """Whether the run trains, by a status that storage has taken lately."""
+    return not status.state.terminal and time.time() - status.seen <= SILENT_S
+
+
+def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
+    """Whether the run stands where it stood before the start that `begun` is of, which ends with `error`.
+
+    So it does until the start claims an attempt (`known`: the newest before it): a typo neither makes a run, nor ends
+    one that another start trains or has ended. The end of a retry of the same job is the run's.
+    """
+    if newest_number(run) > known:
+        return False
+    others = [entry for entry in list_statuses(run) if driver_of(entry) != begun.driver]
+    entry = newest_status(others)
+    other = usable_status(run.storage, entry) if entry else before
+    if not other:
+        return not run.storage.exists(run.key("run.json")) and not list_submissions(run)
+    if other.owner == begun.owner:
+        return other.state.terminal and isinstance(error, ConflictError)
+    return other.state.terminal or _trains(other)
+
+
+def _status_at_start(before: Status | None, owner: str, driver: str, newest: Checkpoint | None, attempt: int) -> Status:
+    name = newest.name if newest else None
+    again = before is not None and before.owner == owner and before.checkpoint == name
+    return replace(
+        before or Status(RunState.STARTING, owner),
+        state=RunState.STARTING,
+        owner=owner,
+        reason="no worker trains yet: the driver reads its data, or waits for machines",
+        began=time.time(),
+        starts=before.starts + 1 if before and again else 1,
+        attempt=attempt,
+        driver=driver,
+        checkpoint=name,
+        checkpoint_time=newest.time if newest else None,
+        step=newest.step if newest else 0,
+        epoch=newest.epoch if newest else 0,
+        world_size=0,
+        heartbeat=None,
+    )
+
+
+class DriverStatus:
+    """The status while no worker keeps it; not written any more once another process owns the run."""
+
+    def __init__(self, run: Run, begun: Status) -> None:
+        self._run, self.begun, self._last = run, begun, begun
+        self._version, self._changed = "", time.monotonic()
+        self._ended = False
+        self._writing = threading.Lock()  # so that no write in the background comes after the end
+        write_status(run, begun)
+
+    def refresh(self) -> None:
+        """Show that the driver lives when no worker does: reading data and waiting for machines may take long."""
+        with self._writing:
+            if not self._ended:
+                self._refresh()
+
+    def _refresh(self) -> None:
+        entry = own_status(self._run, self._last.driver)
+        if not entry:
+            self._step_forward()
+            return
+        if entry.version != self._version:
+            self._version, self._changed = entry.version, time.monotonic()
+        unchanged_s = time.monotonic() - self._changed
+        if unchanged_s < STATUS_EVERY_S:
+            return
+        self._load(entry)
+        if self._last.state is RunState.RUNNING:
+            if unchanged_s < WORKERS_SILENT_S:
+                return
+            since = as_time(self._last.time)
+            reason = f"no sign of life from its workers since {since}: the driver waits for them"
+            self._last = replace(self._last, state=RunState.STARTING, reason=reason, world_size=0)
+        write_status(self._run, self._last)
+
+    def _step_forward(self) -> None:
+        """Show a start that has stood back for another one (attempt 0), once that is silent or has ended."""
+        own = newest_status(list_statuses(self._run), self.begun.driver)
+        other = read_status(self._run)
+        if own and attempt_in(own) == 0 and other and not _trains(other):
+            self._last = replace(self.begun, attempt=other.attempt)
+            write_status(self._run, self._last)
+
+    def withdraw(self) -> None:
+        """Leave the run where it stood before this start; raises `StorageError`."""
+        self._ended = True
+
+        def delete() -> None:
+            with self._writing:
+                withdraw_status(self._run, self.begun.driver)
+
+        within(RECORD_S, "withdrawing the status", delete)
+
+    def end(self, state: RunState, reason: str) -> bool:
+        """Write how the driver ended, unless another process owns the run; returns whether it was written."""
+        self._ended = True
+        return self.replace(state=state, reason=reason)
+
+    def replace(self, **fields: Any) -> bool:
+        """Write these fields of the newest status, unless another process owns the run; returns whether they were."""
+
+        def write() -> bool:
+            with self._writing:
+                entry = own_status(self._run, self._last.driver)
+                if entry:
+                    self._load(entry)
+                    self._last = replace(self._last, **fields)
+                    write_status(self._run, self._last)
+            return entry is not None
+
+        with suppress(StorageError):
+            return within(RECORD_S, "writing the status", write)
+        return False
+
+    def _load(self, entry: Entry) -> None:
+        with suppress(NotFoundError, DamageError):  # gone since, or damaged
+            self._last = load_status(self._run.storage, entry)

@@ -1,0 +1,416 @@
+"""Where runs stand by storage alone: the list of runs, the state of one, and all that is known of it.
+
+A listing has name, size and time of every object, which is most of what the list of runs shows.
+"""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sunspot.errors import NotFoundError, StorageError
+from sunspot.formatting import as_time, in_words, plural
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
+from sunspot.run.history import newest_record, read_journal
+from sunspot.run.identity import Identity, read_identity
+from sunspot.run.incidents import Cause, Receipt, goodput, read_receipts
+from sunspot.run.objects import CHECKPOINT, RUN, warn_once
+from sunspot.run.status import (
+    DELETION,
+    FOLDER,
+    SILENT_S,
+    STATUS_EVERY_S,
+    STOP,
+    RunState,
+    Status,
+    deletion_begun,
+    list_statuses,
+    newest_status,
+    read_status,
+    usable_status,
+)
+from sunspot.run.submissions import SUBMISSION, list_submissions
+from sunspot.storage.base import Entry, Storage, map_parallel
+from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
+
+HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
+
+LOST_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
+"""A run that is silent for this long is lost: two status writes may fail, and a request to slow storage takes long."""
+
+STILL_S, STILL_STEPS = 20.0, 10
+"""A run that trains is said to take no steps after these seconds, and at least so many step times: a rank hangs, or
+its node is frozen, if it does not wait for storage."""
+
+
+# -------------------------------------------------------------------------------------------------------------- listing
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a listing, without reading any object. Times are in seconds since the epoch, 0: never."""
+
+    name: str
+    modified: float = 0.0
+    "When anything of it was last written."
+    last_active: float = 0.0
+    """When its own processes last gave a sign of life: wrote the status, or anything before there is one. What the
+    submitter writes is none, nor is what a superseded process still writes."""
+    submitted: float = 0.0
+    "When it was last submitted to a cluster."
+    checkpoint: str | None = None
+    "Name of the newest committed checkpoint."
+    checkpoint_time: float = 0.0
+    stop_requested: bool = False
+    bytes: int = 0
+    deleting: bool = False
+    status: Entry | None = None
+    "The status that counts."
+
+
+def is_there(run: Run) -> bool:
+    """Whether the run was begun or submitted, or something is left of its deletion."""
+    return (
+        run.storage.exists(run.key("run.json"))
+        or bool(list_statuses(run))
+        or bool(list_submissions(run))
+        or deletion_begun(run)
+    )
+
+
+def list_runs(storage: Storage, warn: Callable[[str], Any] = warn_once) -> list[RunSummary]:
+    """Every run, the last modified first: the pages of one listing, and no reads.
+
+    A run of which this user may not read a part is left out, as its state would be a guess; `warn` hears of it.
+    """
+    unreadable: dict[str, StorageError] = {}
+    folders: dict[str, list[Entry]] = {}
+    for entry in storage.list_readable("", lambda key, error: unreadable.setdefault(key.partition("/")[0], error)):
+        name, slash, _ = entry.key.partition("/")
+        if slash and RUN.fullmatch(name):
+            folders.setdefault(name, []).append(entry)
+    for name, error in unreadable.items():
+        folders.pop(name, None)
+        if RUN.fullmatch(name):  # the folder lost+found of a disk is no run
+            warn(f"{name}: {error}")
+    found = [summary for name, entries in folders.items() if (summary := summarize(name, entries))]
+    return sorted(found, key=lambda summary: summary.modified, reverse=True)
+
+
+def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
+    """The summary of the folder with these objects; None when it is not a run."""
+    status = newest_status(entries)
+    times: dict[str, float] = {}
+    commits: dict[str, float] = {}
+    size, last_active, submitted = 0, 0.0, 0.0
+    for entry in sorted(entries):
+        path = entry.key.removeprefix(f"{name}/")
+        folder, _, file = path.partition("/")
+        times[path] = entry.modified
+        size += entry.size
+        if folder == "submissions":
+            submitted = entry.modified if SUBMISSION.fullmatch(file) else submitted
+        elif path not in (STOP, DELETION):
+            last_active = max(last_active, entry.modified)
+        if folder == "checkpoints" and file.endswith(f"/{MANIFEST}"):
+            checkpoint = file.partition("/")[0]
+            if CHECKPOINT.fullmatch(checkpoint):
+                commits[checkpoint] = entry.modified
+    if not ("run.json" in times or status or submitted or DELETION in times):
+        return None
+    # The newest attempt owns the run: a higher step of an older one may have been lost.
+    newest = max(commits, key=lambda checkpoint: (attempt_of(checkpoint), step_of(checkpoint)), default=None)
+    return RunSummary(
+        name=name,
+        modified=max(times.values()),
+        last_active=status.modified if status else last_active,
+        submitted=submitted,
+        checkpoint=newest,
+        checkpoint_time=commits[newest] if newest else 0.0,
+        stop_requested=STOP in times,
+        bytes=size,
+        deleting=DELETION in times,
+        status=status,
+    )
+
+
+def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:
+    """The status of each run, in parallel: one small request for each that has one that can be read."""
+
+    def read(run: RunSummary) -> Status | None:
+        with contextlib.suppress(NotFoundError):  # gone since it was listed
+            status = usable_status(storage, run.status) if run.status else None
+            return read_fresh_status(Run(storage, run.name)) if status and _seems_silent(storage, status) else status
+        return None
+
+    return map_parallel(read, runs)
+
+
+def read_fresh_status(run: Run) -> Status | None:
+    """The status, read again if its run seems to be silent: NFS clients show what they saw up to a minute ago.
+
+    Raises `StorageError`.
+    """
+    status = read_status(run)
+    if status and _seems_silent(run.storage, status):
+        with contextlib.suppress(StorageError):  # it may not be written here
+            run.storage.refresh(run.key(FOLDER))
+            return read_status(run)
+    return status
+
+
+def _seems_silent(storage: Storage, status: Status) -> bool:
+    return not storage.is_bucket and not status.state.terminal and time.time() - status.seen > SILENT_S
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+def state_from_storage(status: Status | None, summary: RunSummary, now: float) -> tuple[RunState, str]:
+    """The state of a run that has no RayJob to ask, and a sentence that says why; `now` in seconds since the epoch."""
+    if summary.deleting:
+        return RunState.DELETING, HALF_DELETED
+    if summary.submitted > summary.last_active or (status is None and not summary.last_active):
+        since = f" at {as_time(summary.submitted)}" if summary.submitted else ""
+        if summary.stop_requested:
+            return RunState.STOPPED, f"submitted{since}, and told to stop before its driver began"
+        return RunState.PENDING, f"submitted{since}; its driver has not begun"
+    if status and status.state.terminal:
+        return status.state, status.reason or f"{status.state} at step {status.step}"
+
+    seen = status.seen if status else summary.last_active
+    silence = describe_silence(seen, now) if now - seen > SILENT_S else ""
+    if now - seen > LOST_S:
+        if summary.stop_requested:
+            return RunState.STOPPED, f"told to stop; {silence}"
+        return RunState.LOST, f"{silence}: nothing trains it; submit it again to go on from the last checkpoint"
+    if summary.stop_requested:
+        return RunState.STOPPING, f"told to stop; {silence or 'it saves and ends'}"
+    if silence:
+        return RunState.SILENT, f"{silence}: it is frozen, cut off from its storage, or gone"
+    if status is None:
+        return RunState.STARTING, "its driver has begun"
+    return status.state, status.reason or describe_work(status)
+
+
+def describe_silence(seen: float, now: float) -> str:
+    """Since when there is no sign of life."""
+    return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
+
+
+def describe_stillness(status: Status) -> str:
+    """Since when its workers, which live, take no step and evaluate no rows; empty when they do, or none has yet."""
+    if status.state is not RunState.RUNNING or not status.heartbeat:
+        return ""
+    still_s = status.time - status.heartbeat  # both by rank 0's clock
+    if still_s <= max(STILL_S, STILL_STEPS * (status.step_time_s or 0.0)):
+        return ""
+    return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
+
+
+def describe_work(status: Status) -> str:
+    """What a run that gives signs of life does, when its status has no reason; its step is told beside it."""
+    if still := describe_stillness(status):
+        return still
+    if not status.world_size:
+        return "its driver has begun"
+    return f"{plural(status.world_size, 'worker')} train{'s' * (status.world_size == 1)}"
+
+
+def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:
+    """`state_from_storage`, by as few requests as it takes: while the `status`, which is read if not given, is fresh,
+    there is nothing else to read."""
+    status = status or read_fresh_status(run)
+    now = time.time()
+    summary = None
+    if not status or status.state.terminal or now - status.seen > SILENT_S:
+        summary = _summarize(run)
+    return state_from_storage(status, summary or RunSummary(run.name), now)
+
+
+# ----------------------------------------------------------------------------------------------------------------- view
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """One run as storage shows it: what status, doctor and the report have in common."""
+
+    run: Run
+    state: RunState
+    reason: str
+    time: float
+    "When it was read, in seconds since the epoch."
+    status: Status | None
+    identity: Identity | None
+    "What the run may never change; None before its driver has begun."
+    attempts: list[Attempt]
+    events: list[dict[str, Any]]
+    "Those of all attempts."
+    receipts: list[Receipt]
+    "What each start of its workers cost, oldest first."
+    checkpoint: Checkpoint | None
+    "The newest verified one."
+    passed_over: tuple[PassedOver, ...] = ()
+    "Newer checkpoints that are not whole, or gone."
+    last: dict[str, Any] = field(default_factory=dict)
+    "The newest record of the metric history; empty before there is one."
+    last_active: float = 0.0
+    "When its own processes last wrote anything, in seconds since the epoch; 0: unknown."
+
+    @property
+    def step(self) -> int:
+        """The highest optimizer step known to be taken."""
+        return max(
+            self.status.step if self.status else 0,
+            self.last.get("step", 0),
+            self.checkpoint.step if self.checkpoint else 0,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """0: not known yet."""
+        known = (self.status and self.status.total_steps) or (self.checkpoint and self.checkpoint.total_steps)
+        return known or 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 1, of the newest step; 0: none yet."""
+        per_epoch = self.identity.steps_per_epoch if self.identity else 0
+        return (self.step - 1) // per_epoch + 1 if self.step and per_epoch else 0
+
+    @property
+    def loss(self) -> float | None:
+        return self.status.loss if self.status and self.status.loss is not None else self.last.get("loss")
+
+    @property
+    def rows_per_s(self) -> float | None:
+        return self.status.rows_per_s if self.status and self.status.rows_per_s else self.last.get("rows_per_s")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step at the current step time; None: unknown, finished, or not training."""
+        if not self.status or not self.status.step_time_s or self.state.terminal or self.step >= self.total_steps:
+            return None
+        return (self.total_steps - self.step) * self.status.step_time_s
+
+    @property
+    def checkpoint_age_s(self) -> float | None:
+        return self.time - self.checkpoint.time if self.checkpoint else None
+
+    @property
+    def retention(self) -> tuple[int, str, str]:
+        """How many checkpoints are kept, by which metric, and whether `min` or `max` of it is best."""
+        return retention(self.attempts)
+
+    @property
+    def begun(self) -> float | None:
+        """When the first workers started, in seconds since the epoch."""
+        return self.attempts[0].time if self.attempts else None
+
+    @property
+    def ended(self) -> float:
+        """When the run's own processes were last active, in seconds since the epoch; while it goes on, now."""
+        if not self.state.terminal:
+            return self.time
+        times = [self.status.time] if self.status else [self.last_active, self.last.get("time") or 0.0]
+        return max(*times, *(attempt.time for attempt in self.attempts[-1:]), 0.0) or self.time
+
+    @property
+    def goodput(self) -> float | None:
+        """Useful worker-seconds over all worker-seconds; None without any receipt."""
+        return goodput(self.attempts, self.receipts, self.ended)
+
+    @property
+    def incidents(self) -> list[Receipt]:
+        """The receipts of what interrupted the run."""
+        return [receipt for receipt in self.receipts if receipt.cause.incident]
+
+    @property
+    def incidents_by_cause(self) -> Counter[Cause]:
+        """The number of incidents of each cause."""
+        return Counter(receipt.cause for receipt in self.incidents)
+
+    @property
+    def steps_replayed(self) -> int:
+        """Optimizer steps taken again because of incidents."""
+        return sum(receipt.replayed for receipt in self.incidents)
+
+    @property
+    def restarts(self) -> int:
+        """Attempts beyond the first."""
+        return max(0, len(self.attempts) - 1)
+
+
+def read_view(run: Run) -> RunView:
+    """Everything storage knows of a run, its parts read in parallel. Raises `NotFoundError`, `StorageError`."""
+
+    def attempts() -> tuple[list[Attempt], Any, dict[str, Any] | None]:
+        found = read_attempts(run)
+        # Of checkpoints, nothing is read that the listing vouches for.
+        good, last = read_parts(
+            lambda: find_newest_good(run, found, trust_listing=True), lambda: newest_record(run, lineage(found))
+        )
+        return found, good, last
+
+    summary, status, (found, (checkpoint, passed_over), last), identity, events = read_parts(
+        lambda: _summarize(run),
+        lambda: read_fresh_status(run),
+        attempts,
+        lambda: _identity(run),
+        lambda: read_journal(run, "events"),
+    )
+    if not summary:
+        raise NotFoundError(f"{run.location}: no run is there")
+    left = [each.name for each in passed_over if each.kind is Unusable.DAMAGED]
+    if gone := find_gone(status, [*left, *([checkpoint.name] if checkpoint else [])]):
+        others = [each for each in passed_over if each.name != gone]
+        passed_over = (PassedOver(gone, Unusable.GONE, "though the run ended with it"), *others)
+    now = time.time()
+    state, reason = state_from_storage(status, summary, now)
+    return RunView(
+        run=run,
+        state=state,
+        reason=reason,
+        time=now,
+        status=status,
+        identity=identity,
+        attempts=[attempt for attempt in found if attempt.chosen],
+        events=events,
+        receipts=read_receipts(events),
+        checkpoint=checkpoint,
+        passed_over=passed_over,
+        last=last or {},
+        last_active=summary.last_active,
+    )
+
+
+def find_gone(status: Status | None, committed: Collection[str]) -> str:
+    """The checkpoint that an ended run committed last, if it is newer than all `committed` that are left; or empty.
+
+    A run keeps its newest whatever its metric: somebody else, a lifecycle rule say, has deleted it.
+    """
+    name = status.checkpoint if status and status.state.terminal else None
+    return name if name and name not in committed and by_step([name, *committed])[-1] == name else ""
+
+
+def read_parts(*parts: Callable[[], Any]) -> list[Any]:
+    """What each part returns, read in parallel."""
+    return map_parallel(lambda part: part(), parts)
+
+
+def _summarize(run: Run) -> RunSummary | None:
+    """What a view needs of the summary, without listing all that a long run has written, if there is a status."""
+    parts = ("run.json", FOLDER, "submissions", STOP, DELETION)
+    entries = [entry for part in map_parallel(lambda name: run.storage.list(run.key(name)), parts) for entry in part]
+    return summarize(run.name, entries if newest_status(entries) else run.storage.list(run.name))
+
+
+def _identity(run: Run) -> Identity | None:
+    try:
+        return read_identity(run)
+    except NotFoundError:
+        return None

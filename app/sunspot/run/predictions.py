@@ -1,0 +1,85 @@
+"""The predictions of held-out rows that the report shows: `predictions.json`."""
+
+import base64
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from sunspot.errors import DamageError, NotFoundError
+from sunspot.run import Run, to_json
+from sunspot.run.objects import CheckpointName, Count, Measure, news, read, warn_once
+
+FILE = "predictions.json"
+
+EXAMPLES = ("mistakes", "right", "samples")
+
+MOST_MISTAKES, MOST_RIGHT, MOST_SAMPLES = 48, 24, 24
+"""Images kept of each kind; with them the report stays far below 2 MB."""
+
+MOST_PIXELS = 64
+"""Largest width and height of a kept image: enough to see what it shows."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row and, unless it is a sample, its prediction."""
+
+    __pydantic_config__: ClassVar = {"val_json_bytes": "base64"}
+
+    row: Count
+    "The row's id in its source."
+    label: Count
+    predicted: Count | None
+    probability: Measure | None
+    "Of the predicted class."
+    image: bytes
+    "A PNG of at most MOST_PIXELS each way."
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A summary of a checkpoint's predictions of held-out rows."""
+
+    checkpoint: CheckpointName
+    step: Count
+    rows: Count
+    "Number of held-out rows predicted, from the first."
+    accuracy: Measure
+    "Share of right predictions, 0 to 1."
+    classes: Count
+    confusion: list[list[Count]]
+    "Rows by label, then by predicted class."
+    mistakes: list[Example] = field(default_factory=list)
+    "By the model's certainty, the most certain first."
+    right: list[Example] = field(default_factory=list)
+    "Spread over the classes."
+    samples: list[Example] = field(default_factory=list)
+    "Training rows, not predicted."
+
+
+def write_predictions(run: Run, predictions: Predictions) -> None:
+    """Replace the run's predictions. Raises `StorageError`."""
+    record = asdict(predictions)
+    for kind in EXAMPLES:
+        for example in record[kind]:
+            example["image"] = base64.b64encode(example["image"]).decode()
+    run.storage.write(run.key(FILE), to_json(record))
+
+
+def read_predictions(run: Run, warn: Callable[[str], Any] = warn_once) -> Predictions | None:
+    """The run's predictions; None when there are none, or they are damaged, of which `warn` hears.
+
+    Raises `StorageError`.
+    """
+    try:
+        return news(lambda: _read(run), None, warn)
+    except NotFoundError:
+        return None
+
+
+def _read(run: Run) -> Predictions:
+    found = read(run, Predictions, FILE)
+    if [len(row) for row in found.confusion] != [found.classes] * found.classes:
+        place = run.storage.locate(run.key(FILE))
+        raise DamageError(f"{place} cannot be used: the confusion matrix is none of {found.classes} classes")
+    return found

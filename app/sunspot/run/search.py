@@ -1,0 +1,121 @@
+"""The results of a search: `search.json` in its run, and the state of its trials by their own runs."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from sunspot.errors import DamageError, NotFoundError
+from sunspot.run import Run, to_json
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
+from sunspot.run.objects import CheckpointName, Count, Moment, RunName, news, read, warn_once
+from sunspot.run.status import RunState, read_status, read_stop
+
+FILE = "search.json"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a search."""
+
+    run: RunName
+    settings: dict[str, Any]
+    "Its value for each dimension of the search space."
+    state: RunState
+    reason: str = ""
+    step: Count = 0
+    total_steps: Count = 0
+    best: float | None = None
+    "The metric of its best checkpoint; None: no checkpoint has it as a number."
+    checkpoint: CheckpointName | None = None
+    "The name of that checkpoint."
+
+    @property
+    def eligible(self) -> bool:
+        """Whether its best checkpoint may be the search's: failed trials are not trusted."""
+        return self.best is not None and self.state in (RunState.SUCCEEDED, RunState.STOPPED)
+
+
+@dataclass(frozen=True)
+class Results:
+    """All trials of a search, by number."""
+
+    metric: str
+    order: Literal["min", "max"]
+    space: dict[str, str]
+    "Each dimension's expression."
+    trials: tuple[Trial, ...]
+    promoted: RunName | None = None
+    "The run whose best checkpoint is the search's; None: not yet."
+    time: Moment = field(default_factory=time.time)
+
+    @property
+    def ranking(self) -> list[Trial]:
+        """Trials from best to worst, those without the metric last."""
+        sign = 1 if self.order == "min" else -1
+        return sorted(self.trials, key=lambda t: (not t.eligible, t.best is None, sign * (t.best or 0.0)))
+
+
+def write_results(run: Run, results: Results) -> None:
+    """Replace the results of a search; raises `StorageError`."""
+    run.storage.write(run.key(FILE), to_json(asdict(results)))
+
+
+def read_results(run: Run, warn: Callable[[str], Any] = warn_once) -> Results | None:
+    """The results of a search as last written; None when there are none, or they are damaged, of which `warn` hears.
+
+    Raises `StorageError`.
+    """
+    try:
+        return news(lambda: _read(run), None, warn)
+    except NotFoundError:
+        return None
+
+
+def _read(run: Run) -> Results:
+    results = read(run, Results, FILE)
+    for trial in results.trials:
+        if missing := results.space.keys() - trial.settings.keys():
+            place = run.storage.locate(run.key(FILE))
+            raise DamageError(f"{place} cannot be used: {trial.run} has no {', '.join(sorted(missing))}")
+    return results
+
+
+def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
+    """A trial as its run shows it; `error` is what ended its driver, if anything. Raises `StorageError`."""
+    status = read_status(run)
+    if status is None:
+        state = RunState.FAILED if error else RunState.PENDING
+        return Trial(run.name, dict(settings), state, error)
+    state, reason = status.state, status.reason
+    if error and state is not RunState.FAILED:
+        state, reason = RunState.FAILED, error  # the status is another start's, or stale
+    if state is RunState.STOPPED:
+        stop = read_stop(run)
+        reason = f"by {stop.by}" if stop and stop.by else reason
+    best = news(lambda: best_of(run, metric, order), None, warn_once)  # one damaged trial does not end a search
+    return Trial(
+        run=run.name,
+        settings=dict(settings),
+        state=state,
+        reason=reason,
+        step=status.step if best is None else max(status.step, best.step),
+        total_steps=status.total_steps,
+        best=_number(best, metric) if best else None,
+        checkpoint=best.name if best else None,
+    )
+
+
+def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
+    """The best checkpoint with the metric as a number; nothing is verified."""
+    names, _, _ = classify(list_directories(run), lineage(read_attempts(run)))
+    found = [checkpoint for name in names if (checkpoint := read_manifest(run, name)) and not checkpoint.damage]
+    measured = [c for c in found if math.isfinite(_number(c, metric))]
+    return best_first(measured, metric, order)[0] if measured else None
+
+
+def _number(checkpoint: Checkpoint, metric: str) -> float:
+    value = checkpoint.metrics.get(metric)
+    return math.nan if value is None else float(value)

@@ -1,0 +1,233 @@
+"""Streams in storage that cannot append: of lines, or of the rows that steps consumed (audit.py).
+
+A stream is a series of segments; the name of each says which lines, or steps, it has. New ones make a small segment.
+Small ones that together reach one of SIZES are written once more as one, and deleted when that is there: each line is
+written at most 1 + len(SIZES) times, and the number of small objects is bounded. A reader that finds a segment and the
+smaller ones it was made of leaves out the latter.
+"""
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import NamedTuple
+
+from sunspot.errors import DamageError, NotFoundError, StorageError
+from sunspot.storage.base import Entry, Storage, map_parallel
+
+SIZES = (16 << 10, 256 << 10, 4 << 20)
+"""Bytes of merged segments. One of the last size is not written again, and not kept in memory."""
+
+READ_TRIES = 5
+"""Listings of a stream whose segments are merged while it is read."""
+
+NAME = re.compile(
+    r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})-[0-9a-f]{16})-(?P<first>[0-9]{10})-(?P<last>[0-9]{10})\.jsonl"
+)
+
+OLDER_NAME = re.compile(r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[a-z0-9-]+)?)-(?P<file>[0-9]{5,9})\.jsonl")
+"""A file of an earlier version, which wrote its last file of a stream again for each line."""
+
+OLDER_LINES = 1000
+"""Lines of such a file, but for the last one of a stream."""
+
+
+class Segment(NamedTuple):
+    """A segment in a listing."""
+
+    attempt: int
+    stream: str
+    first: int
+    "Number of its first line in the stream, from 0."
+    last: int
+    entry: Entry
+
+    @property
+    def older(self) -> bool:
+        """Whether an earlier version wrote it, which kept the numbers of each rank in the metric history."""
+        return OLDER_NAME.fullmatch(self.entry.key.rpartition("/")[2]) is not None
+
+
+def new_stream(attempt: int) -> str:
+    """The name of a stream that nobody else writes; those of one attempt sort by when they begin."""
+    return f"attempt-{attempt:04d}-{time.time_ns() // 1000:013x}{uuid.uuid4().hex[:3]}"
+
+
+def list_segments(storage: Storage, folder: str) -> list[Segment]:
+    """The segments that make up the streams of a folder, by attempt, stream and line."""
+    return without_parts(_list_all(storage, folder))
+
+
+def _list_all(storage: Storage, folder: str) -> list[Segment]:
+    found = []
+    for entry in storage.list(folder):
+        name = entry.key.removeprefix(f"{folder}/")
+        if match := NAME.fullmatch(name):
+            found.append(
+                Segment(int(match["attempt"]), match["stream"], int(match["first"]), int(match["last"]), entry)
+            )
+        elif match := OLDER_NAME.fullmatch(name):
+            first = int(match["file"]) * OLDER_LINES
+            found.append(Segment(int(match["attempt"]), match["stream"], first, first + OLDER_LINES - 1, entry))
+    return found
+
+
+def without_parts(segments: Iterable[Segment]) -> list[Segment]:
+    """The segments without those whose lines another one has, too; sorted."""
+    found: list[Segment] = []
+    for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
+        if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
+            found.append(segment)
+    return found
+
+
+class _Written(NamedTuple):
+    """A segment that its writer may merge."""
+
+    first: int
+    last: int
+    content: bytes
+    key: str
+
+
+Join = Callable[[Sequence[bytes]], bytes]
+"""Makes the content of one segment of those of several."""
+
+
+class Merger:
+    """Writes the segments of a stream, one behind the other, and merges small ones."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        key: Callable[[int, int, bytes], str],
+        join: Join = b"".join,
+        thin: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """`key`: that of a segment, by its first and last line and its content. `thin` makes less of the whole stream,
+        each time it has grown to twice as much.
+        """
+        self._storage, self._key, self._join, self._thin = storage, key, join, thin
+        self._thin_at = SIZES[-1]
+        self.open: list[_Written] = []
+        "What may be merged."
+        self._merged: list[str] = []
+        "Keys of segments to delete, as others have their lines."
+
+    def write(self, first: int, last: int, content: bytes) -> None:
+        """Write the next segment; raises `StorageError`, and then it is not there for this writer."""
+        self.open.append(self._write(first, last, content))
+
+    def merge(self) -> None:
+        """Merge small segments. What storage refuses is made up for by the next call: nothing is lost."""
+        with suppress(StorageError):
+            self._merge()
+            if self._merged:
+                self._storage.delete_many(self._merged)
+                self._merged = []
+
+    def _merge(self) -> None:
+        for size in SIZES[:-1] if self._thin else SIZES:
+            small = list(takewhile(lambda each: len(each.content) < size, reversed(self.open)))[::-1]  # noqa: B023
+            if len(small) > 1 and sum(len(each.content) for each in small) >= size:
+                self._replace(small, self._join([each.content for each in small]))
+        if not self._thin:
+            self.open = [each for each in self.open if len(each.content) < SIZES[-1]]
+        elif sum(len(each.content) for each in self.open) >= self._thin_at:
+            self._replace(self.open, text := self._thin(self._join([each.content for each in self.open])))
+            self._thin_at = max(SIZES[-1], 2 * len(text))
+
+    def _replace(self, parts: Sequence[_Written], content: bytes) -> None:
+        """Write the newest segments once more as one."""
+        merged = self._write(parts[0].first, parts[-1].last, content)
+        self._merged += [each.key for each in parts if each.key != merged.key]
+        self.open[-len(parts) :] = [merged]
+
+    def _write(self, first: int, last: int, content: bytes) -> _Written:
+        key = self._key(first, last, content)
+        self._storage.write(key, content)
+        return _Written(first, last, content, key)
+
+
+class SegmentWriter:
+    """Writes a stream of lines."""
+
+    def __init__(self, storage: Storage, key: str, thin: Callable[[bytes], bytes] | None = None) -> None:
+        """`key`: that of the stream. `thin` makes less of the whole stream, each time it has grown to twice as much."""
+        self._segments = Merger(storage, lambda first, last, _: _name(key, first, last), thin=thin)
+        self._lines: list[bytes] = []
+        "Not in storage yet."
+        self._next = 0
+        "Number of the first of them."
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+
+    def append(self, line: bytes) -> None:
+        """Add a line; it is durable after the next `flush`."""
+        with self._lock:
+            self._lines.append(line + b"\n")
+
+    def flush(self) -> None:
+        """Write the new lines; raises `StorageError`, and can then be called again."""
+        with self._flushing:
+            with self._lock:
+                count = len(self._lines)
+                text = b"".join(self._lines)
+            if count:
+                self._segments.write(self._next, self._next + count - 1, text)
+                self._next += count
+                with self._lock:
+                    del self._lines[:count]
+            self._segments.merge()
+
+
+def _name(stream: str, first: int, last: int) -> str:
+    return f"{stream}-{first:010d}-{last:010d}.jsonl"
+
+
+def tidy_lines(storage: Storage, folder: str, before: int) -> None:
+    """`tidy` the streams of lines in a folder."""
+    tidy(
+        storage,
+        [segment for segment in _list_all(storage, folder) if segment.attempt < before],
+        lambda stream, first, last, _: _name(f"{folder}/{stream}", first, last),
+    )
+
+
+def tidy(
+    storage: Storage,
+    listed: Sequence[Segment],
+    key: Callable[[str, int, int, bytes], str],
+    join: Join = b"".join,
+    read: Callable[[Segment], bytes] | None = None,
+) -> None:
+    """Merge the segments that attempts left unmerged when they ended; raises `StorageError`.
+
+    An attempt that has not ended yet, in a process that was frozen, may merge the same segments: then there is another
+    segment with their lines. `read` gives the content of a segment, and raises `DamageError` if that cannot be used.
+    """
+    read = read or (lambda segment: storage.read(segment.entry.key))
+    whole = without_parts(listed)
+    storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
+    for group in _neighbours(each for each in whole if not each.older and each.entry.size < SIZES[-1]):
+        with suppress(NotFoundError, DamageError):  # merged by another process; left as it is, for a reader to find
+            content = join(map_parallel(read, group))
+            first, last = group[0], group[-1]
+            storage.write(key(first.stream, first.first, last.last, content), content)
+            storage.delete_many([each.entry.key for each in group])
+
+
+def _neighbours(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """Groups of several segments, each of which begins where the one before ends."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        newest = groups[-1][-1] if groups else None
+        size = sum(each.entry.size for each in groups[-1]) if groups else 0
+        if newest and (newest.stream, newest.last + 1) == (segment.stream, segment.first) and size < SIZES[-1]:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return [group for group in groups if len(group) > 1]

@@ -1,0 +1,55 @@
+"""What a task shows of its trained model in the report: `shown.json`."""
+
+import base64
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from sunspot.errors import NotFoundError
+from sunspot.run import Run, to_json
+from sunspot.run.objects import CheckpointName, Count, Measure, news, read, warn_once
+
+FILE = "shown.json"
+
+MOST_PARTS, MOST_ROWS, MOST_CHARACTERS, MOST_IMAGES = 20, 50, 2000, 48
+"""Parts, rows of a table, characters of a text or a cell, and all images: so the report stays far below 2 MB."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text, a table, or images."""
+
+    __pydantic_config__: ClassVar = {"val_json_bytes": "base64"}
+
+    title: str
+    text: str = ""
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str | Measure | None]] = field(default_factory=list)
+    "Cells, one for each column."
+    images: list[bytes] = field(default_factory=list)
+    "PNGs."
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the task showed of a checkpoint's model."""
+
+    checkpoint: CheckpointName
+    step: Count
+    parts: list[Part]
+
+
+def write_shown(run: Run, shown: Shown) -> None:
+    """Replace what the run shows. Raises `StorageError`."""
+    record = asdict(shown)
+    for part in record["parts"]:
+        part["images"] = [base64.b64encode(image).decode() for image in part["images"]]
+    run.storage.write(run.key(FILE), to_json(record))
+
+
+def read_shown(run: Run, warn: Callable[[str], Any] = warn_once) -> Shown | None:
+    """What the run shows; None without it, or when it is damaged, of which `warn` hears. Raises `StorageError`."""
+    try:
+        return news(lambda: read(run, Shown, FILE), None, warn)
+    except NotFoundError:
+        return None

@@ -1,0 +1,313 @@
+"""Where a run stands in one small object, and the requests to stop or delete it.
+
+The status tells a reader where a run stands; training never depends on it. The driver writes it when it starts and
+ends, rank 0 while it trains. Each start of a driver has a status of its own for each of its attempts: a process that
+was frozen while another one took the run over can come back in the middle of a write, when no check before the write
+helps, and then it writes to an object of an older attempt, which no reader looks at any more.
+"""
+
+import contextlib
+import enum
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from sunspot.errors import DamageError, NotFoundError, StorageError, SupersededError
+from sunspot.run import Run, to_json
+from sunspot.run.objects import (
+    CheckpointName,
+    Count,
+    Measure,
+    Moment,
+    Workers,
+    news,
+    parse,
+    read,
+    read_content,
+    warn_once,
+)
+from sunspot.storage.base import Entry, Storage
+
+FOLDER = "status"
+
+NAME = re.compile(r"[^/]+/status(?:\.json|/attempt-([0-9]{4,9})-([0-9a-f]{8})\.json)")
+"""The keys of status objects. `status.json` is an older version's: it counts when there is no other."""
+
+READ_TRIES = 3
+"""Tries of a read whose object goes away between listing and reading."""
+
+STOP, DELETION = "stop.json", "delete.json"
+"""There while the run must stand still, or is being deleted."""
+
+STATUS_EVERY_S = 10.0
+"""Rank 0 writes the status at least this often, from a thread: a long step or evaluation is no silence."""
+
+WORKERS_SILENT_S = 15.0
+"""When rank 0 has not written for so long, its driver writes that no worker gives a sign of life."""
+
+SILENT_S = 25.0
+"""A run whose status is older gives no sign of life: its driver, too, has missed a write, or storage is very slow."""
+
+
+class RunState(enum.StrEnum):
+    """The states of a run."""
+
+    PENDING = "pending"
+    "Submitted; its driver has not begun."
+    STARTING = "starting"
+    "The driver has begun; no worker trains yet, or any more."
+    RUNNING = "running"
+    FINISHING = "finishing"
+    "All steps are taken: it evaluates, commits the last checkpoint, predicts or writes its report."
+    SILENT = "silent"
+    "It should train, and gives no sign of life: its processes are frozen, cut off, or gone without a word."
+    RETRYING = "retrying"
+    "A try failed, and the cluster starts the next one."
+    STOPPING = "stopping"
+    "It was told to stop, and is saving."
+    STOPPED = "stopped"
+    "It was told to stop, and waits to be resumed."
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    LOST = "lost"
+    "Not finished, and nothing trains it: its processes ended without reporting, or are silent for too long."
+    DELETING = "deleting"
+    "It is being deleted, or its deletion was interrupted: the rest is not a run any more."
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the run stays in this state until somebody acts."""
+        ended = (RunState.STOPPED, RunState.SUCCEEDED, RunState.FAILED, RunState.LOST, RunState.DELETING)
+        return self in ended
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, by its own processes."""
+
+    state: RunState
+    owner: str
+    "Who trains: the job, or the process (`attempts.Attempt.owner`)."
+    reason: str = ""
+    "One sentence, mostly about how the run ended."
+    began: Moment = 0.0
+    "When the owner's driver started, in seconds since the epoch."
+    starts: Count = 1
+    "Consecutive starts of the same owner's driver without a new checkpoint in between."
+    attempt: Count = 0
+    """The attempt that it is of. Before the driver's first, the run's newest one when the driver began; or 0, so that
+    the status of another start counts, which trained then."""
+    after: tuple[str, ...] = ()
+    "The starts of drivers that had left a status when this one began."
+    driver: str = ""
+    "The start of the driver whose processes write it (`new_driver`); empty: an older version wrote it."
+    world_size: Workers = 0
+    step: Count = 0
+    "Optimizer steps taken."
+    heartbeat: Moment | None = field(default=None, metadata={"validation_alias": "beat"})
+    "When it last took a step (`step` may lag) or evaluated rows, in seconds since the epoch; None: not yet."
+    epoch: Count = 0
+    "The epoch, from 1, that `step` belongs to."
+    total_steps: Count = 0
+    steps_per_epoch: Count = 0
+    checkpoint: CheckpointName | None = None
+    "Name of the newest committed checkpoint."
+    checkpoint_time: Moment | None = None
+    "When that was committed, in seconds since the epoch."
+    loss: float | None = None
+    "Mean over the last training rows, as of a checkpoint (`RECENT_ROWS`)."
+    rows_per_s: Measure | None = None
+    step_time_s: Measure | None = None
+    save_s: Measure | None = None
+    "Seconds the newest save took, to its commit."
+    notice_s: Measure | None = None
+    "Seconds of a node's notice that a save may use; None: not known."
+    memory_every: Count = 0
+    "Optimizer steps between copies in the nodes' shared memory; 0: none are made."
+    warning: str = ""
+    "For the user, before it matters: a save takes longer than the notice, say."
+    time: Moment = field(default_factory=time.time)
+    "When it was written, in seconds since the epoch."
+    stored: float | None = None
+    "When storage took it, by this machine's clock; None: it was not read from storage."
+
+    @property
+    def seen(self) -> float:
+        """The last sign of life, in seconds since the epoch: by storage's clock, as the writer's may be wrong."""
+        return self.time if self.stored is None else self.stored
+
+
+def new_driver() -> str:
+    """Identifies one start of a driver."""
+    return uuid.uuid4().hex[:8]
+
+
+def write_status(run: Run, status: Status) -> None:
+    """Replace the status of its driver's attempt, with the current time; raises `StorageError`."""
+    restore_status(run, replace(status, time=time.time()))
+
+
+def restore_status(run: Run, status: Status) -> None:
+    """Replace the status of its driver's attempt as it is, time included; raises `StorageError`."""
+    record = asdict(status)
+    del record["stored"]
+    record["beat"] = record.pop("heartbeat")  # its name on disk
+    run.storage.write(_key(run, status), to_json(record))
+
+
+def _key(run: Run, status: Status) -> str:
+    if not status.driver:
+        return run.key("status.json")
+    return run.key(FOLDER, f"attempt-{status.attempt:04d}-{status.driver}.json")
+
+
+def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
+    """The status object that counts in a listing: the newest attempt's, and of those the one written last.
+
+    With `driver`, only among the objects of that start of a driver.
+    """
+    found = [(int(match[1] or -1), entry) for entry in listed if (match := NAME.fullmatch(entry.key))]
+    own = [(number, entry) for number, entry in found if not driver or driver_of(entry) == driver]
+    newest = max(own, key=lambda one: (one[0], one[1].modified), default=None)
+    return newest[1] if newest else None
+
+
+def attempt_in(entry: Entry) -> int:
+    """The attempt of a status object, from its name; -1 for an older version's."""
+    match = NAME.fullmatch(entry.key)
+    return int(match[1] or -1) if match else -1
+
+
+def driver_of(entry: Entry) -> str:
+    """The start of the driver that a status object is of, from its name; empty for an older version's."""
+    match = NAME.fullmatch(entry.key)
+    return (match[2] or "") if match else ""
+
+
+def list_statuses(run: Run) -> list[Entry]:
+    """All status objects of the run; the order says nothing."""
+    listed = run.storage.list(run.key(FOLDER))
+    return [entry for entry in listed if NAME.fullmatch(entry.key)] or run.storage.list(run.key("status.json"))
+
+
+def own_status(run: Run, driver: str) -> Entry | None:
+    """The status object of this start of a driver; None when another one has taken the run over, or it was deleted."""
+    listed = list_statuses(run)
+    newest, own = newest_status(listed), newest_status(listed, driver)
+    return own if own and newest and attempt_in(own) == attempt_in(newest) else None
+
+
+def read_status(run: Run, driver: str = "", warn: Callable[[str], Any] = warn_once) -> Status | None:
+    """The status that counts, or that of one start of a driver; None before there is one, or when it is damaged.
+
+    Raises `StorageError`; `warn` hears of damage.
+    """
+    return _read(run, lambda listed: newest_status(listed, driver), warn)
+
+
+def read_other_status(run: Run, driver: str) -> Status | None:
+    """The status that counts among those of all other starts of a driver; otherwise like `read_status`."""
+    return _read(run, lambda listed: newest_status(entry for entry in listed if driver_of(entry) != driver), warn_once)
+
+
+def _read(run: Run, choose: Callable[[list[Entry]], Entry | None], warn: Callable[[str], Any]) -> Status | None:
+    for _ in range(READ_TRIES):
+        entry = choose(list_statuses(run))
+        if entry is None:
+            return None
+        with contextlib.suppress(NotFoundError):  # withdrawn, or tidied away by a newer attempt, since it was listed
+            return usable_status(run.storage, entry, warn)
+    return None
+
+
+def usable_status(storage: Storage, entry: Entry, warn: Callable[[str], Any] = warn_once) -> Status | None:
+    """Like `load_status`; None when it is damaged, of which `warn` hears."""
+    return news(lambda: load_status(storage, entry), None, warn)
+
+
+def load_status(storage: Storage, entry: Entry) -> Status:
+    """The status in one object; raises `NotFoundError`, `StorageError` or `DamageError`."""
+    status: Status = parse(Status, read_content(storage, entry.key), storage.locate(entry.key))
+    return replace(status, stored=entry.modified - storage.ahead_s)
+
+
+def refuse_if_ended(run: Run, status: Status) -> None:
+    """Raise `SupersededError` when the driver of this status has written that its attempt has ended."""
+    try:
+        key = _key(run, status)
+        written: Status = parse(Status, read_content(run.storage, key), run.storage.locate(key))
+    except (NotFoundError, DamageError):
+        return  # not written yet, or damaged: the next one mends it
+    if written.state.terminal:
+        raise SupersededError(f"{run.location}: the driver of attempt {status.attempt} has ended it")
+
+
+def delete_older_statuses(run: Run, attempt: int) -> None:
+    """Tidy away the statuses of older attempts; a failure is made up for by the next attempt."""
+    with contextlib.suppress(StorageError):
+        run.storage.delete_many(
+            [entry.key for entry in run.storage.list(run.key(FOLDER)) if attempt_in(entry) < attempt]
+        )
+
+
+def withdraw_status(run: Run, driver: str) -> None:
+    """Delete what this start of a driver said: the run stands where it stood before. Raises `StorageError`."""
+    run.storage.delete_many([entry.key for entry in list_statuses(run) if driver_of(entry) == driver])
+
+
+def request_stop(run: Run, by: str) -> None:
+    """Ask the run, whichever job trains it now or later, to save and stop."""
+    run.storage.write(run.key(STOP), to_json({"by": by, "time": time.time()}))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Who asked for a stop or a deletion, and when."""
+
+    by: str = ""
+    "Empty: not known."
+    time: Moment = 0.0
+
+
+def read_stop(run: Run, warn: Callable[[str], Any] = warn_once) -> Mark | None:
+    """The request to stop, if there is one. It holds even when it is damaged, of which `warn` hears."""
+    try:
+        return news(lambda: read(run, Mark, STOP), Mark(), warn)
+    except NotFoundError:
+        return None
+
+
+def stop_requested(run: Run) -> bool:
+    """Whether the run has to stop, and stay stopped."""
+    return run.storage.exists(run.key(STOP))
+
+
+def clear_stop(run: Run) -> None:
+    """Let the run train again."""
+    run.storage.delete(run.key(STOP))
+
+
+def mark_deletion(run: Run, by: str) -> None:
+    """Record that the run is being deleted; raises `StorageError`."""
+    run.storage.write(run.key(DELETION), to_json({"by": by, "time": time.time()}))
+
+
+def deletion_begun(run: Run) -> bool:
+    """Whether the run is being deleted, or its deletion was interrupted."""
+    return run.storage.exists(run.key(DELETION))
+
+
+def refuse_if_deleted(run: Run) -> None:
+    """Raise `SupersededError` when the run is being deleted."""
+    if deletion_begun(run):
+        raise SupersededError(
+            f"{run.location} is being deleted, so nothing may train it; `sunspot delete {run.name}` completes that"
+        )
+
+
+def clear_deletion(run: Run) -> None:
+    """Delete the record, last of all."""
+    run.storage.delete(run.key(DELETION))

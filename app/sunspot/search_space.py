@@ -1,0 +1,291 @@
+"""A search space: settings that hold an expression instead of a value, and what each trial draws from them.
+
+    LEARNING_RATE=loguniform(1e-4,1e-2)     any number between, every order of magnitude equally likely
+    LEARNING_RATE=uniform(0.01,0.1)         any number between
+    EPOCHS=randint(2,5)                     2, 3 or 4: the end is excluded, as in Ray Tune and Python
+    PRECISION=choice(fp32,bf16)             one of these
+    TASK_ARGS={"width": "choice(8,16)"}     the same in the task's own hyperparameters
+
+What trial n draws is a function of SEED, n and the expression alone: more trials or another varied setting change
+nothing about the others, and a restarted search has the same trials.
+"""
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sunspot.errors import SettingsError
+from sunspot.settings import IDENTITY, PREFIX, RUN_NAME_LENGTH, Settings, cut, load_settings, parse_json, takes
+
+VARIED = (
+    "task",
+    "init_from",
+    "epochs",
+    "max_steps",
+    "global_batch_size",
+    "micro_batch_size",
+    "learning_rate",
+    "seed",
+    "precision",
+)
+"""Settings that a search may vary, besides those in TASK_ARGS. The others are about where a run trains and how it is
+operated: comparing trials by their metric says nothing about them."""
+
+TEXTS = ("task", "init_from")
+"""Varied settings whose values may contain brackets: there an unknown function is not taken for a misspelling."""
+
+FUNCTIONS = {
+    "uniform": ("uniform(0.01,0.1)", "two numbers, the first one below the second"),
+    "loguniform": ("loguniform(1e-4,1e-2)", "two numbers above 0, the first one below the second"),
+    "randint": ("randint(2,5)", "two whole numbers, the first one below the second"),
+    "choice": ("choice(8,16,32)", "values with commas between them"),
+}
+"""Each with an example and the arguments that it takes. Not parsed as Python, as the words of `choice` may be URLs."""
+
+CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
+
+LARGEST_INTEGER = 2**53
+"""Larger bounds of `randint` have neighbours that a draw cannot tell apart."""
+
+DIGITS = 4
+"""Significant digits of a drawn number: more mean nothing and make tables unreadable."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One expression of a search space."""
+
+    name: str
+    "The setting without its prefix, within TASK_ARGS with its path, as in `TASK_ARGS.width`."
+    text: str
+    "The expression as given."
+    function: str
+    arguments: tuple[Any, ...]
+    "The values of `choice`, both bounds of the others."
+
+    @property
+    def logarithmic(self) -> bool:
+        return self.function == "loguniform"
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """If these values are valid, all are."""
+        if self.function == "randint":
+            return self.arguments[0], self.arguments[1] - 1
+        return self.arguments
+
+    def draw(self, seed: int, trial: int) -> Any:
+        """The value for a trial, from 1."""
+        text = f"{seed} {trial} {self.name} {self.text}".encode(errors="surrogatepass")
+        share = random.Random(text).random()  # bytes are hashed with SHA-512
+        if self.function == "choice":
+            return self.arguments[int(share * len(self.arguments))]
+        low, high = self.arguments
+        if self.function == "randint":
+            return low + int(share * (high - low))
+        value = low * (high / low) ** share if self.logarithmic else low + share * (high - low)
+        return min(high, max(low, float(f"{value:.{DIGITS}g}")))
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search with all its trials, planned before anything is started."""
+
+    settings: Settings
+    "The search's own: varied ones have their defaults."
+    dimensions: tuple[Dimension, ...]
+    "Empty if there is nothing to search."
+    given: dict[str, str]
+    "The variables with an expression, in canonical form."
+    samples: tuple[dict[str, Any], ...]
+    "The values that each trial draws, by dimension."
+    trials: tuple[Settings, ...]
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Settings that may not change during a trial."""
+        varied = [variable.removeprefix(PREFIX).lower() for variable in self.given]
+        return tuple(dict.fromkeys((*IDENTITY, *varied)))
+
+
+def load_search(variables: Mapping[str, str]) -> Search:
+    """Read a search from the variables of the environment or of a job.
+
+    Settings without an expression give a search without trials. Raises `SettingsError` with every problem of the
+    expressions, of their extreme values, and of the trials.
+    """
+    given = _ours(variables)
+    settings, dimensions, expressions = load_common(given)
+    if not dimensions:
+        return Search(settings, (), {}, (), ())
+
+    problems = []
+    if settings.num_workers.elastic:
+        elastic = f"{PREFIX}NUM_WORKERS={settings.num_workers}"
+        problems.append(f"{elastic}: trials would take each other's workers; set it to one number")
+    longest = trial_name(settings.run_name, settings.trials)
+    if len(longest) > RUN_NAME_LENGTH:
+        most = RUN_NAME_LENGTH - len(longest) + len(settings.run_name)
+        problems.append(
+            f"{PREFIX}RUN_NAME={settings.run_name}: its trials would be called like {longest}, of at most "
+            f"{RUN_NAME_LENGTH} characters; set it to a name of at most {most}"
+        )
+        _raise(problems)
+    samples = [{d.name: d.draw(settings.seed, n) for d in dimensions} for n in range(1, settings.trials + 1)]
+    extremes = [{**samples[0], d.name: value} for d in dimensions for value in d.extremes]
+    trials = []
+    for number, sample in enumerate([*extremes, *samples], start=1 - len(extremes)):
+        if number > 0:
+            _raise(problems)  # of all extremes, or else of the trials
+        name = trial_name(settings.run_name, max(1, number))
+        try:
+            trials.append(load_settings({**given, **_substitute(expressions, sample), PREFIX + "RUN_NAME": name}))
+        except SettingsError as error:
+            problems += str(error).splitlines()[1:]  # without the line that counts them
+    _raise(problems)
+    return Search(settings, dimensions, expressions, tuple(samples), tuple(trials[len(extremes) :]))
+
+
+def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
+    """The settings that all trials have in common, with defaults for the varied ones; the dimensions; and the variables
+    with an expression, in canonical form.
+
+    Without an expression, the settings of a run. Raises `SettingsError`.
+    """
+    given = _ours(variables)
+    dimensions = find_dimensions(given)
+    expressions = {name: given[name] for name in {PREFIX + d.name.partition(".")[0]: None for d in dimensions}}
+    if (arguments := PREFIX + "TASK_ARGS") in expressions:
+        expressions[arguments] = json.dumps(json.loads(expressions[arguments]), sort_keys=True)
+    defaults = Settings.model_construct().environment()
+    return load_settings({**given, **{name: defaults[name] for name in expressions}}), dimensions, expressions
+
+
+def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
+    """The expressions in the variables, in the order of the settings; raises `SettingsError` with every wrong one."""
+    dimensions, problems = [], []
+    for field in Settings.model_fields:
+        name = field.upper()
+        text = variables.get(PREFIX + name, "")
+        for path, value in _walk_task_args(text) if field == "task_args" else [(name, text)]:
+            try:
+                dimension = parse(path, value, strict=field in VARIED and field not in TEXTS)
+            except ValueError as error:
+                problems.append(f"{PREFIX}{cut(path)}={cut(value)}: {error}")
+                continue
+            if dimension and field not in (*VARIED, "task_args"):
+                varied = ", ".join(varied.upper() for varied in (*VARIED, "task_args"))
+                problems.append(
+                    f"{PREFIX}{cut(path)}={cut(value)}: a search may not vary it, only {varied}; set it to "
+                    f"{takes(field)}"
+                )
+            elif dimension:
+                dimensions.append(dimension)
+    _raise(problems)
+    return tuple(dimensions)
+
+
+def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
+    """Parse an expression; None if `text` is none. With `strict`, an unknown function is an error.
+
+    Raises `ValueError` with the fix for a wrong expression.
+    """
+    match = CALL.fullmatch(text.strip())
+    if not match or (match[1] not in FUNCTIONS and not strict):
+        return None
+    function, inside, closed = match[1], match[2].removesuffix(")"), match[2].endswith(")")
+    if function not in FUNCTIONS:
+        raise ValueError(f"there is no {function}; use {', '.join(example for example, _ in FUNCTIONS.values())}")
+    words = [word.strip() for word in inside.split(",")]
+    try:
+        if not closed or not all(words):
+            raise ValueError
+        arguments = tuple(map(_parse_value if name.startswith("TASK_ARGS") else str, words))
+        if function != "choice":
+            low, high = arguments = tuple(map(_parse_integer if function == "randint" else _parse_finite, words))
+            if low >= high or (function == "loguniform" and low <= 0):
+                raise ValueError
+    except ValueError:
+        example, arguments_taken = FUNCTIONS[function]
+        raise ValueError(f"{function} takes {arguments_taken}, as in {example}") from None
+    return Dimension(name, text.strip(), function, arguments)
+
+
+def trial_name(run_name: str, trial: int) -> str:
+    """The run name of trial `trial`, from 1."""
+    return f"{run_name}-{trial:02d}"
+
+
+def in_words(sample: Mapping[str, Any]) -> str:
+    """A trial's values, for people."""
+    return ", ".join(f"{name}={value}" for name, value in sample.items())
+
+
+def _ours(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in variables.items() if name.startswith(PREFIX)}
+
+
+def _substitute(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:
+    """The variables with an expression, with the drawn values filled in."""
+    arguments = PREFIX + "TASK_ARGS"
+    filled = {name: str(sample[name.removeprefix(PREFIX)]) for name in expressions if name != arguments}
+    if arguments in expressions:
+        filled[arguments] = json.dumps(_replace(json.loads(expressions[arguments]), "TASK_ARGS", sample))
+    return filled
+
+
+def _replace(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: _replace(inner, f"{path}.{name}", sample) for name, inner in value.items()}
+    return sample.get(path, value)
+
+
+def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
+    """The strings in TASK_ARGS, each with its path; none if it is no JSON object, which `load_settings` refuses."""
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from walk(f"{path}.{name}", inner)
+        elif isinstance(value, str):
+            yield path, value
+
+    try:
+        parsed = parse_json(text or "{}")
+    except ValueError:
+        return
+    if isinstance(parsed, dict):
+        yield from walk("TASK_ARGS", parsed)
+
+
+def _parse_value(word: str) -> Any:
+    """A value in TASK_ARGS: JSON if it parses as such, else a string."""
+    try:
+        return parse_json(word)
+    except ValueError:
+        return word
+
+
+def _parse_integer(word: str) -> int:
+    number = int(word)
+    if abs(number) > LARGEST_INTEGER:
+        raise ValueError
+    return number
+
+
+def _parse_finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        lines = sorted({line.strip() for line in problems})
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        raise SettingsError(f"{count} in the search space:\n" + "\n".join(f"  {line}" for line in lines))

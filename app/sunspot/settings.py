@@ -1,0 +1,464 @@
+"""Every setting of a run, once: read by the training program and by the submitter.
+
+A setting is an environment variable with the prefix SUNSPOT_. The sentence below each field is its description, in
+`--help` and in the documentation; `takes` is the fix named when a value is wrong. Secrets are never settings.
+"""
+
+import argparse
+import difflib
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+)
+
+from sunspot.errors import SettingsError
+from sunspot.formatting import plural
+
+PREFIX = "SUNSPOT_"
+
+RUN_NAME_LENGTH = 38
+"""A run's name becomes part of names in Kubernetes, of at most 47 characters."""
+
+RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
+
+LONGEST_VALUE = 200
+"""Characters shown of a wrong value."""
+
+READING_SHARE = 0.25
+"""Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
+
+
+class Workers(NamedTuple):
+    """The number of training workers: a range when elastic, else `least == most`."""
+
+    least: int
+    most: int
+
+    @property
+    def elastic(self) -> bool:
+        return self.least != self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}" if self.elastic else str(self.least)
+
+
+class NodeGroup(BaseModel):
+    """Nodes of one kind, known by a resource of Ray's that is called as the group."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    most: int = Field(ge=1)
+    "Training workers on them at most."
+    after_s: float = Field(ge=0)
+    "How long the groups before must lack nodes until this one stands in, and have enough until it steps back."
+
+
+def _parse_groups(value: Any) -> Any:
+    return parse_json(value) if isinstance(value, str) else value
+
+
+def _parse_workers(value: Any) -> Workers:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
+    if not match:
+        raise ValueError("not a number or a range")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise ValueError("out of range")
+    return Workers(least, most)
+
+
+def _check_origin(value: str) -> str:
+    if value.startswith("run:") and not re.fullmatch(RUN_NAME, value.removeprefix("run:")):
+        raise ValueError("not the name of a run")
+    return value
+
+
+DEEPEST = 50
+"""Levels of a JSON object in a setting; with a thousand, Python's own functions fail."""
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value of at most DEEPEST levels; raises `ValueError`."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    _refuse_depth(value, DEEPEST)
+    return value
+
+
+def _refuse_depth(value: Any, levels: int) -> None:
+    if isinstance(value, (dict, list)):
+        if not levels:
+            raise ValueError("nested too deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_depth(item, levels - 1)
+
+
+def _parse_json_object(value: Any) -> dict[str, Any]:
+    parsed = parse_json(value or "{}") if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
+        raise ValueError("not a JSON object")
+    return parsed
+
+
+JsonObject = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parse_json_object),
+    PlainSerializer(lambda value: json.dumps(value, sort_keys=True), return_type=str),
+]
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
+
+NodeGroups = Annotated[
+    tuple[NodeGroup, ...],
+    BeforeValidator(_parse_groups),
+    PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
+]
+
+WorkerCount = Annotated[Workers, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
+
+
+def _parse_steps_or_share(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf or (number > 1 and number % 1):
+        raise ValueError("neither a whole number nor a share")
+    return number if 0 < number < 1 else int(number)
+
+
+StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
+
+
+def _setting(default: Any, takes: str, **limits: Any) -> Any:
+    """A field with its default, what it takes, and pydantic's limits."""
+    return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
+
+
+class Settings(BaseModel):
+    """The settings of one run, validated together; immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    task: str = _setting(
+        "sunspot.tasks.mnist",
+        "an importable module, e.g. sunspot.tasks.mnist",
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
+    )
+    "Module that supplies the model, the optimizer and the loss (and, if it wants, the datasets)."
+
+    run_name: str = _setting(
+        "mnist",
+        "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
+        pattern=f"^{RUN_NAME}$",
+    )
+    "Identity of the run: the same name and storage are the same run, which is resumed."
+
+    task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
+    "The task's own hyperparameters, passed to it as they are."
+
+    init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict: of torch.save, or safetensors")
+    "Warm start: the weights to begin from while the run has no checkpoint of its own."
+
+    storage_path: str = _setting(
+        "runs",
+        "a local or NFS path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
+    )
+    "Where runs are kept. Endpoint and credentials come from the usual environment of each cloud."
+
+    dataset: str = _setting("sample", "sample, mnist, or a path or URL of Parquet", min_length=1)
+    "What to train on: the bundled digits, torchvision's MNIST, or Parquet."
+
+    test_dataset: str = _setting("", "a path or URL of Parquet, or empty")
+    "Held-out rows when DATASET is a path; empty: its test/ folder if it has train/ and test/, else no evaluation."
+
+    data_root: str = _setting("data", "a directory", min_length=1)
+    "Where torchvision keeps MNIST."
+
+    loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
+    "torch: rows in memory behind a DataLoader. ray: rows streamed by Ray Data."
+
+    num_workers: WorkerCount = _setting("2", "a number such as 4, or a range such as 2..8")
+    "Training workers (the world size); a range is elastic."
+
+    use_gpu: Literal["auto", "true", "false"] = _setting("auto", "auto, true or false")
+    "auto: a GPU per worker if the cluster has that many."
+
+    resources_per_worker: JsonObject = _setting({}, """a JSON object, e.g. {"CPU": 4, "GPU": 1}""")
+    "Ray resources of one worker; empty: chosen, and the plan says why."
+
+    epochs: int = _setting(2, "a whole number from 1", ge=1)
+    "Passes over the training rows."
+
+    max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
+    "Optimizer steps after which the run ends, if its epochs take more; 0: no limit."
+
+    global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
+    "Rows per optimizer step over all workers, whatever their number."
+
+    micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
+    "Most rows in one forward pass of one worker; more are accumulated. 0: no limit, or its share on the most workers."
+
+    learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
+    "The peak rate; the task's schedule scales it, or SCHEDULE where the task has none."
+
+    schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
+    "From the peak rate down to 0 by the last step, or constant; for a task without a schedule of its own."
+
+    warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a share of all steps below 1, e.g. 0.05")
+    "Steps over which the rate rises to its peak first, or their share; for a task without a schedule of its own."
+
+    weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
+    "Of AdamW, on matrices only; for a task without an optimizer of its own."
+
+    clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
+    "Longest gradient of a step, over all parameters; a longer one is scaled down to it. 0: off."
+
+    ema: float = _setting(0, "a share from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
+    "Decay of an exponential moving average of the weights: evaluated, and in `model.pt` in their place. 0: off."
+
+    seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
+    "With the data, decides the whole sequence of optimizer steps."
+
+    precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
+    "tf32: factors of products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
+
+    gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
+    "How gradients travel between workers: bf16 halves the bytes, and rounds what is added up."
+
+    compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
+    "Mode of torch.compile, which compiles the model in its first passes; it needs a C or C++ compiler."
+
+    parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
+    "ddp: the whole model on each worker. fsdp: a part of it on each, for a model that is too large for one."
+
+    checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
+    "A checkpoint every so many optimizer steps, besides the end of each epoch."
+
+    checkpoint_every_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
+    "A checkpoint every so many seconds, besides the end of each epoch."
+
+    checkpoints_to_keep: int = _setting(3, "a whole number from 1", ge=1)
+    "How many of the best checkpoints stay; the newest always does too."
+
+    checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
+    "The metric that ranks checkpoints (of training rows: its mean over the last 10,000); one without it ranks last."
+
+    checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
+    "Whether less or more of the metric is better."
+
+    trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
+    "Runs of a search (python -m sunspot.tune), each with settings of its own drawn from the search space."
+
+    concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
+    "Trials of a search that train at the same time."
+
+    max_failures: int = _setting(3, "a whole number from 0", ge=0)
+    "Worker or node losses without notice, and without a new checkpoint in between, that a run survives."
+
+    max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
+    "Starts of one job's driver in a row without a new checkpoint before the run fails."
+
+    storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
+    "Seconds that storage may refuse every commit or restore, or not answer, before the run ends with a message."
+
+    snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
+    "Largest share of the training time spent on copies of the state in shared memory, for recovery from a loss."
+
+    hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
+    "Seconds without a step of a rank after which its stacks are recorded and the workers restart; 0: off."
+
+    warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
+    "Seconds of training after which each node imports all of it once more, to fork the workers of restarts; 0: off."
+
+    report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
+    "Seconds between two records of the metric history; each checkpoint adds one."
+
+    predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
+    "Held-out rows that the newest checkpoint predicts for the report once training has ended."
+
+    tracking: Literal["", "mlflow", "wandb"] = _setting("", "mlflow, wandb, or empty (none)")
+    "Service that the run is delivered to; its address and credentials come from its usual environment."
+
+    tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
+    "MLflow's experiment, or the project of Weights & Biases, that the run belongs to."
+
+    weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
+    "safetensors: a finished run's last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
+
+    audit: bool = _setting(False, "true or false")
+    "Record the id of every row that each optimizer step consumed."
+
+    accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
+    "What refusals named to go on all the same: another order of the rows, or the loss of checkpoints or of a start."
+
+    notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
+    "Set by the manifest: seconds from the notice of a preemption until Ray ends what runs on the node; 0: unknown."
+
+    node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
+    "Set by the manifest for several groups of nodes: where workers go, first choice first."
+
+    nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
+    "Seconds that a run with several groups waits for its first nodes; the manifest sets its own deadline here."
+
+    job_id: str = _setting("", "the identity of the cluster job, or empty")
+    "Set by the manifest: the same for every retry of one job. Empty: each process is a job of its own."
+
+    def environment(self) -> dict[str, str]:
+        """Every setting as its environment variable, in the order of the fields."""
+        return {PREFIX + name.upper(): _as_text(value) for name, value in self.model_dump().items()}
+
+
+IDENTITY = ("task", "task_args", "dataset", "seed", "global_batch_size", "loader")
+"""Settings that give the position and the weights of a run their meaning: a run keeps them to its last step."""
+
+
+def accepts(environment: Mapping[str, str], name: str) -> bool:
+    """Whether ACCEPT, among settings by variable (`Settings.environment`), names what was refused."""
+    return name in environment.get(PREFIX + "ACCEPT", "").split(",")
+
+
+class SettingInfo(NamedTuple):
+    """What a user may know about a setting."""
+
+    variable: str
+    default: str
+    "As the variable would hold it; may be empty."
+    takes: str
+    meaning: str
+
+
+def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
+    """The settings with these field names, in order; all of them by default."""
+    defaults = Settings.model_construct().environment()
+    variables = {name: PREFIX + name.upper() for name in names}
+    return [
+        SettingInfo(variable, defaults[variable], takes(name), str(Settings.model_fields[name].description))
+        for name, variable in variables.items()
+    ]
+
+
+def takes(name: str) -> str:
+    """What the setting with this field name may be set to."""
+    extra: Any = Settings.model_fields[name].json_schema_extra
+    return extra["takes"]
+
+
+def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from the environment; `overrides` wins (by variable name, with or without the prefix).
+
+    Raises `SettingsError` with every problem at once: variable, value, fix.
+    """
+    given = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    for name, value in (overrides or {}).items():
+        given[PREFIX + name.upper().removeprefix(PREFIX)] = value
+    values = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if value != ""}
+
+    problems = [_misspelt(name) for name in given if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
+    if values.get("test_dataset") and values.get("dataset", "sample") in ("sample", "mnist"):
+        problems.append(
+            f"{PREFIX}TEST_DATASET={cut(values['test_dataset'])}: set {PREFIX}DATASET to a path too, or leave this "
+            "empty"
+        )
+    known = {name: value for name, value in values.items() if name in Settings.model_fields}
+    try:
+        settings = Settings(**known)  # type: ignore[arg-type]  # pydantic parses the strings
+    except ValidationError as error:
+        problems += [_explain(problem) for problem in error.errors(include_url=False)]
+    if problems:
+        lines = "\n".join(f"  {line}" for line in sorted(problems))
+        raise SettingsError(f"{plural(len(problems), 'problem')} in the settings:\n{lines}")
+    return settings
+
+
+def recorded_settings(environment: Mapping[str, str]) -> Settings:
+    """The settings that a run recorded (`Settings.environment`), without those unknown to this version."""
+    values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
+    return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The variables that differ, a line each, as `NAME: old -> new`."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name}: {before.get(name, '(unset)')} -> {after.get(name, '(unset)')}" for name in names]
+
+
+def _misspelt(variable: str) -> str:
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
+    return f"{cut(variable)}: no such setting; did you mean {nearest}?"
+
+
+def _explain(problem: Any) -> str:
+    field = str(problem["loc"][0])
+    return f"{PREFIX}{field.upper()}={cut(problem['input'])}: set it to {takes(field)}"
+
+
+def cut(value: Any) -> str:
+    """A wrong value as messages show it."""
+    text = str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of a `python -m sunspot...`, whose `--help` also lists the settings that it reads."""
+
+    def __init__(self, module: str, description: str | None, settings: Iterable[str] = ()) -> None:
+        self._settings = list(settings)
+        lines = [f"  {s.variable}={s.default}\n{_indent(s.meaning)}" for s in describe_settings(self._settings)]
+        super().__init__(
+            f"python -m {module}",
+            description=description,
+            epilog="settings, environment variables with these defaults:\n" + "\n".join(lines) if lines else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse `words`, by default the command line; an unknown one ends the process with 2."""
+        words = list(sys.argv[1:] if words is None else words)
+        options = [word for word in itertools.takewhile(lambda word: word != "--", words) if word.startswith("--")]
+        for option in options:  # first, as argparse would rather complain of what is missing
+            if not any(known.startswith(option.partition("=")[0]) for known in self._option_string_actions):
+                self.error(self._suggest(option))
+        arguments, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            self.error(self._suggest(unknown[0]))
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """End the process as `run_and_exit` does for a `SettingsError`."""
+        self.exit(2, f"error: {message}\n")
+
+    def _suggest(self, word: str) -> str:
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        known = {option.strip("-").replace("-", "_"): option for option in options}
+        known |= {name: f"the environment variable {PREFIX}{name.upper()}" for name in self._settings}
+        stem = word.partition("=")[0].strip("-").replace("-", "_").lower().removeprefix(PREFIX.lower())
+        nearest = difflib.get_close_matches(stem, known, n=1)
+        hint = f"did you mean {known[nearest[0]]}?" if nearest else f"`{self.prog} --help` lists what there is"
+        return f"{word}: no such argument; {hint}"
+
+
+def _indent(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -1,0 +1,180 @@
+"""A container of Azure Blob Storage as storage."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.storage import bucket, parts
+from sunspot.storage.azure_upload import BlockUpload, latest_of
+from sunspot.storage.base import Entry, Unfinished
+from sunspot.storage.bucket import Bucket, Page, Range, is_below
+from sunspot.storage.deadline import moved
+
+
+class AzureStorage(Bucket):
+    """A prefix of a container, through Azure's client.
+
+    The account and its credentials: AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY
+    or, without a key, the identity that `DefaultAzureCredential` finds.
+    """
+
+    SCHEME = "az"
+
+    FIXES: ClassVar[dict[str, str]] = {
+        "ContainerNotFound": "create the container, or correct STORAGE_PATH",
+        "AuthorizationPermissionMismatch": "give the identity the role Storage Blob Data Contributor on the container",
+        "AuthorizationFailure": "allow this network in the storage account's firewall, and the identity the role "
+        "Storage Blob Data Contributor",
+        "AuthenticationFailed": "check AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_KEY, and this machine's clock",
+        "NoAuthenticationInformation": "set AZURE_STORAGE_KEY, or give the pod's service account an identity",
+        "ClientAuthenticationError": "run az login, or give the pod's service account an identity (Workload Identity)",
+        "ConditionNotMet": "it was replaced while it was read; try again",
+        "ServiceRequestError": "check AZURE_STORAGE_ACCOUNT or AZURE_STORAGE_CONNECTION_STRING, and that it can be "
+        "reached from here",
+    }
+
+    MISSING = "BlobNotFound"
+
+    VERSIONS_FIX = "switch versioning and soft delete of blobs off for this storage account, or keep them for a day"
+
+    VERSIONS_RIGHT = "Microsoft.Storage/storageAccounts/blobServices/read"
+
+    UNFINISHED_FIX = UNFINISHED_RIGHT = ""  # Azure always removes them
+
+    def __init__(self, storage_path: str) -> None:
+        super().__init__(storage_path)
+        self._service = _azure_client(storage_path)
+        self._container = self._service.get_container_client(self.bucket)
+
+    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+        from azure.core import MatchConditions
+        from azure.core.exceptions import HttpResponseError
+
+        condition = {"etag": version, "match_condition": MatchConditions.IfNotModified} if version else {}
+        with self._errors("read", key, gives_s=0):
+            try:
+                answer = self._container.download_blob(self._full(key), offset=begin, length=size, **condition)
+                body = answer.readall()
+            except HttpResponseError as error:
+                if error.status_code == 416:
+                    return None
+                raise
+        moved(len(body))
+        total = int(answer.properties.content_range.rpartition("/")[2])
+        return Range(lambda: body, total, answer.properties.etag)
+
+    def _put(self, key: str, data: bytes | bytearray) -> None:
+        self._container.upload_blob(self._full(key), bytes(data), overwrite=True, validate_content="md5")
+
+    def _put_new(self, key: str, data: bytes) -> bool:
+        from azure.core.exceptions import ResourceExistsError, ResourceModifiedError
+
+        try:
+            self._container.upload_blob(self._full(key), data, overwrite=False, validate_content="md5")
+        except (ResourceExistsError, ResourceModifiedError):
+            return False
+        return True
+
+    def upload(self, key: str, token: str = "") -> BlockUpload:
+        errors = functools.partial(self._errors, "upload", key)
+        return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token)
+
+    def _list_pages(self, prefix: str) -> Iterator[Page]:
+        for blobs, more in self._pages_of_blobs(prefix):
+            yield Page(
+                [
+                    Entry(self._relative(blob.name), blob.size, blob.last_modified.timestamp(), blob.etag)
+                    for blob in blobs
+                ],
+                more,
+            )
+
+    def _pages_of_blobs(self, prefix: str, **options: Any) -> Iterator[tuple[list[Any], bool]]:
+        pages = self._container.list_blobs(
+            name_starts_with=prefix,
+            raw_response_hook=lambda answer: self._note_clock(answer.http_response.headers.get("date")),
+            **options,
+        ).by_page()
+        for page in pages:
+            yield list(page), bool(pages.continuation_token)
+
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        with self._errors("list the unfinished uploads of", prefix):
+            whole = {blob.name for blobs, _ in self._pages_of_blobs(self._full(prefix)) for blob in blobs}
+            both = self._pages_of_blobs(self._full(prefix), include=["uncommittedblobs"])
+            names = [blob.name for blobs, _ in both for blob in blobs if blob.name not in whole]
+            return sorted(
+                Unfinished(key, sum(block.size for block in blocks), *latest_of(blocks))
+                for name in names
+                if is_below(key := self._relative(name), prefix)
+                if (blocks := self._container.get_blob_client(name).get_block_list("uncommitted")[1])
+            )
+
+    def discard(self, unfinished: Unfinished) -> None:
+        self.upload(unfinished.key, unfinished.token).remove_blocks()
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(NotFoundError), self._errors("delete", key):
+            self._container.delete_blob(self._full(key))
+
+    def keeps_versions(self) -> bool | None:
+        with contextlib.suppress(*self._failures()):
+            return bool(self._service.get_service_properties()["delete_retention_policy"].enabled)
+        return None
+
+    def drops_unfinished(self) -> bool:
+        return True  # after a week ("Put Block" in Azure's documentation)
+
+    def _failures(self) -> tuple[type[Exception], ...]:
+        from azure.core.exceptions import AzureError
+
+        return AzureError, OSError, ValueError
+
+    def _code(self, error: Any) -> str:
+        code = getattr(error, "error_code", None) or type(error).__name__
+        return str(getattr(code, "value", code))
+
+    def _text(self, error: Exception) -> str:
+        return shorten(Exception(str(error).partition("\n")[0]))  # after it, numbers of the request and XML
+
+
+def _azure_client(url: str) -> Any:
+    try:
+        from azure.storage.blob import BlobServiceClient, ExponentialRetry
+    except ImportError as error:
+        raise StorageError(f"{url}: Azure's client is not installed; pip install 'sunspot-train[azure]'") from error
+    options: dict[str, Any] = {
+        "connection_timeout": bucket.CONNECT_TIMEOUT_S,
+        "read_timeout": bucket.READ_TIMEOUT_S,
+        "retry_policy": ExponentialRetry(
+            initial_backoff=1, increment_base=2, retry_total=bucket.REQUEST_TRIES - 1, random_jitter_range=0
+        ),
+        "max_single_get_size": parts.PART,
+        "max_chunk_get_size": parts.PART,
+    }
+    connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT")
+    try:
+        if connection:
+            return BlobServiceClient.from_connection_string(connection, **options)
+        if not account:
+            raise StorageError(
+                f"{url}: which storage account is not known; set AZURE_STORAGE_ACCOUNT, or "
+                "AZURE_STORAGE_CONNECTION_STRING"
+            )
+        return BlobServiceClient(
+            f"https://{account}.blob.core.windows.net", os.environ.get("AZURE_STORAGE_KEY") or _identity(), **options
+        )
+    except ValueError as error:
+        raise StorageError(f"{url}: the AZURE_STORAGE_* environment cannot be used: {shorten(error)}") from error
+
+
+def _identity() -> Any:
+    from azure.identity import DefaultAzureCredential
+
+    return DefaultAzureCredential()

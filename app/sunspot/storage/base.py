@@ -1,0 +1,319 @@
+"""What a run needs of its storage, and what all backends share.
+
+Keys are `/`-separated and relative to the storage path. Every operation succeeds as a whole or raises `StorageError`
+naming the object (`NotFoundError` when it is not there), within the limits below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import uuid
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+
+from sunspot.background import start_thread
+from sunspot.errors import StorageError
+from sunspot.storage.deadline import moved
+
+if TYPE_CHECKING:
+    from sunspot.storage.parts import PartUpload
+
+CHUNK = 1 << 20
+"""Bytes of a large object that are read or written at a time."""
+
+READS_IN_FLIGHT = 16
+"""Small objects read at once: each waits for an answer, not for bytes."""
+
+RACE_TRIES, RACE_PAUSE_S = 5, 0.2
+"""Tries of a write that collides with another process's write, or with its delete of a neighbouring object."""
+
+Item = TypeVar("Item")
+
+Result = TypeVar("Result")
+
+Errors = Callable[[], contextlib.AbstractContextManager[None]]
+"""Turns a backend's errors into `StorageError` for one object. It wraps the backend's own calls only: a caller's
+`FileNotFoundError` would pass for a missing object."""
+
+
+class Entry(NamedTuple):
+    """An object in a listing."""
+
+    key: str
+    size: int
+    "Bytes."
+    modified: float
+    "When it was last written, in seconds since the epoch."
+    version: str
+    """Changes with every write, even of the same size, and differs between copies: S3's ETag and time, or a file's
+    inode and ctime. The time is for servers that keep the ETag of a file that was changed underneath them."""
+
+
+class Unfinished(NamedTuple):
+    """What a killed writer left behind: it takes space, but is not an object."""
+
+    key: str
+    "The object it would have become."
+    size: int
+    "Bytes."
+    modified: float
+    "When it was started or last written, in seconds since the epoch."
+    token: str
+    "Names it to storage."
+
+
+class Writer(ABC):
+    """An object being written: counts and hashes the bytes on their way; after a failure it accepts no more."""
+
+    verified = False
+    """Whether storage has checked the bytes that it got against a checksum sent along, once the object is complete.
+    If not, whoever relies on them reads them back."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.failure: Exception | None = None
+        self._sha = hashlib.sha256()
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Publish what was written as the object."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what was written, as far as storage allows; raises nothing."""
+
+    @abstractmethod
+    def _store(self, view: memoryview) -> None: ...
+
+    def write(self, data: Any) -> int:
+        if self.failure:
+            raise self.failure
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), CHUNK):
+            chunk = view[begin : begin + CHUNK]
+            self._sha.update(chunk)
+            try:
+                self._store(chunk)
+            except Exception as error:
+                self.failure = error
+                raise
+            self.size += len(chunk)
+            moved(len(chunk))
+        return len(view)
+
+    def flush(self) -> None:  # noqa: B027  # torch.save calls it
+        """Does nothing: an object is complete only when its context ends."""
+
+    @property
+    def sha256(self) -> str:
+        return self._sha.hexdigest()
+
+
+class Storage(ABC):
+    """A place for runs, opened by its storage path."""
+
+    is_bucket = False
+    """Whether it is an object store, with versions and lifecycle rules of its own."""
+
+    ahead_s = 0.0
+    """Seconds that the storage's clock, which dates its objects, is ahead of this machine's, by its last answer. A
+    directory is assumed to share this machine's clock: keep those of NFS clients and servers on NTP."""
+
+    @abstractmethod
+    def __init__(self, storage_path: str) -> None: ...
+
+    @abstractmethod
+    def locate(self, key: str) -> str:
+        """The path or URL of `key`, for messages."""
+
+    @abstractmethod
+    def open(self, key: str, offset: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A stream of the object's bytes from `offset`, which must lie before its end (or be 0)."""
+
+    @abstractmethod
+    def write(self, key: str, data: bytes) -> None:
+        """Write a small object atomically: a reader sees the old bytes or the new ones, never a part."""
+
+    @abstractmethod
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object if there is none; False when there is one with other content. Atomic among all writers.
+
+        Writers that must be told apart write different bytes: a retry takes identical content for its own.
+        """
+
+    @abstractmethod
+    def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
+        """Stream a large object; a reader sees what was there before until the context ends without error."""
+
+    def upload(self, key: str, token: str = "") -> PartUpload | None:
+        """An upload in parts, begun here unless `token` names one; None where several cannot write one object."""
+        return None
+
+    @abstractmethod
+    def list(self, prefix: str) -> list[Entry]:
+        """Every object below `prefix`, sorted by key."""
+
+    def list_readable(self, prefix: str, leave_out: Callable[[str, StorageError], Any]) -> Sequence[Entry]:
+        """Like `list`, without the folders below `prefix` that this user may not read: `leave_out` hears of each."""
+        return self.list(prefix)
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete one object; no error when it is not there."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete objects; no error for those that are not there. After an error, some may be left."""
+        for key in keys:
+            self.delete(key)
+
+    @abstractmethod
+    def delete_folders(self, prefix: str) -> None:
+        """Delete the empty folders at and below `prefix`, which no listing shows."""
+
+    @abstractmethod
+    def exists(self, key: str) -> bool:
+        """Whether the object is there."""
+
+    def refresh(self, prefix: str) -> None:  # noqa: B027  # most backends have nothing to do
+        """Let the next look below `prefix` show what other machines have written there by now."""
+
+    @abstractmethod
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        """Unfinished writes below `prefix`: those of killed writers, and those in progress."""
+
+    @abstractmethod
+    def discard(self, unfinished: Unfinished) -> None:
+        """Free the space of an unfinished write; no error when it is gone already."""
+
+    def keeps_versions(self) -> bool | None:
+        """Whether deleted and replaced objects keep taking space; None: not permitted to ask."""
+        return False
+
+    def drops_unfinished(self) -> bool | None:
+        """Whether the backend itself removes unfinished writes some day; None: not permitted to ask."""
+        return False
+
+    def read(self, key: str) -> bytes:
+        """All bytes of an object."""
+        with self.open(key) as stream:
+            return stream.read()
+
+    def chunks(self, key: str) -> Iterator[bytes | bytearray]:
+        """All bytes of a large object in their order, as fast as storage gives them; never of two versions of it."""
+        with self.open(key) as stream:
+            while chunk := stream.read(CHUNK):
+                yield chunk
+
+    def digest(self, key: str, copy: Callable[[bytes | bytearray], Any] | None = None) -> tuple[int, str]:
+        """Size in bytes and SHA-256 (hex) of an object as storage returns it; `copy` gets the bytes, too."""
+        size, sha = 0, hashlib.sha256()
+        for chunk in self.chunks(key):
+            size += len(chunk)
+            sha.update(chunk)
+            if copy:
+                copy(chunk)
+        return size, sha.hexdigest()
+
+    def prove(self, prefix: str) -> None:
+        """Check that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
+
+        The last is what keeps two processes from owning one run. Raises `StorageError`.
+        """
+        key, content = f"{prefix}/probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
+        created = self.create(key, content)
+        try:
+            # Before the second create, which replaces the content where it is not refused.
+            found = self.read(key) == content and [entry.key for entry in self.list(key)] == [key]
+            again = self.create(key, b"another writer")
+        finally:
+            self.delete(key)
+        if not created or not found:
+            raise StorageError(
+                f"{self.locate(key)}: written, but not found again; check that STORAGE_PATH is one consistent store"
+            )
+        if self.exists(key):
+            raise StorageError(f"{self.locate(key)}: deleted, but still there; allow deleting below STORAGE_PATH")
+        if again:
+            raise StorageError(
+                f"{self.locate(key)}: created twice; this store ignores 'If-None-Match: *', without which two "
+                "processes could write one run. Use a server that supports conditional writes"
+            )
+
+
+def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = READS_IN_FLIGHT) -> list[Result]:
+    """What `act` returns for each item, in their order. After the first error, no further item is started."""
+    todo, results = deque(enumerate(items)), {}
+
+    def work() -> None:
+        while todo:
+            try:
+                number, item = todo.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                results[number] = act(item)
+            except BaseException:
+                todo.clear()
+                raise
+
+    workers = [start_thread(work, "storage") for _ in range(min(at_once, len(todo)))]
+    wait(workers)
+    for worker in workers:
+        worker.result()
+    return [results[number] for number in sorted(results)]
+
+
+@contextlib.contextmanager
+def completed(writer: Writer) -> Iterator[Writer]:
+    """Complete `writer` at the end of the context, or abort it on any error."""
+    try:
+        yield writer
+        if writer.failure:
+            raise writer.failure
+        writer.complete()
+    except Exception as error:
+        writer.abort()
+        # torch.save replaces the error of a write by one of its own that does not mention storage.
+        if writer.failure and error is not writer.failure:
+            raise writer.failure from writer.failure.__cause__
+        raise
+    except BaseException:
+        writer.abort()
+        raise
+
+
+class ObjectReader(io.RawIOBase):
+    """Bytes of an object; errors of reading, and only those, go through `errors`."""
+
+    def __init__(self, source: Any, errors: Errors) -> None:
+        super().__init__()
+        self._source, self._errors = source, errors
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with self._errors():
+            size: int = self._source.readinto(buffer)
+        moved(size)
+        return size
+
+    def readall(self) -> bytes:
+        content = io.BytesIO()
+        while chunk := self._read_chunk():
+            content.write(chunk)
+            moved(len(chunk))
+        return content.getvalue()
+
+    def _read_chunk(self) -> bytes:
+        with self._errors():
+            return self._source.read(CHUNK)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()

@@ -1,0 +1,257 @@
+"""What the object stores share: keys below a prefix, ranges of one version, listings and guarded creation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any, BinaryIO, ClassVar, NamedTuple
+
+from sunspot.background import start_thread
+from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.storage import parts
+from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed, map_parallel
+from sunspot.storage.deadline import OPERATION_S, operation
+from sunspot.storage.parts import PartUpload, PartWriter
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
+"""A request fails after about 4 x 20 s of silence plus the client's backoff."""
+
+CONNECTIONS = 4 * parts.PARTS_IN_FLIGHT
+"""Kept open by a client, for several files whose parts are under way at once."""
+
+
+class Range(NamedTuple):
+    """Some bytes of an object, which storage has begun to send."""
+
+    read: Callable[[], bytes | bytearray]
+    "All of them: as many as were asked for, or up to the object's end."
+    total: int
+    "Bytes of the whole object, if no version was named."
+    version: str
+
+
+class Page(NamedTuple):
+    """A part of a listing, sorted by key."""
+
+    entries: list[Entry]
+    more: bool
+    "Whether there are other pages after this one."
+
+
+class Bucket(Storage):
+    """A prefix of a bucket, opened by `scheme://bucket/prefix`."""
+
+    is_bucket = True
+
+    SCHEME: ClassVar[str]
+
+    FIXES: ClassVar[dict[str, str]]
+    """What to do about an error, by the service's code for it or the class of the client's exception."""
+
+    MISSING: ClassVar[str]
+    """The code for an object that is not there, in a bucket that is."""
+
+    VERSIONS_FIX: ClassVar[str]
+    """How to have deleted objects take no more space."""
+
+    VERSIONS_RIGHT: ClassVar[str]
+    """The permission that `keeps_versions` needs."""
+
+    UNFINISHED_FIX: ClassVar[str]
+    """How to have unfinished uploads removed."""
+
+    UNFINISHED_RIGHT: ClassVar[str]
+    """The permission that `drops_unfinished` needs."""
+
+    def __init__(self, storage_path: str) -> None:
+        self.bucket, _, prefix = storage_path.partition("://")[2].partition("/")
+        self.prefix = prefix.strip("/")
+
+    # What each service does in its own way.
+
+    @abstractmethod
+    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+        """Some bytes of an object, of this version if one is named; None when it has none there."""
+
+    @abstractmethod
+    def _put(self, key: str, data: bytes | bytearray) -> None:
+        """Write an object by one request."""
+
+    @abstractmethod
+    def _put_new(self, key: str, data: bytes) -> bool:
+        """Write an object if there is none; False when that was refused."""
+
+    @abstractmethod
+    def upload(self, key: str, token: str = "") -> PartUpload: ...
+
+    @abstractmethod
+    def _list_pages(self, prefix: str) -> Iterator[Page]:
+        """Pages of all entries whose key in the bucket begins with these letters."""
+
+    @abstractmethod
+    def _failures(self) -> tuple[type[Exception], ...]:
+        """The exceptions of the service's client."""
+
+    @abstractmethod
+    def _code(self, error: Any) -> str:
+        """What FIXES calls one of them."""
+
+    # What all do alike.
+
+    def locate(self, key: str) -> str:
+        return f"{self.SCHEME}://{self.bucket}/{self._full(key)}"
+
+    def _full(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def _relative(self, full: str) -> str:
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    @contextlib.contextmanager
+    def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
+        with io.BufferedReader(_RangeReader(functools.partial(self._begin_range, key), offset), CHUNK) as stream:
+            yield stream
+
+    def chunks(self, key: str) -> Iterator[bytes | bytearray]:
+        first = self._begin_range(key, 0, parts.PART)
+        if first is None:
+            return
+        version = first.version
+
+        def read_part(begin: int) -> bytes | bytearray:
+            part = self._begin_range(key, begin, parts.PART, version)
+            assert part
+            return part.read()
+
+        begins = deque(range(parts.PART, first.total, parts.PART))
+        under_way = deque([start_thread(first.read, "storage-part")])
+        while under_way:
+            while begins and len(under_way) < parts.PARTS_IN_FLIGHT:
+                under_way.append(start_thread(functools.partial(read_part, begins.popleft()), "storage-part"))
+            yield under_way.popleft().result()
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._errors("write", key):
+            self._put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        for tries in range(RACE_TRIES):
+            with self._errors("create", key):
+                if self._put_new(key, data):
+                    return True
+            # It is ours when an earlier try was carried out and only its answer was lost.
+            with contextlib.suppress(NotFoundError):  # another writer was busy with it, or has deleted it
+                return self.read(key) == data
+            time.sleep(RACE_PAUSE_S * (tries + 1))
+        raise StorageError(f"{self.locate(key)}: cannot create: refused {RACE_TRIES} times, though no object is there")
+
+    @contextlib.contextmanager
+    def writer(self, key: str) -> Iterator[Writer]:
+        def put(body: bytearray) -> None:
+            with self._errors("upload", key):
+                self._put(key, body)
+
+        with completed(PartWriter(lambda: self.upload(key), put)) as writer:
+            yield writer
+
+    def list(self, prefix: str) -> list[Entry]:
+        # Keys ending in '/' are folders made by bucket browsers.
+        return sorted(entry for entry in self._entries(prefix) if not entry.key.endswith("/"))
+
+    def _entries(self, prefix: str) -> Sequence[Entry]:
+        """Like `list`, with everything that takes space there."""
+        with self._errors("list", prefix):
+            return [e for page in self._pages(self._full(prefix)) for e in page.entries if is_below(e.key, prefix)]
+
+    def _pages(self, prefix: str) -> Iterator[Page]:
+        """Pages of a listing with the object `prefix` and its folder, and others beside them on two pages at most.
+
+        Buckets go by the first letters: a listing of `search` would read its way through `search-01/` and all others.
+        """
+        folder = prefix.rstrip("/") + "/"
+        for page in self._list_pages(prefix):
+            yield page
+            last = self._full(page.entries[-1].key) if page.entries else ""
+            if prefix in ("", folder) or last.startswith(folder):
+                continue
+            if page.more and last < folder:
+                yield from self._list_pages(folder)
+            return
+
+    def _note_clock(self, date: str | None) -> None:
+        """Compare the server's clock, to the second, with this machine's: of an answer that has just arrived."""
+        with contextlib.suppress(TypeError, ValueError):  # no date, or none that can be read
+            self.ahead_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - time.time()
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        map_parallel(self.delete, keys)
+
+    def delete_folders(self, prefix: str) -> None:
+        everything = self._entries(prefix)
+        holding = [entry.key for entry in everything if not entry.key.endswith("/")]
+        folders = [entry.key for entry in everything if entry.key.endswith("/")]
+        self.delete_many([key for key in folders if not any(held.startswith(key) for held in holding)])
+
+    def exists(self, key: str) -> bool:
+        # Not by HEAD: its 404 has no body, so a missing bucket would pass for a missing object.
+        return any(entry.key == key for entry in self.list(key))
+
+    @contextlib.contextmanager
+    def _errors(self, action: str, key: str, gives_s: float = OPERATION_S) -> Iterator[None]:
+        """An operation whose errors become a `StorageError`; `gives_s` as in `operation`."""
+        try:
+            with operation(self.locate(key), gives_s):
+                yield
+        except self._failures() as error:
+            code = self._code(error)
+            if code == self.MISSING:
+                raise NotFoundError(f"{self.locate(key)}: not found") from error
+            fix = self._fix(code)
+            raise StorageError(
+                f"{self.locate(key)}: cannot {action}: {self._text(error)}{'; ' if fix else ''}{fix}"
+            ) from error
+
+    def _text(self, error: Exception) -> str:
+        return shorten(error)
+
+    def _fix(self, code: str) -> str:
+        return self.FIXES.get(code, "")
+
+
+class _RangeReader(io.RawIOBase):
+    """An object's bytes from an offset, in ranges of one version, each twice as long as the one before."""
+
+    def __init__(self, ask: Callable[[int, int, str], Range | None], offset: int) -> None:
+        super().__init__()
+        self._ask, self._next, self._size = ask, offset, CHUNK
+        self._left, self._version, self._ended = memoryview(b""), "", False
+        self._read_range()  # so that an object that is not there is missed at once
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._left and not self._ended:
+            self._read_range()
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+    def _read_range(self) -> None:
+        begun = self._ask(self._next, self._size, self._version)
+        if begun:
+            self._left, self._version = memoryview(begun.read()), begun.version
+        self._ended = len(self._left) < self._size
+        self._next += len(self._left)
+        self._size = min(2 * self._size, parts.PART)
+
+
+def is_below(key: str, prefix: str) -> bool:
+    """Whether `key` is the object `prefix` or lies in the folder `prefix`; buckets themselves have no folders."""
+    return not prefix or key == prefix or key.startswith(prefix.rstrip("/") + "/")

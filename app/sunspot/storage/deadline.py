@@ -1,0 +1,133 @@
+"""Ends the wait for storage that hangs without an error, or whose answer trickles in.
+
+A thread that hangs can only be left behind. So work with a deadline runs in a daemon thread, which keeps no process
+from ending, and once its time is over it begins no further operation: what it was about to publish is not published.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from sunspot.background import start_thread
+from sunspot.errors import StorageError
+
+LEAST_RATE = 100_000
+"""Bytes a second: the rate at which bytes that were moved give back time."""
+
+OPERATION_S = 10.0
+"""Seconds that each answer gives back, whatever its size."""
+
+WARN_AFTER_S = 30.0
+"""Seconds without progress after which the user is told what is waited for."""
+
+Result = TypeVar("Result")
+
+
+class ProgressDeadline:
+    """The time that work on storage may take: `limit_s` seconds, some given back by progress.
+
+    An answer gives back OPERATION_S and a byte 1 / LEAST_RATE seconds, up to `limit_s` in all. So work ends `limit_s`
+    after storage has stopped, and in any case within `limit_s`, OPERATION_S for each of its operations and the time
+    that its bytes take at LEAST_RATE.
+    """
+
+    def __init__(self, limit_s: float, what: str, warn: Callable[[str], Any]) -> None:
+        """`what` is done by the work, for messages; `warn` is told once when it has to wait for long."""
+        self._limit_s, self._what, self._warn = limit_s, what, warn
+        self._progress = time.monotonic()
+        "When there was progress."
+        self._ends = self._progress + limit_s
+        self._running: dict[int, str] = {}
+        "The objects of the operations in progress, by number, the oldest first."
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self.passed = False
+        "Whether the work was given up."
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns or raises. Raises `StorageError`, naming the object, once its time is over."""
+
+        def with_deadline() -> Result:
+            CURRENT.set(self)
+            return work()
+
+        done, warned = start_thread(with_deadline, "storage"), False
+        try:
+            while not wait([done], min(max(0.01, self._ends - time.monotonic()), WARN_AFTER_S / 4)).done:
+                now = time.monotonic()
+                with self._lock:
+                    where = next(iter(self._running.values()), self._what)
+                    left_s, silent_s = self._ends - now, now - self._progress
+                silent = f"{where}: no answer from storage for {silent_s:.0f} s"
+                if left_s <= 0:
+                    slow = f"{where}: storage moves less than {LEAST_RATE / 1000:.0f} kB/s"
+                    raise StorageError(silent if silent_s > self._limit_s / 2 else slow)
+                if silent_s > WARN_AFTER_S and not warned:
+                    warned = True
+                    self._warn(f"{self._what}: {silent}; waiting for at most {left_s:.0f} s more")
+        except BaseException:
+            self.passed = True
+            raise
+        return done.result()
+
+    @contextlib.contextmanager
+    def operation(self, where: str, gives_s: float) -> Iterator[None]:
+        """An operation on the object at `where`, whose answer gives back so much; raises if the work was given up."""
+        self.refuse_if_passed(where)
+        number = next(self._numbers)
+        with self._lock:
+            self._running[number] = where
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[number]
+            self.give_back(gives_s)
+
+    def give_back(self, seconds: float) -> None:
+        """There was progress, unless `seconds` is 0."""
+        if seconds:
+            with self._lock:
+                self._progress = time.monotonic()
+                self._ends = min(self._progress + self._limit_s, self._ends + seconds)
+
+    def refuse_if_passed(self, where: str) -> None:
+        if self.passed:
+            raise StorageError(f"{where}: not begun, as the work that it is part of was given up")
+
+
+def within(limit_s: float, what: str, work: Callable[[], Result], warn: Callable[[str], Any] = print) -> Result:
+    """What `work` returns or raises, with a `ProgressDeadline`."""
+    return ProgressDeadline(limit_s, what, warn).run(work)
+
+
+CURRENT: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=None)
+"""The deadline of the work that this thread is part of."""
+
+
+@contextlib.contextmanager
+def operation(where: str, gives_s: float = OPERATION_S) -> Iterator[None]:
+    """An operation on the object at `where`, for the deadline of the work that it is part of, if there is one.
+
+    `gives_s` is 0 for one whose bytes are counted by `moved`. Raises `StorageError` when the work was given up.
+    """
+    deadline = CURRENT.get()
+    with deadline.operation(where, gives_s) if deadline else contextlib.nullcontext():
+        yield
+
+
+def moved(size: int) -> None:
+    """So many bytes were read or written."""
+    if deadline := CURRENT.get():
+        deadline.give_back(size / LEAST_RATE)
+
+
+def refuse_if_given_up(where: str) -> None:
+    """Raise `StorageError` when the work that this thread is part of was given up: call before publishing an object."""
+    if deadline := CURRENT.get():
+        deadline.refuse_if_passed(where)

@@ -1,0 +1,202 @@
+"""A Google Cloud Storage bucket as storage."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from sunspot.errors import NotFoundError, StorageError, shorten
+from sunspot.storage import bucket
+from sunspot.storage.base import Entry, Unfinished
+from sunspot.storage.bucket import Bucket, Page, Range
+from sunspot.storage.deadline import moved
+from sunspot.storage.google_upload import PART_OBJECT, PART_SUFFIX, ComposedUpload, put
+
+LISTED_AT_ONCE = 1000
+"""Objects on a page of a listing, the most that the service allows."""
+
+
+class GoogleStorage(Bucket):
+    """A prefix of a bucket, through Google's client: credentials are Application Default Credentials.
+
+    Not by the service's S3-compatible API, which ignores `If-None-Match: *`.
+    """
+
+    SCHEME = "gs"
+
+    FIXES: ClassVar[dict[str, str]] = {
+        "NotFound": "create the bucket, or correct STORAGE_PATH",
+        "Forbidden": "give the identity the role Storage Object User (roles/storage.objectUser) on the bucket",
+        "Unauthorized": "renew the credentials: gcloud auth application-default login, or check Workload Identity",
+        "DefaultCredentialsError": "run gcloud auth application-default login, or bind the pod's service account by "
+        "Workload Identity",
+        "RefreshError": "renew the credentials: gcloud auth application-default login, or check Workload Identity",
+        "ConnectionError": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
+        "ConnectTimeout": "check that storage.googleapis.com (or STORAGE_EMULATOR_HOST) can be reached from here",
+    }
+
+    MISSING = "no such object"
+
+    VERSIONS_FIX = (
+        "switch versioning and soft delete off for this bucket (gcloud storage buckets update gs://BUCKET "
+        "--no-versioning --clear-soft-delete), or let a lifecycle rule delete noncurrent versions"
+    )
+
+    UNFINISHED_FIX = f"add a lifecycle rule that deletes objects with matchesSuffix {PART_SUFFIX} after a day"
+
+    VERSIONS_RIGHT = UNFINISHED_RIGHT = "storage.buckets.get"
+
+    def __init__(self, storage_path: str) -> None:
+        super().__init__(storage_path)
+        self._client = _google_client(storage_path)
+        self._client._http.hooks["response"].append(lambda answer, **_: self._note_clock(answer.headers.get("date")))
+        self._bucket = self._client.bucket(self.bucket)
+
+    @functools.cached_property
+    def _limits(self) -> dict[str, Any]:
+        """How long each request may take, and how long it is tried again."""
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        return {
+            "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
+            "retry": DEFAULT_RETRY.with_timeout(bucket.REQUEST_TRIES * bucket.READ_TIMEOUT_S),
+        }
+
+    def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
+        from google.api_core.exceptions import NotFound, RequestRangeNotSatisfiable
+
+        blob = self._bucket.blob(self._full(key), generation=version or None)
+        content = _Counted()
+        with self._errors("read", key, gives_s=0):
+            try:
+                blob.download_to_file(
+                    content, start=begin, end=begin + size - 1, raw_download=True, checksum=None, **self._limits
+                )
+            except RequestRangeNotSatisfiable:
+                return None
+            except NotFound as error:
+                if version:
+                    raise StorageError(
+                        f"{self.locate(key)}: cannot read: it was replaced while it was read; try again"
+                    ) from error
+                raise
+            body, total = content.getvalue(), begin + content.tell()
+            if len(body) == size and not version:  # there is more, perhaps
+                blob.reload(**self._limits)
+                total = blob.size
+        return Range(lambda: body, total, str(blob.generation))
+
+    def _put(self, key: str, data: bytes | bytearray) -> None:
+        put(self._bucket.blob(self._full(key)), data, self._limits)
+
+    def _put_new(self, key: str, data: bytes) -> bool:
+        from google.api_core.exceptions import PreconditionFailed
+
+        try:
+            put(self._bucket.blob(self._full(key)), data, self._limits, if_generation_match=0)
+        except PreconditionFailed:
+            return False
+        return True
+
+    def upload(self, key: str, token: str = "") -> ComposedUpload:
+        errors = functools.partial(self._errors, "upload", key)
+        return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token)
+
+    def _list_pages(self, prefix: str) -> Iterator[Page]:
+        listing = self._bucket.list_blobs(prefix=prefix, page_size=LISTED_AT_ONCE, **self._limits)
+        for page in listing.pages:
+            entries = [
+                Entry(self._relative(blob.name), blob.size, blob.updated.timestamp(), str(blob.generation))
+                for blob in page
+            ]
+            yield Page(entries, bool(listing.next_page_token))
+
+    def list(self, prefix: str) -> list[Entry]:
+        return [entry for entry in super().list(prefix) if not PART_OBJECT.search(entry.key)]
+
+    def list_unfinished(self, prefix: str) -> Sequence[Unfinished]:
+        # A listing of `run/model.pt` would not show `run/model.pt.TOKEN...`.
+        uploads = defaultdict[tuple[str, str], list[Entry]](list)
+        for entry in super().list(prefix):
+            if match := PART_OBJECT.search(entry.key):
+                uploads[entry.key[: match.start()], match["token"]].append(entry)
+        return sorted(
+            Unfinished(key, sum(part.size for part in found), max(part.modified for part in found), token)
+            for (key, token), found in uploads.items()
+        )
+
+    def discard(self, unfinished: Unfinished) -> None:
+        self.upload(unfinished.key, unfinished.token).remove_parts()
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(NotFoundError), self._errors("delete", key):
+            self._bucket.blob(self._full(key)).delete(**self._limits)
+
+    def keeps_versions(self) -> bool | None:
+        with self._asking():
+            self._bucket.reload(**self._limits)
+            kept_s = self._bucket.soft_delete_policy.retention_duration_seconds
+            return bool(self._bucket.versioning_enabled or kept_s)
+        return None
+
+    def drops_unfinished(self) -> bool | None:
+        with self._asking():
+            self._bucket.reload(**self._limits)
+            conditions = [
+                rule["condition"] for rule in self._bucket.lifecycle_rules if rule["action"]["type"] == "Delete"
+            ]
+            return any(
+                PART_SUFFIX in condition.get("matchesSuffix", ())
+                and self._full("").startswith(tuple(condition.get("matchesPrefix", ("",))))
+                for condition in conditions
+            )
+        return None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A question about the bucket that may not be permitted."""
+        with contextlib.suppress(*self._failures()):
+            yield
+
+    def _failures(self) -> tuple[type[Exception], ...]:
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+        from requests import RequestException
+
+        return GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, RequestException, OSError, ValueError
+
+    def _code(self, error: Any) -> str:
+        # A missing bucket is a 404, too: only the text, which has the URL, tells them apart.
+        name, said = type(getattr(error, "cause", None) or error).__name__, str(error)
+        return self.MISSING if name == "NotFound" and "/o/" in said and "bucket does not exist" not in said else name
+
+
+class _Counted(io.BytesIO):
+    """Bytes that arrive, which the deadline hears of."""
+
+    def write(self, data: Any) -> int:
+        moved(len(data))
+        return super().write(data)
+
+
+def _google_client(url: str) -> Any:
+    try:
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud import storage
+        from requests.adapters import HTTPAdapter
+    except ImportError as error:
+        raise StorageError(f"{url}: Google's client is not installed; pip install 'sunspot-train[gcs]'") from error
+    try:
+        client = storage.Client()
+        # Private, and yet Google's own advice for more than ten connections (google-cloud-storage 3.17).
+        client._http.mount("https://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
+        client._http.mount("http://", HTTPAdapter(pool_maxsize=bucket.CONNECTIONS))
+    except (GoogleAuthError, OSError, ValueError) as error:
+        fix = GoogleStorage.FIXES["DefaultCredentialsError"]
+        raise StorageError(f"{url}: no credentials for Google Cloud: {shorten(error)}; {fix}") from error
+    return client

@@ -1,0 +1,421 @@
+"""The Kubernetes API, as far as runs need it. No other module talks to it.
+
+Every request has a timeout and is retried a few times after a lost connection, 429 or 5xx. All are idempotent: a second
+apply changes nothing, and a deletion names an object by its uid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sunspot.errors import ClusterError, SettingsError, shorten
+from sunspot.submitter.cluster.forward import PROTOCOL, PodConnection
+from sunspot.submitter.cluster.kubeconfig import make_client
+from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
+from sunspot.submitter.manifest.pods import RUN_LABEL
+from sunspot.submitter.manifest.profile import NAMESPACE_PATTERN
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+NAMESPACE = "sunspot"
+"""The namespace of k8s/base, and the default where a context has none of its own."""
+
+FIELD_MANAGER = "sunspot"
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
+
+RETRY_PAUSES_S = (0.5, 1, 2)
+"""Pauses between tries; a silent server is given up after about 25 s."""
+
+LONGEST_RETRY_AFTER_S = 10
+
+PAGE = 500
+"""Objects of one answer, as kubectl has it: thousands at once would be tens of megabytes."""
+
+PATHS = {
+    "namespace": "/api/v1/namespaces/{name}",
+    "Secret": "/api/v1/namespaces/{namespace}/secrets/{name}",
+    "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps/{name}",
+    "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts/{name}",
+    "PersistentVolumeClaim": "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}",
+    "PriorityClass": "/apis/scheduling.k8s.io/v1/priorityclasses/{name}",
+    "jobs": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs",
+    "job": "/apis/ray.io/v1/namespaces/{namespace}/rayjobs/{name}",
+    "pods": "/api/v1/namespaces/{namespace}/pods",
+    "pod": "/api/v1/namespaces/{namespace}/pods/{name}",
+    "port": "/api/v1/namespaces/{namespace}/pods/{name}/portforward",
+    "events": "/api/v1/namespaces/{namespace}/events",
+    "version": "/version",
+    "nodes": "/api/v1/nodes",
+    "all pods": "/api/v1/pods",
+    "quotas": "/api/v1/namespaces/{namespace}/resourcequotas",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies/{name}",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}",
+    "LocalQueue": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues/{name}",
+    "older LocalQueue": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{namespace}/localqueues/{name}",
+    "review": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+    "ray": "/apis/ray.io/v1",
+}
+
+ROLE, POD_ROLE = "sunspot-submitter", "sunspot-chaos"
+"""The Roles of k8s/base that grant these requests; the second, deleting pods."""
+
+ROLES = {
+    ("DELETE", "pod"): POD_ROLE,
+    ("GET", "port"): "sunspot-dashboard",
+    ("GET", "Secret"): "sunspot-dashboard",
+    ("POST", "pods"): "sunspot-doctor",
+    ("GET", "quotas"): "sunspot-doctor",
+    ("GET", "NetworkPolicy"): "sunspot-doctor",
+    ("GET", "PodDisruptionBudget"): "sunspot-doctor",
+}
+"""The other Roles that grant a request, by method and path."""
+
+OF_THE_CLUSTER = ("namespace", "nodes", "all pods", "PriorityClass")
+"""Paths that no Role of a namespace grants."""
+
+
+class UnreachableError(ClusterError):
+    """The API server does not answer, or not now."""
+
+    retry_after = 0.0
+    "Seconds to wait, as the server asked."
+
+
+class RefusedError(ClusterError):
+    """The API server refuses a request."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        "The HTTP status."
+
+
+class Cluster:
+    """One namespace of one cluster."""
+
+    def __init__(self, api: ApiClient, namespace: str, options: str = "", context: str | None = None) -> None:
+        self.namespace = namespace
+        self.options = options
+        "The options with which a command reaches this namespace again, after a space."
+        self.server: str = api.configuration.host
+        self._api, self._context = api, context
+        self._renewing = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------------------ RayJobs
+
+    def list_jobs(self, run: str | None = None) -> tuple[list[JobView], str]:
+        """The RayJobs of a run, or of all runs, newest first, and the version to watch from."""
+        selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
+        items, version = self._list("jobs", [("labelSelector", selector)])
+        return newest_first([job_view(item) for item in items]), version
+
+    def watch_jobs(self, run: str, version: str, seconds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Type and object of each change of a run's RayJobs after `version`, for so many seconds.
+
+        The object of a BOOKMARK has a version and nothing else.
+
+        Raises `RefusedError` with status 410 when `version` is too old: list again.
+        """
+        query = [
+            ("labelSelector", f"{RUN_LABEL}={run}"),
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(seconds)),
+        ]
+        with self._send("GET", "jobs", query=query, read_timeout=seconds + CONNECT_TIMEOUT_S) as response:
+            for line in self._lines(response):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise self._refusal("GET", event["object"].get("code", 0), event["object"])
+                yield event["type"], event["object"]
+
+    def has_job(self, job: JobView) -> bool:
+        """Whether this very RayJob, and not a later one of its name, is still there."""
+        found = self.find("job", job.name)
+        return found is not None and job_view(found).uid == job.uid
+
+    def apply(self, manifest: dict[str, Any], dry_run: bool = False) -> JobView:
+        """Create or update the RayJob (server-side apply); returns it with its defaults."""
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        if dry_run:
+            query.append(("dryRun", "All"))
+        name = manifest["metadata"]["name"]
+        return job_view(self._ask("PATCH", "job", name=name, query=query, body=manifest, kind="apply-patch+yaml"))
+
+    def delete_job(self, job: JobView) -> None:
+        """Delete this RayJob and with it its cluster; no error if it is gone already."""
+        self._delete("job", job.name, {"preconditions": {"uid": job.uid}})
+
+    # -------------------------------------------------------------------------------------------------- pods and events
+
+    def list_pods(self, jobs: Sequence[JobView]) -> list[PodView]:
+        """The pods of the RayClusters of some RayJobs."""
+        clusters = ",".join(job.cluster for job in jobs if job.cluster)
+        if not clusters:
+            return []
+        items, _ = self._list("pods", [("labelSelector", f"ray.io/cluster in ({clusters})")])
+        return [pod_view(item) for item in items]
+
+    def delete_pod(self, pod: PodView, grace_s: int | None = None) -> None:
+        """Delete this pod, its containers ended within `grace_s` seconds (None: its own); no error if it is gone."""
+        options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        self._delete("pod", pod.name, options)
+
+    def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
+        """Create a pod with a name nobody else uses; returns it as the API server has it."""
+        try:
+            return self._ask("POST", "pods", query=[("dryRun", "All")] if dry_run else [], body=manifest)
+        except RefusedError as error:
+            made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
+            if made is None:
+                raise
+            return made  # the answer to an earlier try was lost
+
+    def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
+        """The warnings about RayJobs, their RayClusters and their pods, newest first."""
+        items, _ = self._list("events", [("fieldSelector", "type=Warning")])
+        prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
+        mine = [event for event in map(warning_event, items) if prefixes and event.object.startswith(prefixes)]
+        return sorted(mine, key=lambda event: -event.time)
+
+    # ------------------------------------------------------------------------------------------------------- dashboard
+
+    def dial(self, pod: str, port: int) -> PodConnection:
+        """A connection to a port of a pod. Raises `ClusterError`."""
+        from kubernetes.stream.ws_client import create_websocket, get_websocket_url
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        _, url, headers, *_ = self._api.param_serialize(
+            "GET",
+            PATHS["port"].format(namespace=self.namespace, name=pod),
+            query_params=[("ports", str(port))],
+            header_params={"sec-websocket-protocol": PROTOCOL},
+            auth_settings=["BearerToken"],
+        )
+        try:
+            return PodConnection(create_websocket(self._api.configuration, get_websocket_url(url), headers))
+        except WebSocketBadStatusException as error:
+            raise self._failure("GET", "port", error.status_code, error.resp_body or b"") from error
+        except (WebSocketException, OSError) as error:
+            raise self._unreachable(error) from error
+
+    # ------------------------------------------------------------------------------------------------------- preflight
+
+    def ray_resources(self) -> set[str]:
+        """KubeRay's resources that the API server knows in the version that is rendered, such as rayjobs."""
+        return {resource["name"] for resource in (self.find("ray") or {}).get("resources", ())}
+
+    def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
+        """The object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
+        try:
+            return self._ask("GET", kind, name=name, query=query)
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def list_all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        """Every object of a list in PATHS, or those with such labels."""
+        items, _ = self._list(kind, [("labelSelector", selector)] if selector else [])
+        return items
+
+    def exists(self, kind: str, name: str) -> bool | None:
+        """Whether an object exists (`kind` as in PATHS); None if this user may not see it."""
+        try:
+            return self.find(kind, name) is not None
+        except RefusedError as error:
+            if error.status == 403:
+                return None
+            raise
+
+    def allows(self, verb: str, group: str, resource: str) -> bool:
+        """Whether this user may do `verb` with `resource` in the namespace."""
+        resource, _, subresource = resource.partition("/")
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group}
+        attributes |= {"resource": resource, "subresource": subresource}
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        }
+        return bool(self._ask("POST", "review", body=body)["status"].get("allowed"))
+
+    # -------------------------------------------------------------------------------------------------------- transport
+
+    def _delete(self, path: str, name: str, options: dict[str, Any]) -> None:
+        try:
+            self._ask("DELETE", path, name=name, body=options)
+        except RefusedError as error:
+            if error.status not in (404, 409):  # 409: the name is another object's by now
+                raise
+
+    def _list(self, path: str, query: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], str]:
+        """Every object of a list, page by page, and the version of the list."""
+        items: list[dict[str, Any]] = []
+        rest: list[tuple[str, str]] = []
+        while True:
+            answer = self._ask("GET", path, query=[*query, ("limit", str(PAGE)), *rest])
+            items += answer.get("items") or ()
+            about = answer.get("metadata", {})
+            if not about.get("continue"):
+                return items, about.get("resourceVersion", "")
+            rest = [("continue", about["continue"])]
+
+    def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
+        """The answer to one request (`parts`: see `_send`), retried as often as allowed, and once as somebody new."""
+        pauses, renewed = iter(RETRY_PAUSES_S), False
+        while True:
+            api = self._api
+            try:
+                with self._send(method, path, **parts) as response:
+                    return dict(json.loads(b"".join(self._chunks(response)) or b"{}"))
+            except UnreachableError as error:
+                pause = next(pauses, None)
+                if pause is None:
+                    raise
+                time.sleep(max(pause, error.retry_after))
+            except RefusedError as error:
+                if error.status != 401 or renewed:
+                    raise
+                self._renew(api)
+                renewed = True
+
+    def _renew(self, refused: ApiClient) -> None:
+        """Read the credentials again, unless another thread has done so since `refused` was: they may have expired."""
+        with self._renewing:
+            if self._api is refused:
+                self._api, _ = make_client(self._context)
+
+    @contextlib.contextmanager
+    def _send(
+        self,
+        method: str,
+        path: str,
+        name: str = "",
+        query: Sequence[tuple[str, str]] = (),
+        body: Any = None,
+        kind: str = "json",
+        read_timeout: float = READ_TIMEOUT_S,
+    ) -> Iterator[Any]:
+        """One request; its answer, a success, can be read in the context."""
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        request = self._api.param_serialize(
+            method,
+            PATHS[path].format(namespace=self.namespace, name=name),
+            query_params=list(query),
+            header_params={"Accept": "application/json", "Content-Type": f"application/{kind}"},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        if kind != "json":
+            request = (*request[:3], json.dumps(body), request[4])
+        try:
+            response = self._api.call_api(*request, _request_timeout=(CONNECT_TIMEOUT_S, read_timeout)).response
+        except (HTTPError, ApiException, OSError) as error:
+            raise self._unreachable(error) from error
+        try:
+            if not 200 <= response.status <= 299:
+                failure = self._failure(method, path, response.status, b"".join(self._chunks(response)))
+                after = response.headers.get("Retry-After", "")
+                if isinstance(failure, UnreachableError) and after.isdigit():
+                    failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S)
+                raise failure
+            yield response
+        finally:
+            response.close()
+
+    def _lines(self, response: Any) -> Iterator[bytes]:
+        """Whole lines of an answer as they come; a last one cut off is dropped."""
+        buffer = b""
+        for chunk in self._chunks(response):
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            yield from (line for line in lines if line)
+
+    def _chunks(self, response: Any) -> Iterator[bytes]:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield from response.stream()
+        except (HTTPError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
+        """The error for an answer that is no success."""
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            answer = dict(json.loads(body))
+        if status == 429 or status >= 500:
+            return UnreachableError(f"{self.server}: {status} {_said(answer)}; try again later")
+        role = "" if path in OF_THE_CLUSTER else ROLES.get((method, path), ROLE)
+        return self._refusal(method, status, answer, role)
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        why = shorten(error).rpartition("Failed to establish a new connection: ")[2]
+        return UnreachableError(
+            f"{self.server}: the API server cannot be reached ({why}); check that the cluster is up, the network, "
+            "and --context"
+        )
+
+    def _refusal(self, method: str, status: int, answer: dict[str, Any], role: str = ROLE) -> RefusedError:
+        said = _said(answer)
+        no_right = status == 403 and re.search(r'\bUser "[^"]*" cannot ', said)
+        if status == 401:
+            text = f"{self.server} refuses these credentials ({said}); renew them, or choose another --context"
+        elif no_right and role:
+            text = f"{said}; have the Role {role} of k8s/base bound to you, which grants it"
+        elif no_right:
+            text = f"{said}; ask whoever owns the cluster"
+        elif status == 404 and "could not find the requested resource" in said:
+            text = f"{self.server} knows no RayJobs (ray.io/v1); install the KubeRay operator and its CRDs"
+        else:
+            text = f"{self.server}: {method} refused with {status}: {said}"
+        return RefusedError(text, status)
+
+
+def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
+    """The cluster of a kubeconfig context, or the one this process runs in. Sends nothing.
+
+    The namespace is the given one, else the context's own, else NAMESPACE. Raises `ClusterError` when there is no such
+    context, no credential, or no configuration at all, and `SettingsError` for what is no namespace.
+    """
+    api, own = make_client(context)
+    chosen = namespace or own or NAMESPACE
+    if not re.fullmatch(NAMESPACE_PATTERN, chosen):
+        raise SettingsError(f"namespace {chosen!r}: set --namespace, or the context's own, to the name of a namespace")
+    options = f" --context {context}" if context else ""
+    if chosen != (own or NAMESPACE):
+        options += f" --namespace {chosen}"
+    return Cluster(api, chosen, options, context)
+
+
+def try_connect(args: argparse.Namespace) -> tuple[Cluster | None, str]:
+    """The cluster of `--context` and `--namespace`, or None and why there is none; raises that when either is given."""
+    try:
+        return connect(args.context, args.namespace), ""
+    except ClusterError as error:
+        if args.context or args.namespace:
+            raise
+        return None, str(error)
+
+
+def newest_first(jobs: Sequence[JobView]) -> list[JobView]:
+    """RayJobs by creation time."""
+    return sorted(jobs, key=lambda job: (job.created, job.name), reverse=True)
+
+
+def _said(answer: dict[str, Any]) -> str:
+    return shorten(Exception(answer.get("message") or answer.get("reason") or "without a reason"))

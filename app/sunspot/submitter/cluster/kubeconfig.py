@@ -1,0 +1,148 @@
+"""Which API server, as whom and in which namespace: by a context of the kubeconfig, or as the pod that this runs in."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sunspot.errors import ClusterError, shorten
+from sunspot.submitter.output import doing
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient, Configuration
+
+PLUGIN_WITHIN_S = 300.0
+"""How long a credential plugin may take: somebody may have to sign in with a browser first."""
+
+NOT_CHOSEN = "default"
+"""A context's namespace that nobody chose: minikube writes it into every one, and kubectl takes it without any."""
+
+GONE_PROVIDERS = {
+    "gcp": "install gke-gcloud-auth-plugin, and run `gcloud container clusters get-credentials` again",
+    "azure": "install kubelogin, and run `kubelogin convert-kubeconfig`",
+}
+"""Ways to sign in that Kubernetes gave up for plugins (1.26), and how to move on."""
+
+
+def make_client(context: str | None) -> tuple[ApiClient, str]:
+    """A client with fresh credentials, and the context's own namespace, or "". Sends nothing to the API server.
+
+    Raises `ClusterError` when there is no such context or no credential, or no configuration at all.
+    """
+    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    has_file = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep))
+    if not has_file and (context or not os.environ.get("KUBERNETES_SERVICE_HOST")):
+        raise ClusterError(
+            f"no cluster: {files} is not there; set KUBECONFIG to the file that your cluster's administrator or "
+            "cloud gave you"
+        )
+    import urllib3
+    from kubernetes.client import ApiClient, Configuration  # slow to import, and verbs that read storage do without
+    from kubernetes.config import ConfigException, load_incluster_config
+
+    configuration, namespace = Configuration(), ""
+    configuration.retries = urllib3.Retry(False)  # each request is tried again with its own timeout
+    try:
+        if has_file:
+            namespace = _load_context(files, context, configuration)
+        else:
+            load_incluster_config(configuration)
+        if str(configuration.proxy).startswith("socks") and not importlib.util.find_spec("socks"):
+            raise ClusterError(
+                f"no cluster: {files}: its proxy-url {configuration.proxy} needs PySocks; install it beside sunspot: "
+                "`pip install pysocks`"
+            )
+        return ApiClient(configuration), namespace
+    except ClusterError:
+        raise
+    except ConfigException as error:
+        raise ClusterError(
+            f"no cluster: {files}: {shorten(error)}; `kubectl config get-contexts` lists what --context takes"
+        ) from error
+    except Exception as error:  # whatever the client's parser, and those that it calls, make of a damaged file
+        raise ClusterError(
+            f"no cluster: {files} cannot be used ({type(error).__name__}: {shorten(error)}); correct it: "
+            "`kubectl version` must work with it, too"
+        ) from error
+
+
+def _load_context(files: str, context: str | None, configuration: Configuration) -> str:
+    """Configure a client for a context; returns the context's own namespace."""
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+
+    config = KubeConfigMerger(files).config
+    loader = KubeConfigLoader(config, context)
+    current = loader.current_context["context"]
+    entry = next((item for item in config["users"].value if item["name"] == current.get("user")), None)
+    user: dict[str, Any] = (entry["user"].value if entry and entry.value.get("user") else None) or {}
+    provider = user.get("auth-provider", {}).get("name", "")
+    if provider in GONE_PROVIDERS:
+        raise ClusterError(
+            f"no cluster: {files}: user {current['user']} signs in by auth-provider {provider}, which Kubernetes "
+            f"gave up for credential plugins; {GONE_PROVIDERS[provider]}"
+        )
+    if entry and "exec" in user and not {"token", "tokenFile"} & set(user):
+        cluster = next(item for item in config["clusters"].value if item["name"] == current["cluster"])
+        # By ourselves: the client goes on as nobody without a plugin, waits for ever, and swallows what it prints.
+        user |= _ask_plugin(user.pop("exec"), cluster.value["cluster"], Path(entry.path).absolute().parent)
+    loader.load_and_set(configuration)
+    if provider and not configuration.api_key:
+        raise ClusterError(
+            f"no cluster: {files}: auth-provider {provider} gives user {current['user']} no credential; sign in again"
+        )
+    namespace = str(current.get("namespace") or "")
+    return "" if namespace == NOT_CHOSEN else namespace
+
+
+def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The credential that a plugin prints, as entries of a kubeconfig's user.
+
+    What else it prints, such as where to sign in, goes to stderr. Raises `ClusterError`.
+    """
+    command = [str(plugin["command"]), *(plugin.get("args") or ())]
+    name = f"kubectl's credential plugin {command[0]}"
+    interactive = sys.stdin is not None and sys.stdin.isatty() and plugin.get("interactiveMode") != "Never"
+    spec: dict[str, Any] = {"interactive": interactive}
+    if plugin.get("provideClusterInfo"):
+        config = [
+            item["extension"]
+            for item in cluster.get("extensions") or ()
+            if item["name"] == "client.authentication.k8s.io/exec"
+        ]
+        spec["cluster"] = {**cluster, **({"config": config[0]} if config else {})}
+    info = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": spec}
+    environment = {**os.environ, **{item["name"]: item["value"] for item in plugin.get("env") or ()}}
+    try:
+        with doing(f"asking {name}"):
+            answer = subprocess.run(
+                command,
+                env={**environment, "KUBERNETES_EXEC_INFO": json.dumps(info)},
+                cwd=folder,
+                stdin=None if interactive else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                timeout=PLUGIN_WITHIN_S,
+                check=True,
+            )
+        status = json.loads(answer.stdout)["status"]
+        if "token" in status:
+            return {"token": str(status["token"])}
+        return {
+            f"client-{part}-data": base64.b64encode(status[f"client{part.title()}Data"].encode()).decode()
+            for part in ("certificate", "key")
+        }
+    except OSError as error:
+        fix = " ".join(str(plugin.get("installHint") or "install it, where PATH has it").split())
+        why = f"cannot be run here ({error.strerror or shorten(error)}); {fix}"
+    except subprocess.TimeoutExpired:
+        why = f"did not answer within {PLUGIN_WITHIN_S:.0f} s; see whether it waits for somebody to sign in"
+    except subprocess.CalledProcessError as error:
+        why = f"ended with {error.returncode}; sign in again, as it says above"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        why = "printed no credential (ExecCredential with a token, or a certificate and its key); upgrade it"
+    raise ClusterError(f"no credential for {cluster.get('server', 'the cluster')}: {name} {why}")

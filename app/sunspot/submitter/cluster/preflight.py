@@ -1,0 +1,229 @@
+"""Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from sunspot.errors import ClusterError, NotFoundError, StorageError
+from sunspot.formatting import plural
+from sunspot.run import Run
+from sunspot.run.identity import read_identity, refuse_changes
+from sunspot.settings import differences
+from sunspot.submitter.cluster.api import Cluster, RefusedError
+from sunspot.submitter.cluster.views import JobView
+from sunspot.submitter.manifest.render import image_problem
+
+NEEDED = {
+    ("ray.io", "rayjobs"): ("create", "get", "list", "watch", "patch", "delete"),
+    ("", "pods"): ("get", "list"),
+    ("", "events"): ("list",),
+}
+"""What the verbs of `sunspot` do, by API group and resource."""
+
+REVIEWS_AT_ONCE = 8
+
+NOT_WITHOUT_EFFECT = "does not support dry run"
+"""What the API server says of a policy's webhook that it may not ask about a dry run."""
+
+NOT_ASKED = (404, 405)
+"""Statuses of an API server that takes no pods here, whatever they are."""
+
+MAY_PASS = {
+    "exceeded quota": "they wait until there is room",
+    "admission webhook": "the operator's own may pass, where the policy looks at the owner; if none starts, it is this",
+}
+"""Refusals that need not come again when the operator creates the pods, with what to make of them."""
+
+
+def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
+    """Check everything, change nothing; returns the RayJob as the API server would complete it, and warnings.
+
+    Raises `ClusterError` or `StorageError` with every problem, each with its fix.
+    """
+    images = {pod["image"] for pod in _containers(manifest)}
+    warnings = [problem for image in sorted(images) if (problem := image_problem(image))]
+    expected, in_cluster = None, []
+    try:
+        in_cluster = _find_cluster_problems(cluster, manifest, warnings)
+        if not in_cluster:
+            expected = cluster.apply(manifest, dry_run=True)
+            in_cluster += find_queue_problem(expected)
+            new = not expected.version  # the pods of one that lives may be all that the quota has room for
+            for refused in find_pod_problems(cluster, manifest) if new else ():
+                (warnings if refused.may_pass else in_cluster).append(f"{refused.what}; {refused.fix}")
+    except ClusterError as error:
+        in_cluster.append(explain_refusal(error))
+    in_storage = _find_storage_problems(run)
+    problems = in_cluster + in_storage
+    if problems:
+        kind = ClusterError if in_cluster else StorageError
+        lines = "\n".join(f"  {line}" for line in problems)
+        raise kind(f"{plural(len(problems), 'problem')}, and nothing was sent:\n{lines}")
+    return expected, warnings
+
+
+def find_queue_problem(expected: JobView) -> list[str]:
+    """What keeps Kueue from looking after a new RayJob (`expected`: of a dry run) whose queue would hold it back."""
+    is_new = not expected.version
+    if not expected.queue or not is_new or expected.spec.get("suspend"):
+        return []
+    return [
+        f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota; install Kueue "
+        "(with ray.io/rayjob among its integrations, and this namespace managed by it), or leave the queue out"
+    ]
+
+
+class PodProblem(NamedTuple):
+    """What keeps the pods of a group out."""
+
+    what: str
+    fix: str
+    may_pass: bool
+    "Whether the pods that the operator creates may be let in all the same."
+
+
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[PodProblem]:
+    """What keeps the pods of a RayJob out, each created without effect.
+
+    Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
+    the operator is refused. Nothing where this user may create no pods.
+    """
+    if not cluster.allows("create", "", "pods"):
+        return
+    for group, template in _templates(manifest).items():
+        name = f"{manifest['metadata']['name']}-{group}"
+        pod = {**template, "apiVersion": "v1", "kind": "Pod", "metadata": {**template["metadata"], "name": name}}
+        try:
+            cluster.create_pod(pod, dry_run=True)
+        except RefusedError as error:
+            said = str(error)
+            if error.status in NOT_ASKED or NOT_WITHOUT_EFFECT in said:
+                continue
+            may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
+            fix = may_pass or "change the profile, or have the namespace allow it"
+            yield PodProblem(f"pods of the group {group} would be refused now: {said}", fix, bool(may_pass))
+
+
+def explain_refusal(error: ClusterError) -> str:
+    """The API server's words, with the fix where Kueue's leave it open."""
+    if "workload slicing" not in str(error):
+        return str(error)
+    return (
+        f"{error}. A number of pods that changes needs Kueue 0.18 or later (or its feature gate "
+        "ElasticJobsViaWorkloadSlices): give NUM_WORKERS one number, or leave the queue out"
+    )
+
+
+def check_identity(run: Run, variables: Mapping[str, str]) -> None:
+    """Raise `ConflictError`, with a diff, for settings under which the run cannot go on.
+
+    The job would find out by itself, but minutes later. What it leaves to its image cannot be compared here.
+    """
+    try:
+        begun = read_identity(run).settings
+    except NotFoundError:
+        return
+    wanted = {name: variables[name] for name in begun if name in variables}
+    # A path inside the image was made absolute there.
+    kept = {name: begun[name] for name in wanted if not begun[name].endswith(f"/{wanted[name]}")}
+    refuse_changes(run, differences(kept, {name: wanted[name] for name in kept}))
+
+
+def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings: list[str]) -> list[str]:
+    namespace = cluster.namespace
+    if "rayjobs" not in cluster.ray_resources():
+        return [
+            f"{cluster.server} knows no RayJobs (ray.io/v1); install the KubeRay operator with its CRDs, 1.7 or later"
+        ]
+    if cluster.exists("namespace", namespace) is False:
+        return [f"there is no namespace {namespace}; `kubectl apply -k k8s/base` makes sunspot, or choose --namespace"]
+    problems = find_missing_rights(cluster)
+    for kind, name in sorted(set(find_references(manifest))):
+        there = cluster.exists(kind, name)
+        if there is False:
+            problems.append(f"{kind} {name} is not in namespace {namespace}; {how_to_make(kind, name, namespace)}")
+        elif there is None:
+            warnings.append(f"whether {kind} {name} is there cannot be seen from here; pods cannot start without it")
+    return problems
+
+
+def find_missing_rights(cluster: Cluster) -> list[str]:
+    """A line with the fix for each resource on which this user lacks permissions."""
+    asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
+    with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
+        allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
+    missing: dict[str, list[str]] = {}
+    for (verb, _, resource), good in zip(asked, allowed, strict=True):
+        if not good:
+            missing.setdefault(resource, []).append(verb)
+    return [
+        f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}; have the Role "
+        "sunspot-submitter of k8s/base bound to you, which grants it"
+        for resource, verbs in missing.items()
+    ]
+
+
+def _find_storage_problems(run: Run) -> list[str]:
+    try:
+        run.storage.prove(run.name)
+        return []
+    except StorageError as error:
+        if "AWS_ENDPOINT_URL" not in str(error):
+            return [str(error)]
+        return [
+            f"{error}. By this shell's AWS_ENDPOINT_URL, that is: the pods' may be another one, reached only inside "
+            "the cluster. Where none can be reached from here, apply what `sunspot render` prints"
+        ]
+
+
+def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Kind and name of the objects that the pods of a RayJob need to start."""
+    for pod in (template["spec"] for template in _templates(manifest).values()):
+        if "serviceAccountName" in pod:
+            yield "ServiceAccount", pod["serviceAccountName"]
+        if "priorityClassName" in pod:
+            yield "PriorityClass", pod["priorityClassName"]
+        yield from (("Secret", secret["name"]) for secret in pod.get("imagePullSecrets", ()))
+        for volume in pod.get("volumes", ()):
+            yield from _named(
+                volume, secret="Secret", configMap="ConfigMap", persistentVolumeClaim="PersistentVolumeClaim"
+            )
+    for container in _containers(manifest):
+        for source in container.get("envFrom", ()):
+            yield from _named(source, secretRef="Secret", configMapRef="ConfigMap")
+        for variable in container.get("env", ()):
+            yield from _named(variable.get("valueFrom", {}), secretKeyRef="Secret", configMapKeyRef="ConfigMap")
+
+
+def _templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pod template of each group; none in a cluster that is there already."""
+    cluster = manifest["spec"].get("rayClusterSpec")
+    if not cluster:
+        return {}
+    workers = {group["groupName"]: group["template"] for group in cluster.get("workerGroupSpecs", ())}
+    return {"head": cluster["headGroupSpec"]["template"], **workers}
+
+
+def _containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    pods = [template["spec"] for template in _templates(manifest).values()]
+    return [c for pod in pods for c in (*pod.get("initContainers", ()), *pod["containers"])]
+
+
+def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
+    for field, kind in kinds.items():
+        reference = source.get(field)
+        if reference and not reference.get("optional"):
+            yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
+
+
+def how_to_make(kind: str, name: str, namespace: str) -> str:
+    """How to create an object that pods need to start."""
+    if kind == "Secret":
+        return (
+            f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "
+            "the lines AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=... (with AWS_ENDPOINT_URL for other servers "
+            "than Amazon's), or whatever else the pods take from it"
+        )
+    if kind == "ServiceAccount":
+        return "`kubectl apply -k k8s/base` makes Sunspot's own; another one is yours to make"
+    return "create it, or take it out of the profile"

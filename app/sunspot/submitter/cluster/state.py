@@ -1,0 +1,286 @@
+"""Where a run stands, and why, from everything known of it. Pure.
+
+KubeRay gives a RayJob two states that may contradict each other, its pods have their own, and the run's processes write
+a third to storage (`sunspot.run.status`). What decides:
+
+1. The driver's own last word is the truth about the run.
+2. Only `jobDeploymentStatus` says whether the operator goes on; `jobStatus` may be the previous try's.
+3. A status in storage counts for a RayJob if that RayJob owns it; a later owner has taken the run over.
+"""
+
+from collections import Counter
+
+from sunspot.formatting import plural
+from sunspot.run.overview import describe_silence, describe_work
+from sunspot.run.status import SILENT_S, RunState, Status
+from sunspot.submitter.cluster.views import NOISE, JobView, Pods, PodView, Trouble, WarningEvent, Warnings
+from sunspot.submitter.findings import Diagnosis
+
+OPERATOR_OVERDUE_S = 30
+"""Operators notice a new RayJob within seconds; if none has after this long, the reason says so."""
+
+WARNING_FRESH_S = 600
+"""Older warnings no longer matter."""
+
+CLOCK_SKEW_S = 60
+"""How far clocks of nodes and of the API server may differ."""
+
+HEAD_GIVEN_UP = "JobStatusCheckTimeoutExceeded"
+"""The operator's reason when a head did not answer for longer than it waits, whatever `backoffLimit` says."""
+
+FAILURES = {
+    "DeadlineExceeded": "it was not finished within activeDeadlineSeconds ({active} s); raise the deadline, or submit "
+    "again to go on from the last checkpoint",
+    "PreRunningDeadlineExceeded": "its pods were not all ready within preRunningDeadlineSeconds ({start} s)",
+    HEAD_GIVEN_UP: "the head did not answer the operator for too long; submit again to go on from the last checkpoint",
+    "JobDeploymentStatusTransitionGracePeriodExceeded": "the Ray job ended and its submitter did not",
+    "SubmissionFailed": "the job could not be handed to the head",
+    "AppFailed": "the program failed",
+}
+"""The operator's reasons for a failure, explained."""
+
+
+def judge(
+    job: JobView,
+    pods: Pods = (),
+    warnings: Warnings = (),
+    status: Status | None = None,
+    owner: str = "",
+    stop_wanted: bool = False,
+    now: float = 0.0,
+) -> tuple[RunState, str]:
+    """The state of a run whose newest RayJob is `job`, and a sentence that says why.
+
+    `owner` is the owner that a process of `job` has in storage (`owner_of`); `now` is in seconds since the epoch.
+    """
+    own = status if status and is_of(status, job, owner) else None
+    if status and not own and _took_over(status, job):
+        silence = _silence(status, now)
+        said = silence or status.reason
+        reason = f"{status.owner} has taken the run over from {job.name}" + (f": {said}" if said else "")
+        return RunState.SILENT if silence else status.state, reason
+    if own and _ended_for_good(own, job, stop_wanted):
+        stopped = "stopped " if own.state is RunState.STOPPED else ""
+        return own.state, own.reason or f"{stopped}at step {own.step}"
+    state, reason = _judge_job(job, pods, warnings, own, now)
+    if state.terminal or not (stop_wanted or job.deleting):
+        return state, reason
+    if job.deleting:
+        return RunState.STOPPING, "its RayJob is being deleted"
+    if state is RunState.SILENT:
+        return RunState.STOPPING, f"told to stop; {reason}"
+    return RunState.STOPPING, f"told to stop; {'it saves and ends' if own else 'it ends when its driver begins'}"
+
+
+def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
+    """Whether the run's end stands whatever the operator still does with the RayJob.
+
+    A driver also stops on SIGTERM, for instance when it loses its node, and then the operator starts it again.
+    """
+    stopped = own.state is RunState.STOPPED and (stop_wanted or job.deployment_status == "Complete")
+    return own.state is RunState.SUCCEEDED or stopped
+
+
+def is_of(status: Status, job: JobView, owner: str) -> bool:
+    """Whether a process of `job` wrote this status, and not one of a deleted RayJob of the same name."""
+    mine = status.owner == owner if owner else status.owner.partition("#")[0] == job.name
+    return mine and status.time >= job.created - CLOCK_SKEW_S
+
+
+def _judge_job(job: JobView, pods: Pods, warnings: Warnings, last: Status | None, now: float) -> tuple[RunState, str]:
+    """By the operator and the run's own processes; `last` may be of an earlier try."""
+    deployment, ray = job.deployment_status, job.job_status
+    own = last if last and last.time >= job.try_began else None
+    if deployment == "ValidationFailed":
+        return RunState.FAILED, f"the operator refuses the manifest: {job.message}"
+    if deployment == "Failed":
+        return RunState.FAILED, _failure(job, pods, warnings, own, now)
+    if deployment == "Complete":
+        return _completed(ray, own)
+    if deployment in ("Suspending", "Suspended"):
+        queue = f"the queue {job.queue} has not admitted it" if job.queue else "suspend is true in its spec"
+        return RunState.PENDING, f"suspended: {queue}"
+    if deployment == "Retrying":
+        return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; its cluster is made anew"
+    if deployment in ("", "Initializing", "Waiting"):
+        why = explain_pods(job, pods, warnings, now)
+        if job.failed:
+            return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; {why}"
+        if not deployment and now - job.created > OPERATOR_OVERDUE_S:
+            why = (
+                "no operator has looked at its RayJob; check that the KubeRay operator runs and watches this namespace"
+            )
+        return RunState.PENDING, why
+    if ray == "FAILED" or (own and own.state is RunState.FAILED):
+        return _failed_or_retrying(job, own)
+    if ray in ("", "PENDING"):
+        return _starting(job, pods, warnings, own, now)
+    if own and own.state is RunState.STOPPED:
+        return RunState.STOPPING, "its driver was told to end, and has saved; the operator has not concluded yet"
+    if ray == "STOPPED":
+        return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
+    if ray == "SUCCEEDED":
+        return RunState.FINISHING, "its Ray job has ended well; the operator has not concluded yet"
+    return _running(job, pods, warnings, own, now)
+
+
+def _starting(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> tuple[RunState, str]:
+    """The operator waits for the driver to start: for the first time, or after the loss of the head."""
+    if own is None:
+        return RunState.STARTING, "its pods are ready; the driver is about to begin"
+    if not own.state.terminal and not _silence(own, now):  # the operator is merely behind
+        return own.state, own.reason or describe_work(own)
+    return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
+
+
+def _running(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> tuple[RunState, str]:
+    why = pods_in_trouble(job, pods, warnings, now)
+    if own is None:
+        return RunState.STARTING, _join("its driver runs, and has left no word in storage yet", why)
+    state = RunState.STARTING if own.state is RunState.LOST else own.state
+    if silence := _silence(own, now):
+        return RunState.SILENT, _join(f"{silence}, though its Ray job runs: frozen, cut off or gone", why)
+    stand_in = len(job.training_groups) > 1  # then pods of one group may wait while those of another train
+    default = describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
+    return state, _join(own.reason or default, why) or str(state)
+
+
+def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
+    if own and own.state is RunState.FAILED:
+        return RunState.FAILED, own.reason or "its driver failed"
+    if ray == "SUCCEEDED":
+        return RunState.SUCCEEDED, "its Ray job succeeded; its driver left no last word in storage"
+    if ray == "STOPPED":
+        return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to go on"
+    if ray == "FAILED":
+        return RunState.FAILED, _last_words(own) or "its Ray job failed"
+    return RunState.LOST, "the operator calls it complete, though its Ray job never ended; submit again to go on"
+
+
+def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
+    """The try has failed, and the operator has not said yet whether another follows."""
+    reason = _last_words(own) or job.message or "its Ray job failed"
+    if job.failed + 1 < job.tries:
+        return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
+    return RunState.FAILED, reason
+
+
+def _failure(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> str:
+    active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
+    meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
+    said = _last_words(own)
+    if job.failure == "PreRunningDeadlineExceeded":
+        said = pods_in_trouble(job, pods, warnings, now)
+    elif job.failure not in ("DeadlineExceeded", HEAD_GIVEN_UP):
+        said = said or job.message
+    if said and job.failure in ("AppFailed", ""):
+        return said
+    return f"{meaning}: {said}" if said else meaning
+
+
+def _took_over(status: Status, job: JobView) -> bool:
+    """Whether somebody else took the run over after `job` was created."""
+    return (
+        status.owner.partition("#")[0] != job.name
+        and status.began > job.created
+        and not (job.live and status.state.terminal)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- pods
+
+
+def explain_pods(job: JobView, pods: Pods, warnings: Warnings, now: float) -> str:
+    """Why a RayJob's driver has not started yet, by its pods."""
+    if trouble := pods_in_trouble(job, pods, warnings, now):
+        return trouble
+    mine = _pods_of(job, pods)
+    if not any(pod.head for pod in mine):
+        return "its pods are about to be made"
+    if not any(pod.head and pod.ready for pod in mine):
+        return "the head pod starts"
+    wanted, ready = count_workers(job, pods)
+    if ready < wanted:
+        return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others start"
+    return "its pods are ready; the driver is about to begin"
+
+
+def pods_in_trouble(job: JobView, pods: Pods, warnings: Warnings, now: float) -> str:
+    """What keeps pods from running, with the fix; empty if nothing seems to."""
+    mine = _pods_of(job, pods)
+    fresh = [event for event in warnings if now - event.time < WARNING_FRESH_S]
+    head = next((pod for pod in mine if pod.head), None)
+    if head and (why := trouble_of(head, fresh)):
+        return f"the head pod cannot start: {why}"
+    refused = refused_pod(job, fresh)
+    ending = next((pod for pod in pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
+    if head is None and ending:
+        silent = ", which does not answer" if ending.overdue(now) else ""
+        return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
+    if head is None:
+        return f"the head pod cannot be made: {refused.message}" if refused else ""
+    wanted, ready = count_workers(job, pods)
+    whys = Counter(str(why) for pod in mine if not pod.head and (why := trouble_of(pod, fresh)))
+    if not whys and refused and len(mine) - 1 < wanted:
+        whys[f"a pod cannot be made: {refused.message}"] += 1
+    if not whys:
+        return ""
+    commonest, _ = whys.most_common(1)[0]
+    if len(job.training_groups) > 1:
+        return f"{plural(wanted - ready, 'more worker pod')} asked for: {commonest}"
+    return f"{plural(wanted, 'worker pod')} wanted, {ready} running: {commonest}"
+
+
+def refused_pod(job: JobView, warnings: Warnings) -> WarningEvent | None:
+    """The newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
+    return next(
+        (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
+    )
+
+
+def trouble_of(pod: PodView, warnings: Warnings) -> Trouble | None:
+    """What keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
+    if pod.ready or pod.trouble:
+        return pod.trouble
+    for event in warnings:
+        if event.object == pod.name and event.reason not in NOISE:
+            kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
+            return Trouble(kind, f"{event.reason}: {event.message}")
+    return None
+
+
+def count_workers(job: JobView, pods: Pods) -> tuple[int, int]:
+    """Training pods: how many there should be now, and how many run."""
+    workers = [pod for pod in _pods_of(job, pods) if not pod.head and pod.group in job.training_groups]
+    return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
+
+
+def _pods_of(job: JobView, pods: Pods) -> list[PodView]:
+    return [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+
+
+# ------------------------------------------------------------------------------------------------------------ sentences
+
+
+def _tries(job: JobView) -> str:
+    return f"try {max(job.failed, 1)} of {job.tries} failed"
+
+
+def _because(own: Status | None, job: JobView) -> str:
+    said = _last_words(own) or job.message or FAILURES.get(job.failure, "").partition(";")[0].partition(" (")[0]
+    return f": {said}" if said else ""
+
+
+def _last_words(own: Status | None) -> str:
+    return own.reason if own and own.state in (RunState.FAILED, RunState.LOST) else ""
+
+
+def _silence(status: Status, now: float) -> str:
+    """Since when a run that has not ended gives no sign of life; empty while it does."""
+    if status.state.terminal or now - status.seen <= SILENT_S:
+        return ""
+    return describe_silence(status.seen, now)
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,252 @@
+"""What Kubernetes says of RayJobs and pods, reduced to what verbs need. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sunspot.submitter.findings import Diagnosis
+from sunspot.submitter.manifest.shape import SLOT
+
+TERMINAL = ("Complete", "Failed", "ValidationFailed")
+"""Values of `jobDeploymentStatus` after which the operator only cleans up."""
+
+PUSH_IMAGE, CREATE_MISSING = (
+    "push the image, or correct --image and the pull secret",
+    "create what is missing, in the namespace of the run",
+)
+
+CANNOT_START = {
+    "InvalidImageName": (Diagnosis.IMAGE, "correct --image"),
+    "ErrImageNeverPull": (Diagnosis.IMAGE, "load the image onto the nodes, or let it be pulled"),
+    "CreateContainerConfigError": (Diagnosis.MISSING, CREATE_MISSING),
+    "RunContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
+    "CreateContainerError": (Diagnosis.CONTAINER, "correct the image or the container's settings"),
+    "CrashLoopBackOff": (Diagnosis.CONTAINER, "`kubectl logs --previous` of this pod says why"),
+}
+"""Why a container cannot start, and what to do about it, by the kubelet's reason."""
+
+LONGEST_MESSAGE = 600
+"""Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
+
+PULLING = ("ErrImagePull", "ImagePullBackOff")
+
+NOISE = ("FailedScheduling", "Unhealthy", "BackOff", "Failed", "NodeNotReady", "ExceededGracePeriod")
+"""Warnings about pods that the pod's own status explains better."""
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One RayJob. Times are in seconds since the epoch."""
+
+    raw: dict[str, Any]
+    "The object as the API server gave it."
+    name: str
+    uid: str
+    version: str
+    "Changes with every change of the object; empty in a dry run of its creation."
+    created: float
+    try_began: float
+    deleting: bool
+    spec: dict[str, Any]
+    job_status: str
+    deployment_status: str
+    failure: str
+    "The operator's word for why it failed, such as AppFailed."
+    message: str
+    "The operator's; of a driver's output that it quotes, the error at the end."
+    failed: int
+    "Tries that failed."
+    tries: int
+    "Tries in all."
+    cluster: str
+    "The RayCluster of the current try; empty before there is one."
+    queue: str
+    "The Kueue queue that admits it, if any."
+    training_groups: tuple[str, ...]
+    "Names of the groups of training pods, first choice first."
+    least_workers: int
+    "Training pods that it starts with."
+
+    @property
+    def borrows_cluster(self) -> bool:
+        """Whether it runs in a RayCluster that is not its own."""
+        return bool(self.spec.get("clusterSelector"))
+
+    @property
+    def terminal(self) -> bool:
+        return self.deployment_status in TERMINAL
+
+    @property
+    def live(self) -> bool:
+        """Whether the operator still works on it."""
+        return not self.terminal and not self.deleting
+
+
+class Trouble(NamedTuple):
+    """What keeps a pod from running."""
+
+    kind: Diagnosis
+    said: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.said}; {self.fix}" if self.fix else self.said
+
+
+OVERDUE_S = 30
+"""A pod that is still there so long after its grace period is on a node that does not answer."""
+
+
+@dataclass(frozen=True)
+class PodView:
+    """One pod of a run."""
+
+    name: str
+    uid: str
+    head: bool
+    group: str
+    cluster: str
+    "The RayCluster it belongs to."
+    node: str
+    ready: bool
+    deleted_by: float
+    "When its grace period ends, in seconds since the epoch; 0: nobody deletes it."
+    restarts: int
+    trouble: Trouble | None
+    "Why it cannot run; None if it runs, or may still start."
+    out_of_memory: bool
+    "Whether one of its containers last ended for that; it may run again."
+
+    @property
+    def deleting(self) -> bool:
+        """Whether it was told to go."""
+        return bool(self.deleted_by)
+
+    def overdue(self, now: float) -> bool:
+        """Whether it should have gone: it stays until its node comes back or is removed."""
+        return self.deleting and now > self.deleted_by + OVERDUE_S
+
+
+class WarningEvent(NamedTuple):
+    """An event of type Warning."""
+
+    object: str
+    "Name of the pod, RayCluster or RayJob it is about."
+    reason: str
+    message: str
+    time: float
+    "When it was last seen, in seconds since the epoch."
+
+
+Pods = Sequence[PodView]
+
+Warnings = Sequence[WarningEvent]
+
+
+def job_view(raw: dict[str, Any]) -> JobView:
+    """Read a RayJob as the API server gives it."""
+    metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    groups = spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or []
+    training = [group for group in groups if SLOT in group.get("resources", {})] or groups[:1]
+    created = parse_time(metadata.get("creationTimestamp")) or 0.0
+    return JobView(
+        raw=raw,
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        version=metadata.get("resourceVersion", ""),
+        created=created,
+        try_began=parse_time(status.get("startTime")) or created,
+        deleting="deletionTimestamp" in metadata,
+        spec=spec,
+        job_status=status.get("jobStatus", ""),
+        deployment_status=status.get("jobDeploymentStatus", ""),
+        failure=status.get("reason", ""),
+        message=_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-LONGEST_MESSAGE:],
+        failed=int(status.get("failed") or 0),
+        tries=int(spec.get("backoffLimit") or 0) + 1,
+        cluster=status.get("rayClusterName", ""),
+        queue=metadata.get("labels", {}).get("kueue.x-k8s.io/queue-name", ""),
+        training_groups=tuple(group.get("groupName", "") for group in training),
+        least_workers=sum(int(group.get("replicas", 0)) * int(group.get("numOfHosts") or 1) for group in training),
+    )
+
+
+def pod_view(raw: dict[str, Any]) -> PodView:
+    """Read a pod as the API server gives it."""
+    metadata, status = raw["metadata"], raw.get("status") or {}
+    labels, containers = metadata.get("labels", {}), status.get("containerStatuses") or ()
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
+    return PodView(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        head=labels.get("ray.io/node-type") == "head",
+        group=labels.get("ray.io/group", ""),
+        cluster=labels.get("ray.io/cluster", ""),
+        node=(raw.get("spec") or {}).get("nodeName", ""),
+        ready=ready and status.get("phase") == "Running",
+        deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
+        restarts=sum(container.get("restartCount", 0) for container in containers),
+        trouble=None if ready else next(_troubles(raw), None),
+        out_of_memory=any(
+            c.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled" for c in containers
+        ),
+    )
+
+
+def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
+    status = raw.get("status") or {}
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            said = _line(condition.get("message", ""))
+            if condition.get("reason") == "SchedulingGated":
+                yield Trouble(Diagnosis.QUEUE, f"held back by its queue ({said})")
+            else:
+                said = said.partition(". ")[0]  # what follows is about preemption
+                yield Trouble(
+                    Diagnosis.NO_NODE,
+                    f"no node takes it ({said})",
+                    "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations "
+                    "and resources",
+                )
+    for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
+        name = container["name"]
+        waiting = container.get("state", {}).get("waiting") or {}
+        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
+        reason = waiting.get("reason", "")
+        if ended.get("reason") == "OOMKilled":
+            said = f"container {name} ran out of memory (OOMKilled)"
+            yield Trouble(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
+        elif reason in PULLING:
+            # The kubelet reports the failure and the wait in turn: one sentence for both.
+            said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
+            said = f"image {container.get('image', '')} cannot be pulled: {said}"
+            yield Trouble(Diagnosis.IMAGE, said, PUSH_IMAGE)
+        elif reason in CANNOT_START:
+            kind, fix = CANNOT_START[reason]
+            yield Trouble(kind, f"{reason}: {_line(waiting.get('message', ''))}", fix)
+        elif container.get("state", {}).get("terminated", {}).get("exitCode"):
+            said = f"container {name} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
+            yield Trouble(Diagnosis.CONTAINER, said)
+    if status.get("phase") == "Failed":
+        yield Trouble(Diagnosis.POD, f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}")
+
+
+def warning_event(raw: dict[str, Any]) -> WarningEvent:
+    """Read an event as the API server gives it."""
+    seen = (raw.get("series") or {}).get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
+    return WarningEvent(
+        raw.get("involvedObject", {}).get("name", ""),
+        raw.get("reason", ""),
+        _line(raw.get("message", "")),
+        parse_time(seen or raw["metadata"].get("creationTimestamp")) or 0.0,
+    )
+
+
+def parse_time(text: str | None) -> float | None:
+    """Kubernetes' RFC 3339 as seconds since the epoch."""
+    return datetime.fromisoformat(text).timestamp() if text else None
+
+
+def _line(text: str, ends: str = ".:; ") -> str:
+    return " ".join(text.split()).rstrip(ends)

@@ -1,0 +1,84 @@
+"""Arguments that several verbs take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from sunspot.errors import SettingsError
+
+if TYPE_CHECKING:
+    from sunspot.submitter.manifest.render import Rendered
+
+ROWS = 50
+"""Rows of a listing, unless more are asked for: each costs a request."""
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--limit", metavar="N", type=count, default=ROWS, help=f"the newest N; default: {ROWS}")
+    limit.add_argument("--all", action="store_const", const=None, dest="limit", help="all of them")
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time from 0, which ends: NaN would never be over."""
+    try:
+        time_s = float(text)
+    except ValueError:
+        time_s = -1.0
+    if not 0 <= time_s < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give seconds from 0, such as 600")
+    return time_s
+
+
+def add_render_options(parser: argparse.ArgumentParser) -> None:
+    """Everything a manifest depends on, besides --storage, --namespace and the SUNSPOT_ variables."""
+    parser.add_argument(
+        "--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind"
+    )
+    parser.add_argument("--run", metavar="NAME", help="name of the run; default: SUNSPOT_RUN_NAME")
+    parser.add_argument(
+        "--set", metavar="VAR=VALUE", dest="settings", action="append", default=[], help="a setting; repeatable"
+    )
+    parser.add_argument("--image", metavar="REF", help="the image; default: the profile's")
+    parser.add_argument("--queue", metavar="NAME", help="a LocalQueue of Kueue")
+    parser.add_argument("--cluster", metavar="NAME", help="run in this RayCluster instead of one of the job's own")
+    parser.add_argument(
+        "--generation", metavar="N", type=int, default=1, help="another number starts an ended job again; default: 1"
+    )
+
+
+def render_from(args: argparse.Namespace) -> Rendered:
+    """The manifest that the options of `add_render_options` ask for."""
+    from sunspot.submitter.manifest.render import render
+
+    overrides: dict[str, str] = {}
+    for word in args.settings:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise SettingsError(f"--set {word}: write VAR=VALUE")
+        overrides[name] = value
+    given = {"RUN_NAME": args.run, "STORAGE_PATH": args.storage}
+    if "" in given.values():  # as a setting, it would mean the default
+        raise SettingsError("--run and --storage may not be empty")
+    overrides |= {name: value for name, value in given.items() if value is not None}
+    return render(
+        args.profile,
+        overrides,
+        image=args.image,
+        namespace=args.namespace,
+        cluster=args.cluster,
+        queue=args.queue,
+        generation=args.generation,
+    )

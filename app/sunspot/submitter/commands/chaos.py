@@ -1,0 +1,335 @@
+"""`sunspot chaos`: reclaims and kills parts of a live run on purpose, prints what each fault cost, then audits it."""
+
+import argparse
+import enum
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from sunspot.errors import GaveUpError, NotFoundError, SettingsError, StorageError
+from sunspot.formatting import in_words, plural
+from sunspot.run import Run
+from sunspot.run.attempts import attempt_of, read_attempts
+from sunspot.run.checkpoints import MANIFEST, list_directories
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Receipt, describe, read_receipts
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.views import PodView
+from sunspot.submitter.cluster.watch import (
+    Outage,
+    command_arguments,
+    observe_run,
+    reach_run_in_cluster,
+    require_answers,
+    require_known,
+)
+from sunspot.submitter.commands.arguments import add_run, count
+from sunspot.submitter.commands.audit import NO_ROWS, conclude, print_epochs, prove
+from sunspot.submitter.output import print_json_line, print_text, warn
+
+LOOK_EVERY_S = 2.0
+
+READY_WITHIN_S = 600.0
+"""How long a fault waits for a ready pod: a cloud takes minutes to bring a node."""
+
+RECOVERED_WITHIN_S = 600.0
+"""How long a run may take to recover from the last fault and commit a checkpoint."""
+
+AT_ONCE_S = 1
+"""The grace period of a kill, the shortest there is: with 0 the object goes at once, but the kubelet sends SIGTERM and
+waits for the pod's own grace period (kubernetes#120449), which is a notice."""
+
+
+class Kind(enum.StrEnum):
+    """What is done to a run."""
+
+    RECLAIM = "reclaim"
+    "A training worker's pod is deleted with its own grace period, as by a cloud's preemption notice."
+    KILL = "kill"
+    "A training worker's pod is ended at once."
+    HEAD = "head"
+    "The head's pod, with the driver, is ended at once."
+
+    @property
+    def verb(self) -> str:
+        return "reclaim" if self is Kind.RECLAIM else "kill"
+
+    @property
+    def victim(self) -> str:
+        return "head" if self is Kind.HEAD else "training worker"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The faults to inject; its text completes "this would"."""
+
+    kinds: tuple[Kind, ...]
+    "Of each fault, in order."
+    every_s: float
+    "Seconds between two faults."
+    seed: int
+
+    def __str__(self) -> str:
+        parts = [f"{kind.verb} {plural(self.kinds.count(kind), kind.victim)}" for kind in Kind if kind in self.kinds]
+        apart = f", {self.every_s:g} s apart," if len(self.kinds) > 1 else ""
+        return f"{' and '.join(parts)}{apart}"
+
+
+@dataclass
+class Fault:
+    """A pod that was deleted."""
+
+    number: int
+    kind: Kind
+    pod: PodView
+    step: int
+    "The newest step the run had reported."
+    attempt: int
+    "The newest attempt then; any later one follows from the fault. Clocks are not compared, as they may disagree."
+    receipt: Receipt | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--kind",
+        metavar="KIND",
+        dest="kinds",
+        action="append",
+        required=True,
+        help="reclaim or kill a training worker, or kill the head; several, as a list or repeated, take random turns",
+    )
+    parser.add_argument(
+        "--every", metavar="TIME", type=_seconds, default=60.0, help="between two faults: 90, 90s or 2m; default: 60s"
+    )
+    parser.add_argument("--count", metavar="N", type=count, default=1, help="faults; default: 1")
+    parser.add_argument("--seed", metavar="S", type=int, help="of all that is random; default: a new one, printed")
+    parser.add_argument("--yes", action="store_true", help="do it; without, only what would be done is said")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Inject faults into a live run, wait until it has recovered, and audit it; end early if the run ends.
+
+    Only ready pods of the RayCluster of the run's newest live RayJob are touched. Without a record of rows, only
+    checkpoints and receipts are audited. Raises `NotFoundError` when the run is not live, `ClusterError`, `GaveUpError`
+    when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
+    """
+    plan = make_plan(args.kinds, args.every, args.count, args.seed)
+    cluster, run = reach_run_in_cluster(args)
+    injector = FaultInjector(cluster, run, args.json)
+    injector.refuse_unless_live()
+    if not args.yes:
+        where = f"of the run {args.run} in {cluster.namespace}"
+        raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
+    kinds = plan.kinds
+    injector.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
+    random = Random(plan.seed)
+    for number, kind in enumerate(kinds, 1):
+        if number > 1:
+            injector.watch(plan.every_s)
+        if not injector.ended:
+            injector.inject(kind, random)
+    injector.watch_recovery()
+    if injector.ended:
+        injected = len(injector.faults)
+        injector.say(
+            {"event": "ended", "reason": injector.ended, "blows": injected},
+            f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {injector.ended}",
+        )
+
+    proof = prove(run)
+    if args.json:
+        epochs = [epoch.record() for epoch in proof.epochs]
+        print_json_line({"time": time.time(), "event": "audit", "epochs": epochs, "faults": proof.faults})
+    elif proof.epochs:
+        print_epochs(proof)
+    conclude(run, proof)
+    if not proof.epochs:
+        warn(f"checkpoints and receipts are in order; which rows were consumed is not proved: {NO_ROWS}")
+
+
+def _seconds(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
+    try:
+        seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a time above 0, such as 90, 90s or 2m")
+    return seconds
+
+
+def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
+    """A plan of so many faults, each kind as often as the others, in random order. `kinds` are words or comma lists.
+
+    Raises `SettingsError` for an unknown word.
+    """
+    words = [word.strip() for text in kinds for word in text.split(",")]
+    unknown = [word for word in words if word not in list(Kind)]
+    if unknown:
+        raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(Kind)}")
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    order = [Kind(words[number % len(words)]) for number in range(faults)]
+    Random(seed).shuffle(order)
+    return Plan(tuple(order), every_s, seed)
+
+
+class FaultInjector:
+    """Injects faults into one run, and follows how it recovers from them."""
+
+    def __init__(self, cluster: Cluster, run: Run, as_json: bool) -> None:
+        self._cluster, self._run, self._as_json = cluster, run, as_json
+        self._outage = Outage()
+        self._step = 0
+        self._attempt = 0
+        self.faults: list[Fault] = []
+        self.ended = ""
+        "How the run has ended; empty while it is live."
+
+    def refuse_unless_live(self) -> None:
+        """Raise why no fault may be injected."""
+        snapshot = observe_run(self._cluster, self._run)
+        require_answers(snapshot)
+        require_known(self._cluster, self._run, snapshot)
+        if snapshot.status:
+            self._step = snapshot.status.step
+        live = next((job for job in snapshot.jobs if job.live), None)
+        state, reason = snapshot.state()
+        if not live or state.terminal:
+            raise NotFoundError(f"{self._run.name} is not live but {state}: {reason}; submit it first")
+        if live.borrows_cluster:
+            raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
+
+    def inject(self, kind: Kind, random: Random) -> None:
+        """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
+        deadline, waiting = time.monotonic() + READY_WITHIN_S, False
+        while not (pod := self._delete_one(kind, random)):
+            if not waiting:
+                warn(f"waiting for a ready {kind.victim}")
+                waiting = True
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self._run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault "
+                    f"{len(self.faults) + 1} was not injected; "
+                    f"`sunspot status {command_arguments(self._cluster, self._run)}` says why"
+                )
+            self.watch(LOOK_EVERY_S)
+            if self.ended:
+                return
+        fault = Fault(len(self.faults) + 1, kind, pod, self._step, self._newest_attempt())
+        self.faults.append(fault)
+        number, step = fault.number, fault.step
+        self.say(
+            {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": step},
+            f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {step}",
+        )
+
+    def watch(self, seconds: float) -> None:
+        """Wait, printing receipts as they appear; return early if the run ends."""
+        until = time.monotonic() + seconds
+        while not self.ended and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_EVERY_S))
+            self._look()
+
+    def watch_recovery(self) -> None:
+        """Return when the run has recovered from every fault and committed a checkpoint since, or has ended."""
+        deadline, printed = time.monotonic() + RECOVERED_WITHIN_S, ""
+        while not self.ended and (missing := self._find_missing()):
+            if missing != printed:
+                warn(f"waiting for {missing}")
+                printed = missing
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self._run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
+                    f"It goes on; `sunspot audit {command_arguments(None, self._run)}` audits it"
+                )
+            self.watch(LOOK_EVERY_S)
+
+    def say(self, record: dict[str, Any], text: str) -> None:
+        """Print one line on stdout, for people or as JSON."""
+        if self._as_json:
+            print_json_line({"time": time.time(), **record})
+        else:
+            print_text(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+    def _delete_one(self, kind: Kind, random: Random) -> PodView | None:
+        """The pod that was deleted; None if none is ready, or the API server is out of reach."""
+        try:
+            pods = find_pods(self._cluster, self._run, kind)
+            if not pods:
+                return None
+            pod = random.choice(pods)
+            self._cluster.delete_pod(pod, None if kind is Kind.RECLAIM else AT_ONCE_S)
+            return pod
+        except UnreachableError as error:
+            warn(str(error))
+            return None
+
+    def _look(self) -> None:
+        """Take in all that is new."""
+        snapshot = observe_run(self._cluster, self._run)
+        self._outage.note(snapshot)
+        if snapshot.status:
+            self._step = snapshot.status.step
+        self._take_receipts()
+        state, reason = snapshot.state()
+        # As long as the cluster does not answer, a failure may be followed by another try.
+        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster_trouble):
+            self.ended = f"{state}, {reason}"
+
+    def _take_receipts(self) -> None:
+        """Print each new receipt with the faults it answers; if storage fails, the next look tries again."""
+        if all(fault.receipt for fault in self.faults):
+            return
+        try:
+            receipts = read_receipts(read_journal(self._run, "events"))
+        except StorageError:
+            return
+        for receipt in receipts:
+            faults = [fault for fault in self.faults if not fault.receipt and fault.attempt < receipt.attempt]
+            for fault in faults:
+                fault.receipt = receipt
+            if faults:
+                numbers = [fault.number for fault in faults]
+                times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
+                self.say(
+                    {**receipt.record(), "blows": numbers, **times},
+                    f"recovered from {'fault' if len(numbers) == 1 else 'faults'} {', '.join(map(str, numbers))}: "
+                    f"{describe(receipt)}",
+                )
+
+    def _newest_attempt(self) -> int:
+        try:
+            self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self._run)), 0)
+        except StorageError as error:
+            warn(str(error))
+        return self._attempt
+
+    def _find_missing(self) -> str:
+        """What has not happened yet since the last fault; empty once the run has recovered."""
+        last = self.faults[-1]
+        if not last.receipt:
+            return f"the receipt of fault {last.number}"
+        try:
+            names = [name for name, files in list_directories(self._run).items() if MANIFEST in files]
+        except StorageError:
+            names = []
+        committed = any(attempt_of(name) > last.attempt for name in names)
+        return "" if committed else f"a checkpoint after fault {last.number}"
+
+
+def find_pods(cluster: Cluster, run: Run, kind: Kind) -> list[PodView]:
+    """The pods that a fault of this kind may hit: ready ones of the RayCluster of the run's newest live RayJob."""
+    jobs, _ = cluster.list_jobs(run.name)
+    live = next((job for job in jobs if job.live), None)
+    if not live:
+        return []
+    ready = [pod for pod in cluster.list_pods([live]) if pod.ready and not pod.deleting]
+    if kind is Kind.HEAD:
+        return [pod for pod in ready if pod.head]
+    workers = [pod for pod in ready if not pod.head and pod.group in live.training_groups]
+    return sorted(workers, key=lambda pod: pod.name)

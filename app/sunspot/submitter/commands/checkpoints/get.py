@@ -1,0 +1,181 @@
+"""`sunspot checkpoints get`: downloads and verifies a checkpoint; run again after an interruption, it goes on."""
+
+import argparse
+import hashlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sunspot.errors import DamageError, NotFoundError, SettingsError, StorageError
+from sunspot.formatting import as_bytes, plural
+from sunspot.run import Run
+from sunspot.run.checkpoints import MANIFEST, Checkpoint, choose
+from sunspot.storage.base import CHUNK
+from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.output import doing, print_json, print_text, warn
+from sunspot.submitter.runs import find_run
+
+FILES_AT_ONCE = 4
+
+TRIES = 4
+"""How often one file is started, or continued after storage broke off."""
+
+PART = ".part"
+"""Suffix of an unfinished file."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="newest", help="as ls names it, or newest (default), or best"
+    )
+    parser.add_argument("--output", metavar="DIR", help="default: a directory called like the checkpoint")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Download the checkpoint NAME, or the 'newest' or 'best' whole one, into the directory `--output`.
+
+    Files that are there and whole are kept, and unfinished ones continued; `manifest.json` comes last. Raises
+    `NotFoundError`, `DamageError`, and `SettingsError` for a directory with something else in it.
+    """
+    run = find_run(args.run, args.storage)
+    checkpoint = choose(run, args.name, warn)
+    if checkpoint.damage:
+        raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
+    _refuse_if_cut(run, checkpoint)
+    directory = Path(args.output or checkpoint.name).absolute()
+    try:
+        with doing(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
+            manifest = _begin(run, checkpoint, directory)
+            kept = _fetch_all(run, checkpoint, directory)
+            os.replace(manifest, directory / MANIFEST)
+    except OSError as error:
+        why = f"cannot be written: {error.strerror or error}"
+        raise StorageError(f"{error.filename or 'the directory'}: {why}") from error
+    if args.json:
+        print_json(
+            {
+                "name": checkpoint.name,
+                "step": checkpoint.step,
+                "directory": str(directory),
+                "files": sorted(checkpoint.files),
+                "bytes": checkpoint.bytes,
+                "kept": kept,
+            }
+        )
+    else:
+        were_there = f", {len(kept)} of them were there already" if kept else ""
+        files = f"{plural(len(checkpoint.files), 'file')}{were_there}"
+        print_text(f"{directory}: {files}, {as_bytes(checkpoint.bytes)}, all verified")
+
+
+def _refuse_if_cut(run: Run, checkpoint: Checkpoint) -> None:
+    """Raise `DamageError` for a file that is missing or has another size, before anything is fetched."""
+    there = {entry.key: entry.size for entry in run.storage.list(run.key("checkpoints", checkpoint.name))}
+    for file, expected in checkpoint.files.items():
+        size = there.get(run.key("checkpoints", checkpoint.name, file))
+        if size != expected["size"]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {expected['size']}"
+            raise DamageError(f"{checkpoint.name}: {file} {found}")
+
+
+def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
+    """Make the directory, marked as this checkpoint's by its manifest under another name; returns that file."""
+    content = run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST))
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = directory / (MANIFEST + PART)
+    if any(directory.iterdir()):
+        known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
+        if content not in known:
+            raise SettingsError(
+                f"{directory} is not empty, and holds no download of {checkpoint.name}; choose another --output"
+            )
+    for path in directory.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise SettingsError(f"{path} is neither a file nor a folder; choose another --output")
+    mark.write_bytes(content)
+    return mark
+
+
+def _fetch_all(run: Run, checkpoint: Checkpoint, directory: Path) -> list[str]:
+    """Fetch the files, a few at a time; returns those that were there already."""
+    given_up = threading.Event()
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
+        fetched = {
+            file: pool.submit(_fetch, run, checkpoint, file, _inside(directory, file), given_up)
+            for file in checkpoint.files
+        }
+        try:
+            return [file for file, was_there in fetched.items() if was_there.result()]
+        except BaseException:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _inside(directory: Path, file: str) -> Path:
+    path = (directory / file).resolve()
+    if not path.is_relative_to(directory.resolve()) or path.name == MANIFEST:
+        raise DamageError(f"{MANIFEST} lists {file}, which no checkpoint has")
+    return path
+
+
+def _fetch(run: Run, checkpoint: Checkpoint, file: str, target: Path, given_up: threading.Event) -> bool:
+    """Fetch one file; True when it was there already."""
+    key, expected = run.key("checkpoints", checkpoint.name, file), checkpoint.files[file]
+    wanted = (expected["size"], expected["sha256"])
+    if target.is_file() and target.stat().st_size == wanted[0] and (wanted[0], _hash(target).hexdigest()) == wanted:
+        return True
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + PART)
+    failure: Exception | None = None
+    for _ in range(TRIES):
+        try:
+            began, size, sha256 = _go_on(run, key, part, wanted[0], given_up)
+        except NotFoundError as error:
+            if run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST)):
+                raise DamageError(f"{checkpoint.name}: {file} is missing") from error
+            raise NotFoundError(f"{checkpoint.name}: deleted meanwhile") from error
+        except StorageError as error:
+            failure = error
+            continue
+        if given_up.is_set():
+            return False  # what came is kept
+        if (size, sha256) == wanted:
+            os.replace(part, target)
+            return False
+        part.unlink()
+        failure = DamageError(
+            f"{run.storage.locate(key)}: {size} bytes with SHA-256 {sha256[:12]}... came, instead of {wanted[0]} with "
+            f"{wanted[1][:12]}..."
+        )
+        if not began:  # otherwise the earlier part may have been of another file
+            break
+    assert failure
+    raise failure
+
+
+def _go_on(run: Run, key: str, part: Path, size: int, given_up: threading.Event) -> tuple[int, int, str]:
+    """Fetch the rest of `part`. Returns its size before, its size now, and the SHA-256 of the whole."""
+    sha, began = hashlib.sha256(), part.stat().st_size if part.is_file() else 0
+    if began > size:
+        part.unlink()
+        began = 0
+    if began:
+        sha = _hash(part)
+    now = began
+    with open(part, "ab") as sink:
+        if now < size:
+            with run.storage.open(key, began) as source:
+                while not given_up.is_set() and (chunk := source.read(CHUNK)):
+                    sink.write(chunk)
+                    sha.update(chunk)
+                    now += len(chunk)
+    return began, now, sha.hexdigest()
+
+
+def _hash(path: Path) -> Any:
+    with open(path, "rb") as source:
+        return hashlib.file_digest(source, "sha256")

@@ -1,0 +1,44 @@
+"""`sunspot checkpoints verify`: whether every byte of a run's checkpoints is as it was written."""
+
+import argparse
+
+from sunspot.errors import DamageError
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.checkpoints import classify, list_directories, refuse_if_absent, verify
+from sunspot.run.overview import find_gone
+from sunspot.run.status import read_status
+from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.output import doing, print_json, print_table
+from sunspot.submitter.runs import find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a checkpoint, as ls names it")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print for each checkpoint, or the one named, whether it is whole; raises `DamageError` if not.
+
+    Without a name, the one that an ended run committed last has to be there.
+    """
+    run, name = find_run(args.run, args.storage), args.name
+    directories = list_directories(run)
+    counted, _, _ = classify(directories, lineage(read_attempts(run)))
+    chosen = [name] if name is not None else counted
+    if name is not None:
+        refuse_if_absent(run, name, directories)
+    with doing("reading every byte"):
+        verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, chosen)]
+    if name is None and (gone := find_gone(read_status(run), counted)):
+        verified.append((gone, ["gone, though the run ended with it"]))
+    if args.json:
+        print_json([{"name": name, "verified": not faults, "faults": faults} for name, faults in verified])
+    else:
+        print_table(["name", "verified"], [[name, "; ".join(faults) or "ok"] for name, faults in verified])
+    damaged = sum(bool(faults) for _, faults in verified)
+    if damaged:
+        raise DamageError(
+            f"{damaged} of {len(verified)} checkpoints in {run.location} damaged or gone; `sunspot doctor {run.name}` "
+            "says what helps"
+        )

@@ -1,0 +1,116 @@
+"""`sunspot dashboard`: the Ray dashboard of a live run on a local port, with its token added to every request."""
+
+import argparse
+import base64
+import contextlib
+import threading
+import time
+from typing import Any
+
+from sunspot.errors import ClusterError, NotFoundError, StorageError
+from sunspot.run import Run
+from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
+from sunspot.submitter.cluster.forward import LocalPort
+from sunspot.submitter.cluster.views import pod_view
+from sunspot.submitter.cluster.watch import command_arguments, observe_run, reach_run_in_cluster, require_known
+from sunspot.submitter.commands.arguments import add_run, count
+from sunspot.submitter.output import doing, print_json_line, print_text, warn
+
+PORT = 8265
+"""Ray's default, on the head."""
+
+LOOK_EVERY_S = 3.0
+"""How soon the loss of the head is noticed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--port", metavar="N", type=count, default=8265, help="of this machine; default: 8265")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Forward the dashboard until Ctrl-C, and print where it is.
+
+    Raises `NotFoundError` when the run has no head, or loses it, `ClusterError` when the API server refuses, and
+    `SettingsError` when the port is taken.
+    """
+    cluster, run = reach_run_in_cluster(args)
+    with doing("looking for the head of the run"):
+        head = _find_head(cluster, run)
+        name = head["metadata"]["name"]
+        token, token_error = _read_token(cluster, head)
+        cluster.dial(name, PORT).close()  # a refusal shows now
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with LocalPort(args.port, lambda: cluster.dial(name, PORT), headers) as local:
+        threading.Thread(target=local.serve_forever, daemon=True).start()
+        try:
+            if args.json:
+                print_json_line({"run": run.name, "url": local.url, "pod": name, "token_added": bool(token)})
+            else:
+                print_text(f"{local.url} is the Ray dashboard of {run.name} (pod {name})", flush=True)
+            if token:
+                warn("its token is added to every request, so all who use this machine can use it, until Ctrl-C")
+            if token_error:
+                warn(token_error)
+            _watch(cluster, run, head)
+        except KeyboardInterrupt:
+            warn("")
+        finally:
+            local.shutdown()
+
+
+def _find_head(cluster: Cluster, run: Run) -> dict[str, Any]:
+    """The pod of the run's newest ready head."""
+    for job in cluster.list_jobs(run.name)[0]:
+        ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
+        if ready and (found := cluster.find("pod", ready[0].name)):
+            return found
+    snapshot = observe_run(cluster, run)
+    require_known(cluster, run, snapshot)
+    state, reason = snapshot.state()
+    raise NotFoundError(
+        f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; "
+        f"`sunspot report {command_arguments(None, run)}` shows what is in storage"
+    )
+
+
+def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
+    """The head's token, and why it cannot be read; both empty if it wants none."""
+    environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
+    variable = environment.get("RAY_AUTH_TOKEN", {})
+    if "value" in variable:
+        return str(variable["value"]), ""
+    source = variable.get("valueFrom", {}).get("secretKeyRef")
+    if not source:
+        return "", ""
+    why = f"there is no such Secret in namespace {cluster.namespace}"
+    try:
+        secret = cluster.find("Secret", source["name"])
+        if secret:
+            return base64.b64decode(secret["data"][source["key"]]).decode(), ""
+    except (RefusedError, KeyError, ValueError) as error:
+        why = str(error)
+    unreadable = f"{source['key']} of Secret {source['name']}, unreadable here: {why}"
+    return "", f"the dashboard will ask for its token, {unreadable}"
+
+
+def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:
+    """Return never; raises `NotFoundError` when the head is gone."""
+    name, away = head["metadata"]["name"], False
+    while True:
+        time.sleep(LOOK_EVERY_S)
+        try:
+            now = cluster.find("pod", name)
+        except UnreachableError as error:
+            if not away:
+                warn(f"still forwarding, as far as that goes: {error}")
+            away = True
+            continue
+        away = False
+        same = now is not None and now["metadata"].get("uid") == head["metadata"].get("uid")
+        if now is None or not same or pod_view(now).deleting or now.get("status", {}).get("phase") != "Running":
+            why = ""
+            with contextlib.suppress(ClusterError, StorageError):
+                state, reason = observe_run(cluster, run).state()
+                why = f"; {run.name} is {state}, {reason}"
+            raise NotFoundError(f"the head {name} is gone, and its dashboard with it{why}")

@@ -1,0 +1,176 @@
+"""`sunspot logs`: what a run's processes printed, from storage: a few seconds behind, with or without a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable
+
+from sunspot.errors import GaveUpError, NotFoundError, SettingsError
+from sunspot.run import Run
+from sunspot.run.logs import list_streams, read_pieces
+from sunspot.run.overview import read_state
+from sunspot.run.status import RunState
+from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.output import print_json_line, print_text, warn
+from sunspot.submitter.runs import find_run
+
+StateReader = Callable[[Run], tuple[RunState, str]]
+"""Tells whether a run has ended: by the cluster if there is one, otherwise by storage."""
+
+POLL_S = 2.0
+"""Seconds between two reads of a followed stream. Processes ship what they print every 5 s."""
+
+FIRST_OUTPUT_S = 3600
+"""How long a run may take to print anything: more than any profile gives its pods to be ready."""
+
+LIST_EVERY = 3
+"""Reads of a stream per listing of all streams, where a later start of the process would show."""
+
+QUIET_READS = 3
+"""Reads without new output after the run has ended: processes ship their last output at their very end."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--rank", metavar="N", type=int, help="of this worker, from 0; default: the driver")
+    parser.add_argument("--previous", action="store_true", help="of the start before the newest")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the newest output of the driver, or of one rank; `--previous`: of the start before the newest.
+
+    With `-f`, goes on until the run has ended. Raises `NotFoundError` when there is no such output; output that may
+    still come is waited for.
+    """
+    if args.follow and args.previous:
+        raise SettingsError("-f and --previous: choose one; what a start before the newest printed is complete")
+    state: StateReader = read_state
+    if args.follow:
+        from sunspot.submitter.cluster.api import try_connect
+        from sunspot.submitter.cluster.watch import observe_run
+
+        cluster, _ = try_connect(args)
+        state = (lambda run: observe_run(cluster, run).state()) if cluster else read_state
+    run = find_run(args.run, args.storage)
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end of following
+        show(run, args.rank, args.previous, args.follow, args.json, state)
+        return
+    raise SystemExit(130)
+
+
+def show(
+    run: Run,
+    rank: int | None = None,
+    previous: bool = False,
+    follow: bool = False,
+    as_json: bool = False,
+    state: StateReader = read_state,
+) -> None:
+    """Print a stream of the run; with `follow`, and those of later starts, until `state` says that it has ended."""
+    streams = _find(run, rank)
+    if not streams and follow and not list_streams(run) and not state(run)[0].terminal:
+        warn(f"waiting for the first output of {run.name}")
+        deadline = time.monotonic() + FIRST_OUTPUT_S
+        while not streams and not state(run)[0].terminal:
+            if time.monotonic() > deadline:
+                raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
+            time.sleep(POLL_S)
+            streams = _find(run, rank)
+    printer = _Printer(run, find_stream(run, rank, previous), as_json)
+    printer.print_new()
+    if follow:
+        _follow(run, rank, printer, state)
+    printer.close()
+
+
+def find_stream(run: Run, rank: int | None, previous: bool) -> str:
+    """The name of the newest stream of the driver, or of one rank; `previous`: of the one before. Raises
+    `NotFoundError`."""
+    streams = _find(run, rank)
+    if len(streams) < 1 + previous:
+        raise NotFoundError(_explain_absence(run, rank, previous and bool(streams)))
+    return streams[-2 if previous else -1]
+
+
+def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -> None:
+    reads = quiet = 0
+    while quiet < QUIET_READS:
+        time.sleep(POLL_S)
+        reads += 1
+        printed = printer.print_new()
+        now, reason = state(run)
+        quiet = quiet + 1 if now.terminal and not printed else 0
+        if reads % LIST_EVERY == 0 or quiet == QUIET_READS:
+            newer = [stream for stream in _find(run, rank) if stream > printer.stream]
+            if newer:
+                quiet = 0
+            for stream in newer:
+                printer.turn_to(stream)
+    warn(f"{run.name}: {now}, {reason}")
+
+
+class _Printer:
+    """Prints a stream, each time from where it stopped."""
+
+    def __init__(self, run: Run, stream: str, as_json: bool) -> None:
+        self._run, self._as_json = run, as_json
+        self._begin(stream)
+
+    def _begin(self, stream: str) -> None:
+        self.stream = stream
+        self._read = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = ""
+        warn(f"{stream}, in {self._run.storage.locate(self._run.key('logs', stream))}")
+
+    def print_new(self) -> bool:
+        """Print what is new; returns whether there was anything."""
+        before = self._read
+        for piece in read_pieces(self._run, self.stream, self._read):
+            self._read = piece.end
+            self._print(self._decoder.decode(piece.data))
+        sys.stdout.flush()
+        return self._read > before
+
+    def turn_to(self, stream: str) -> None:
+        """Finish this stream, and begin another."""
+        self.print_new()
+        self.close()
+        self._begin(stream)
+        self.print_new()
+
+    def close(self) -> None:
+        """Finish an incomplete last line."""
+        self._print(self._decoder.decode(b"", final=True))
+        if self._unfinished:
+            self._print("\n")
+        sys.stdout.flush()
+
+    def _print(self, text: str) -> None:
+        if not self._as_json:
+            print_text(text, end="")
+            self._unfinished = "" if text.endswith("\n") else text[-1:] or self._unfinished
+            return
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        for line in lines:
+            print_json_line({"stream": self.stream, "line": line})
+
+
+def _find(run: Run, rank: int | None) -> list[str]:
+    """The streams of the driver or of one rank, the newest last."""
+    wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
+    return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
+
+
+def _explain_absence(run: Run, rank: int | None, only_one: bool) -> str:
+    who = "the driver" if rank is None else f"rank {rank}"
+    what = f"one start of {who} only, so --previous has nothing" if only_one else f"no output of {who}"
+    streams = list(list_streams(run))
+    there = f"; there are {', '.join(streams[-10:])}" if streams else "; no process of it has shipped any output"
+    return f"{run.storage.locate(run.key('logs'))}: {what}{there}"

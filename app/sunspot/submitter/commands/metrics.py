@@ -1,0 +1,112 @@
+"""`sunspot metrics`: a run's metric history, along the steps that made its model."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from typing import TYPE_CHECKING, Any
+
+from sunspot.errors import SettingsError
+from sunspot.formatting import plural
+from sunspot.run import Run
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.history import read_journal
+from sunspot.run.ranks import each_rank_record, to_rows
+from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.output import doing, print_json, print_table, print_text, warn, write_file
+from sunspot.submitter.runs import find_run
+
+if TYPE_CHECKING:
+    import pyarrow
+
+LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
+"""What a terminal has no room for; CSV, JSON and Parquet include it."""
+
+
+MARK = b"sunspot metrics"
+"""Key in the metadata of a file that is ours to replace."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
+    form.add_argument("--parquet", metavar="FILE", help="write a Parquet file, with the numbers of each rank")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the records, oldest first, or write them into a Parquet file."""
+    if args.json and args.csv:
+        raise SettingsError("--json and --csv: choose one")
+    with doing("reading the metric history"):
+        run = find_run(args.run, args.storage)
+        if args.json or args.parquet:
+            records = with_ranks(run)
+        else:
+            records = read_journal(run, "metrics", lineage(read_attempts(run)))
+    if args.parquet is not None:
+        write_parquet(run, records, args.parquet, args.json)
+    elif args.json:
+        print_json(records)
+    elif args.csv:
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, _columns(records), extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        print_text(lines.getvalue(), end="")
+    else:
+        shown = [name for name in _columns(records) if name not in LEFT_OUT_OF_TABLE]
+        print_table(shown, [[record.get(name) for name in shown] for record in records])
+
+
+def with_ranks(run: Run) -> list[dict[str, Any]]:
+    """The records, those with `ranks` whose numbers of each rank are kept apart from those of other records."""
+    spans = lineage(read_attempts(run))
+    ranks = {
+        (record["attempt"], record["step"]): to_rows(record["ranks"])
+        for record in each_rank_record(run, spans)
+        if "records" not in record
+    }
+    records = read_journal(run, "metrics", spans)
+    for record in records:
+        if found := ranks.pop((record["attempt"], record["step"]), None):
+            record["ranks"] = found
+    return records
+
+
+def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
+    """Write `to_table` of the records. Raises like `write_file`."""
+    import pyarrow.parquet
+
+    table = to_table(records)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, compression="zstd")
+    path = write_file(output, buffer.getvalue(), MARK)
+    if as_json:
+        print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
+    else:
+        print_text(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
+
+
+def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
+    """A row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
+    import pyarrow
+
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = pyarrow.array([record.get(name) for record in records])
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+            warn(f"left out: {name}, whose values are of several types")
+    return pyarrow.table(columns, metadata={MARK: ""})
+
+
+def _columns(records: list[dict[str, Any]]) -> list[str]:
+    """The names of all plain values in order of appearance; nested values do not fit into a row."""
+    columns: dict[str, bool] = {}
+    for record in records:
+        for name, value in record.items():
+            columns[name] = columns.get(name, True) and not isinstance(value, (list, dict))
+    return [name for name, plain in columns.items() if plain]

@@ -1,0 +1,34 @@
+"""`sunspot render`: the manifest that `submit` would apply; needs no cluster."""
+
+import argparse
+from dataclasses import asdict
+
+from sunspot.errors import SettingsError
+from sunspot.submitter.commands.arguments import add_render_options, render_from
+from sunspot.submitter.output import print_json, print_table, print_text, warn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_render_options(parser)
+    parser.add_argument("--output", metavar="DIR", help="write it there with a kustomization.yaml, for GitOps")
+    parser.add_argument("--explain", action="store_true", help="print every chosen value and where it came from")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
+    from sunspot.submitter.manifest.render import write_directory
+
+    if args.output == "":
+        raise SettingsError("--output may not be empty; name a directory")
+    rendered = render_from(args)
+    if args.output is not None:
+        for path in write_directory(rendered, args.output):
+            warn(f"wrote {path}")
+    if args.explain and args.json:
+        print_json([asdict(value) for value in rendered.derived])
+    elif args.explain:
+        print_table(["value", "is", "from"], [[v.name, v.value, v.source] for v in rendered.derived])
+    elif args.json:
+        print_json(rendered.manifest)
+    elif args.output is None:
+        print_text(rendered.to_yaml(), end="")

@@ -1,0 +1,33 @@
+"""`sunspot report`: all that storage has to say of a run, in one HTML file."""
+
+import argparse
+
+from sunspot.errors import NotFoundError
+from sunspot.formatting import as_bytes
+from sunspot.report import gather, render
+from sunspot.report.page import POLICY
+from sunspot.report.search import gather_search, render_search
+from sunspot.run.overview import read_state
+from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.output import doing, print_json, print_text, write_file
+from sunspot.submitter.runs import find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--output", metavar="FILE", help="default: RUN-report.html")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the report to `--output`, or RUN-report.html. Raises like `write_file`."""
+    run = find_run(args.run, args.storage)
+    with doing("reading the run"):
+        try:
+            page = render_search(*gather_search(run))
+        except NotFoundError:  # no search
+            page = render(gather(run, *read_state(run)))
+    path = write_file(args.output or f"{run.name}-report.html", page, mark=POLICY.encode())
+    if args.json:
+        print_json({"run": run.name, "path": str(path), "bytes": len(page)})
+    else:
+        print_text(f"{path}: {as_bytes(len(page))}; a browser shows it")

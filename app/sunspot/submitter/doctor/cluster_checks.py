@@ -1,0 +1,265 @@
+"""What a run needs of a cluster, and what it should have: every check is independent of the others."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from sunspot.errors import ClusterError
+from sunspot.formatting import as_bytes, plural
+from sunspot.storage.probe import Check, Result, failure
+from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
+from sunspot.submitter.cluster.preflight import (
+    explain_refusal,
+    find_missing_rights,
+    find_pod_problems,
+    find_queue_problem,
+    find_references,
+    how_to_make,
+)
+from sunspot.submitter.doctor.nodes import find_places, requests_of
+from sunspot.submitter.manifest.profile import QUEUE, manifests
+from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.shape import parse_quantity
+from sunspot.submitter.manifest.yaml_files import read_documents
+
+OPERATOR = "app.kubernetes.io/component=kuberay-operator"
+"""The label of the operator's pods, by which k8s/base lets them in."""
+
+LEAST_OPERATOR = (1, 7)
+
+STATUS_TIMEOUT, DEFAULT_STATUS_TIMEOUT_S = "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", 300
+"""The operator's variable for how long a head may not answer, and what holds without it (`utils/constant.go`)."""
+
+LEVEL = "pod-security.kubernetes.io/enforce"
+
+
+def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """Every check of the cluster for a run like `rendered`; only the first when the API server does not answer."""
+    try:
+        version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
+        yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
+    except ClusterError as error:
+        yield failure("API server", error)
+        return
+    checks: list[tuple[str, Callable[[Cluster, Rendered], Iterable[Check]]]] = [
+        ("KubeRay", _check_resources),
+        ("KubeRay operator", _check_operator),
+        ("namespace", _check_namespace),
+        ("permissions", _check_rights),
+        ("objects", _check_references),
+        ("k8s/base", _check_base),
+        ("manifest", _check_manifest),
+        ("nodes", _check_nodes),
+        ("queue", _check_queue),
+        ("quota", _check_quota),
+    ]
+    for name, check in checks:
+        try:
+            yield from check(cluster, rendered)
+        except RefusedError as error:
+            if error.status != 403:
+                yield failure(name, error)
+                continue
+            yield Check(name, Result.WARNING, "this user may not see that", str(error))
+        except UnreachableError as error:
+            yield failure(name, error)
+            return
+
+
+def _check_resources(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    fix = "install the KubeRay operator with its CRDs, 1.7 or later"
+    known = cluster.ray_resources()
+    missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
+    if missing:
+        yield Check("KubeRay", Result.FAILED, f"the API server knows no {' and no '.join(missing)} (ray.io/v1)", fix)
+    else:
+        yield Check("KubeRay", Result.OK, "the API server knows RayJobs and RayClusters (ray.io/v1)")
+
+
+def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    name = "KubeRay operator"
+    pods = cluster.list_all("all pods", OPERATOR)
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if not running:
+        # Not a failure: a cloud may run it out of sight.
+        fix = "install it, or see why it does not run; one with other labels has to be let in by k8s/base/network.yaml"
+        yield Check(name, Result.WARNING, f"no pod labelled {OPERATOR} runs in any namespace", fix)
+        return
+    container = running[0]["spec"]["containers"][0]
+    image = container["image"]
+    where = f"{image} in namespace {running[0]['metadata'].get('namespace', '')}"
+    found = re.search(r":v?(\d+)\.(\d+)", image)
+    if found and (int(found[1]), int(found[2])) < LEAST_OPERATOR:
+        yield Check(name, Result.WARNING, where, "upgrade it: what is rendered is for 1.7 or later")
+    else:
+        yield Check(name, Result.OK, where)
+    yield _check_status_timeout(container, rendered)
+
+
+def _check_status_timeout(operator: dict[str, Any], rendered: Rendered) -> Check:
+    """Whether a lost head has the time that the profile gives a new one: after it, no retry is left."""
+    name = "time for a new head"
+    said = {entry["name"]: entry.get("value", "") for entry in operator.get("env", ())}.get(STATUS_TIMEOUT, "")
+    limit_s = int(said) if said.isdecimal() and int(said) else DEFAULT_STATUS_TIMEOUT_S
+    needed_s = rendered.manifest["spec"]["preRunningDeadlineSeconds"]
+    seen = f"KubeRay gives up a run whose head has not answered for {limit_s} s, for good"
+    if limit_s >= needed_s:
+        return Check(name, Result.OK, seen)
+    seen += f"; with its node and image, a new head may take {needed_s} s (preRunningDeadlineSeconds)"
+    fix = f"give the operator's container {STATUS_TIMEOUT}={needed_s}; else only `sunspot wait` starts such a run again"
+    return Check(name, Result.WARNING, seen, fix)
+
+
+def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    there = cluster.find("namespace", cluster.namespace)
+    if there is None:
+        fix = "`kubectl apply -k k8s/base` makes sunspot, or choose --namespace"
+        yield Check("namespace", Result.FAILED, f"there is no namespace {cluster.namespace}", fix)
+        return
+    level = there["metadata"].get("labels", {}).get(LEVEL, "privileged")
+    seen = f"{cluster.namespace} is held to the Pod Security Standard {level}"
+    if level == "restricted":
+        yield Check("namespace", Result.OK, seen)
+    else:
+        fix = f"runs need no more than restricted: label it {LEVEL}=restricted, as k8s/base does"
+        yield Check("namespace", Result.WARNING, seen, fix)
+
+
+def _check_rights(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    missing = find_missing_rights(cluster)
+    if not missing:
+        yield Check("permissions", Result.OK, f"whatever the verbs need in namespace {cluster.namespace}")
+    for problem in missing:
+        said, _, fix = problem.rpartition("; ")
+        yield Check("permissions", Result.FAILED, said, fix)
+
+
+def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """The objects pods cannot start without."""
+    for kind, name in sorted(set(find_references(rendered.manifest))):
+        there = cluster.exists(kind, name)
+        if there:
+            yield Check(f"{kind} {name}", Result.OK, "is there")
+        elif there is None:
+            yield Check(f"{kind} {name}", Result.WARNING, "this user may not see it; pods cannot start without it")
+        else:
+            seen = f"is not in namespace {cluster.namespace}; pods cannot start without it"
+            yield Check(f"{kind} {name}", Result.FAILED, seen, how_to_make(kind, name, cluster.namespace))
+
+
+def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """The objects that protect runs, without which pods start all the same."""
+    files = sorted((manifests() / "base").glob("*.yaml"))
+    objects = [item for file in files for item in read_documents(file) if "metadata" in item]
+    for kind in ("NetworkPolicy", "PodDisruptionBudget"):
+        names = [item["metadata"]["name"] for item in objects if item["kind"] == kind]
+        there = {name: cluster.exists(kind, name) for name in names}
+        missing = [name for name in names if there[name] is False]
+        hidden = [name for name in names if there[name] is None]
+        if missing:
+            seen = f"{', '.join(missing)} of k8s/base {'is' if len(missing) == 1 else 'are'} not in {cluster.namespace}"
+            yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` makes it")
+        elif hidden:
+            seen = f"this user may not see {', '.join(hidden)}"
+            yield Check(kind, Result.WARNING, seen, "have somebody look who may")
+        else:
+            yield Check(kind, Result.OK, f"{', '.join(names)} of k8s/base {'is' if len(names) == 1 else 'are'} there")
+
+
+def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """A dry run: fields that an older KubeRay lacks, limits, other admission."""
+    try:
+        expected = cluster.apply(rendered.manifest, dry_run=True)
+        for problem in find_queue_problem(expected):
+            what, _, fix = problem.partition("; ")
+            yield Check("Kueue", Result.FAILED, what, fix)
+        for refused in find_pod_problems(cluster, rendered.manifest):
+            if not refused.may_pass:  # of a quota that is used up, the check of quotas tells more
+                yield Check("pods", Result.FAILED, refused.what, refused.fix)
+        yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
+    except RefusedError as error:
+        if error.status == 404:
+            return  # KubeRay or the namespace is missing: reported already
+        yield failure("manifest", ClusterError(explain_refusal(error)))
+
+
+def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Each group's name, its initial number of pods, and their spec."""
+    cluster = manifest["spec"]["rayClusterSpec"]
+    groups = [("head", 1, cluster["headGroupSpec"])]
+    groups += [(group["groupName"], int(group["replicas"]), group) for group in cluster["workerGroupSpecs"]]
+    return [(name, pods, group["template"]["spec"]) for name, pods, group in groups]
+
+
+def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    nodes = cluster.list_all("nodes")
+    for name, wanted, pod in groups_of(rendered.manifest):
+        places = find_places(pod, nodes)
+        others = "; ".join(f"{number} {why}" for why, number in places.why_not.most_common())
+        seen = f"{places.nodes} of {plural(len(nodes), 'node')} match{'es' if places.nodes == 1 else ''}"
+        seen += f", with room for {places.pods} such pods were they empty, and {wanted} wanted"
+        seen += f" (the others: {others})" if others else ""
+        if places.pods >= wanted:
+            yield Check(f"nodes for {name}", Result.OK, seen)
+        else:
+            fix = "unless an autoscaler brings such nodes, add them, or correct selectors and resources in the profile"
+            yield Check(f"nodes for {name}", Result.WARNING, seen, fix)
+
+
+def _check_queue(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    name = rendered.manifest["metadata"]["labels"].get(QUEUE)
+    if not name:
+        return
+    queue = cluster.find("LocalQueue", name) or cluster.find("older LocalQueue", name)
+    if queue is None:
+        seen = f"there is no LocalQueue {name} in namespace {cluster.namespace}, or no Kueue"
+        yield Check("queue", Result.FAILED, seen, "create it, correct --queue or the profile, or leave it out")
+        return
+    active = {c["type"]: c for c in queue.get("status", {}).get("conditions", ())}.get("Active", {})
+    if active.get("status") == "False":
+        seen = f"LocalQueue {name} admits nothing: {active.get('message', '')}"
+        yield Check("queue", Result.FAILED, seen, "create or mend its ClusterQueue")
+    else:
+        yield Check("queue", Result.OK, f"LocalQueue {name} is there")
+
+
+def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    quotas = cluster.list_all("quotas")
+    if not quotas:
+        yield Check("quota", Result.OK, f"none in namespace {cluster.namespace}")
+    needed = what_it_takes(rendered.manifest)
+    for quota in quotas:
+        name = quota["metadata"]["name"]
+        hard = {**quota.get("spec", {}).get("hard", {}), **quota.get("status", {}).get("hard", {})}
+        used = quota.get("status", {}).get("used", {})
+        short, never = [], False
+        for resource, limit in hard.items():
+            need, most = needed.get(resource, 0.0), parse_quantity(limit)
+            taken = parse_quantity(used.get(resource, "0"))
+            if need and taken + need > most:
+                never = never or need > most
+                figures = [_amount(resource, value) for value in (need, most - taken, most)]
+                short.append("{}: {} needed, {} free of {}".format(resource, *figures))
+        if short:
+            fix = "wait until others end, raise it, or ask for less in the profile"
+            result = Result.FAILED if never else Result.WARNING
+            yield Check("quota", result, f"{name}: {'; '.join(short)}", fix)
+        else:
+            yield Check("quota", Result.OK, f"{name} has room for a run")
+
+
+def _amount(resource: str, value: float) -> str:
+    return as_bytes(int(value)) if "memory" in resource or "storage" in resource else f"{value:g}"
+
+
+def what_it_takes(manifest: dict[str, Any]) -> dict[str, float]:
+    """What a run starts with, by the names of a ResourceQuota."""
+    takes: dict[str, float] = {"count/rayjobs.ray.io": 1.0, "pods": 0.0}
+    for _, pods, pod in groups_of(manifest):
+        takes["pods"] += pods
+        for kind in ("requests", "limits"):
+            for name, amount in requests_of(pod, kind).items():
+                for resource in (f"{kind}.{name}", *([name] if kind == "requests" else [])):
+                    takes[resource] = takes.get(resource, 0.0) + pods * amount
+    takes["count/pods"] = takes["pods"]
+    return takes

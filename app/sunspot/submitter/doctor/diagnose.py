@@ -1,0 +1,99 @@
+"""`sunspot doctor RUN`: why a run is pending, slow, stuck, climbing in memory or failed, and how to fix it."""
+
+import textwrap
+from dataclasses import dataclass
+
+from sunspot.errors import StorageError
+from sunspot.run import Run
+from sunspot.run.attempts import lineage
+from sunspot.run.failures import read_failures
+from sunspot.run.ranks import newest_rank_records
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.watch import RunSnapshot
+from sunspot.submitter.commands.status import gather
+from sunspot.submitter.doctor.pending import find_pending
+from sunspot.submitter.doctor.training import Case, diagnose, figures
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, in_order
+from sunspot.submitter.output import print_json, print_text, warn
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings, and what could not be examined."""
+
+    state: RunState
+    reason: str
+    findings: list[Finding]
+    unseen: list[str]
+
+
+def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Report:
+    """Examine a run from cluster and storage, as far as they answer; `cluster_error` says why there is no cluster.
+
+    Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
+    """
+    snapshot, view = gather(cluster, run, cluster_error)
+    state, reason = snapshot.state()
+    findings, unseen = [], _unseen(snapshot)
+    if snapshot.job and "pods" not in snapshot.hidden:
+        findings += find_pending(snapshot.job, snapshot.pods, snapshot.warnings, state, snapshot.time)
+    if view:
+        failures = []
+        try:
+            failures = read_failures(run)
+        except StorageError as error:
+            unseen.append(f"the errors of its processes: {error}")
+        windows = newest_rank_records(run, lineage(view.attempts))
+        case = Case(view, state, reason, windows, failures, snapshot.pods, snapshot.time)
+        findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
+        if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
+            evidence, details = figures(case)
+            if state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
+                findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
+    elif snapshot.storage_trouble:
+        advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"
+        trouble = snapshot.storage_trouble
+        findings.append(Finding(Diagnosis.STORAGE, Severity.ERROR, trouble, advice, cost=1.0))
+    if not findings:
+        findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
+    return Report(state, reason, in_order(findings), unseen)
+
+
+def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster_error: str = "") -> None:
+    """Print the findings, those that explain most first; with `stacks`, whole stacks and tracebacks below."""
+    report = examine(cluster, run, cluster_error)
+    if as_json:
+        findings = [finding.record() for finding in report.findings]
+        stands = {"state": report.state, "reason": report.reason}
+        print_json({"run": run.name, **stands, "findings": findings, "unseen": report.unseen})
+        return
+    print_text(f"{run.name}: {report.state}")
+    for number, finding in enumerate(report.findings, 1):
+        print_text(f"\n{number}. {finding.finding} ({finding.severity})")
+        print_text(textwrap.indent(f"{finding.evidence}\nto do: {finding.advice}", "   "))
+        for trace in finding.traces if stacks else ():
+            print_text(textwrap.indent(trace.rstrip(), "       "))
+    if not stacks and any(finding.traces for finding in report.findings):
+        warn("--stacks shows whole stacks and tracebacks")
+    for text in report.unseen:
+        warn(f"not looked at: {text}")
+
+
+def _unseen(snapshot: RunSnapshot) -> list[str]:
+    """What could not be examined, and why."""
+    texts = []
+    if snapshot.cluster_trouble:
+        texts.append(f"the cluster: {snapshot.cluster_trouble}")
+    elif not snapshot.job:
+        texts.append("pods and their events: the run has no RayJob")
+    texts += [f"its {what}: {refusal}" for what, refusal in snapshot.hidden.items()]
+    if snapshot.storage_trouble:
+        texts.append(f"what the run left in storage: {snapshot.storage_trouble}")
+    return texts
+
+
+def _explained(finding: Finding, findings: list[Finding]) -> bool:
+    """Whether the cluster's findings explain the end better than the run's own state does."""
+    ends = (Diagnosis.DEADLINE, Diagnosis.REFUSED)
+    return finding.finding is Diagnosis.FAILED and not finding.traces and any(f.finding in ends for f in findings)

@@ -1,0 +1,98 @@
+"""Which nodes would take the pods of a run, by labels, taints and size. Pure.
+
+Pods that run there already are ignored: they may end, and not everybody may see other users' pods.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sunspot.submitter.manifest.shape import parse_quantity
+
+
+@dataclass(frozen=True)
+class Places:
+    """The nodes for the pods of one template."""
+
+    nodes: int
+    "Nodes that take at least one."
+    pods: int
+    "Pods they take together when empty."
+    why_not: Counter[str]
+    "Number of other nodes, by the reason."
+
+
+def find_places(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Places:
+    """The nodes for pods with this spec; `nodes` as from the API server."""
+    wanted = requests_of(pod)
+    taking = pods = 0
+    why_not: Counter[str] = Counter()
+    for node in nodes:
+        if reason := _find_obstacle(pod, node):
+            why_not[reason] += 1
+            continue
+        there = {name: parse_quantity(text) for name, text in node["status"].get("allocatable", {}).items()}
+        short = [name for name, amount in wanted.items() if there.get(name, 0) < amount]
+        if short:
+            why_not[f"too little {', '.join(sorted(short))}"] += 1
+            continue
+        taking += 1
+        pods += int(min((there[name] // amount for name, amount in wanted.items() if amount), default=0))
+    return Places(taking, pods, why_not)
+
+
+def requests_of(pod: Mapping[str, Any], kind: str = "requests") -> dict[str, float]:
+    """A pod's requests (or `limits`) by resource, in base units."""
+    total: dict[str, float] = {}
+    for container in pod["containers"]:
+        resources = container.get("resources", {})
+        amounts = resources.get(kind, {})
+        if kind == "requests":
+            amounts = {**resources.get("limits", {}), **amounts}  # a limit implies the request
+        for name, text in amounts.items():
+            total[name] = total.get(name, 0.0) + parse_quantity(text)
+    return total
+
+
+def _find_obstacle(pod: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """Why a node takes none of these pods, whatever its size; empty when nothing prevents it."""
+    spec, labels = node.get("spec", {}), node["metadata"].get("labels", {})
+    conditions = {c["type"]: c["status"] for c in node.get("status", {}).get("conditions", ())}
+    if conditions.get("Ready") != "True":
+        return "not ready"
+    if spec.get("unschedulable"):
+        return "cordoned"
+    for key, value in pod.get("nodeSelector", {}).items():
+        if labels.get(key) != value:
+            return f"not labelled {key}={value}"
+    required = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = required.get("nodeSelectorTerms", ())
+    if terms and not any(all(_holds(e, labels) for e in term.get("matchExpressions", ())) for term in terms):
+        return "excluded by the node affinity"
+    for taint in spec.get("taints", ()):
+        if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(t, taint) for t in pod.get("tolerations", ())):
+            return f"taint {taint['key']} not tolerated"
+    return ""
+
+
+def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    key, operator, values = expression["key"], expression["operator"], expression.get("values", ())
+    value = labels.get(key)
+    if operator == "In":
+        return value in values
+    if operator == "NotIn":
+        return value not in values
+    if operator in ("Exists", "DoesNotExist"):
+        return (value is not None) is (operator == "Exists")
+    if value is None or not value.lstrip("-").isdigit():
+        return False
+    return int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0])
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    if toleration.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if toleration.get("operator") == "Exists":
+        return toleration.get("key") in (None, "", taint["key"])
+    return toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", "")

@@ -1,0 +1,126 @@
+"""Tests storage, and GPUs, in two pods like a run's head and workers: same nodes, service account, Secret, network.
+
+They are always deleted, have no run label, and end by themselves if nobody is left to delete them.
+"""
+
+import contextlib
+import copy
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from sunspot.errors import ClusterError
+from sunspot.formatting import in_words
+from sunspot.storage.probe import Check, Result
+from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.views import pod_view
+from sunspot.submitter.manifest.pods import RUN_LABEL
+from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.output import warn
+
+LABEL = "sunspot/doctor"
+
+WITHIN_S = 600.0
+"""A cloud takes minutes to add a node, and a node minutes to pull an image."""
+
+LOOK_EVERY_S = 2.0
+
+MESSAGE = "/dev/termination-log"
+"""The container's output in its pod's status, up to 4096 bytes."""
+
+LONGEST_SAID = 400
+
+
+def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
+    """Every check of storage from a head's pod, then from a worker's. Raises nothing but interrupts."""
+    mark = uuid.uuid4().hex[:8]
+    pods = [make_pod(rendered.manifest, kind, mark) for kind in ("head", "worker")]
+    created: list[dict[str, Any]] = []
+    try:
+        for pod in pods:
+            created.append(cluster.create_pod(pod))  # noqa: PERF401  # deleted even if the next one is refused
+        names = [pod["metadata"]["name"] for pod in created]
+        warn(f"waiting for the pods {' and '.join(names)}, for at most {in_words(WITHIN_S)}")
+        ended = _await_end(cluster, names)
+        for kind, name in zip(("head", "worker"), names, strict=True):
+            yield from read_checks(kind, ended[name])
+    except ClusterError as error:
+        yield Check("from pods", Result.FAILED, str(error))
+    finally:
+        for pod in created:
+            try:
+                cluster.delete_pod(pod_view(pod), 1)
+            except ClusterError as error:
+                warn(f"pod {pod['metadata']['name']} is left, and ends by itself; delete it: {error}")
+
+
+def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
+    """A pod like the run's head or training workers that tests the storage, and its GPUs, instead of running Ray."""
+    spec = manifest["spec"]["rayClusterSpec"]
+    group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
+    template = copy.deepcopy(group["template"])
+    labels = {name: value for name, value in template["metadata"]["labels"].items() if name != RUN_LABEL}
+    pod = template["spec"]
+    pod |= {"restartPolicy": "Never", "activeDeadlineSeconds": int(WITHIN_S), "terminationGracePeriodSeconds": 1}
+    pod.pop("topologySpreadConstraints", None)  # it counts the pods of the run
+    container = pod["containers"][0]
+    pod["containers"] = [container]  # others would keep the pod from ending
+    gpus = int(group.get("resources", {}).get("GPU", 0))
+    container |= {
+        "command": ["python", "-m", "sunspot.train.pod_probe", "--gpus", str(gpus), "--output", MESSAGE],
+        "terminationMessagePath": MESSAGE,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    metadata = {"name": f"sunspot-doctor-{kind}-{mark}", "labels": {**labels, LABEL: mark}}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
+
+
+def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
+    """The pods when they have ended, or as they are after WITHIN_S; None: gone."""
+    deadline, warned = time.monotonic() + WITHIN_S, ""
+    latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
+    while True:
+        with contextlib.suppress(UnreachableError):
+            latest = {name: cluster.find("pod", name) for name in names}
+        living = [pod for pod in latest.values() if pod and not has_ended(pod)]
+        if not living or time.monotonic() > deadline:
+            return latest
+        trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).trouble))
+        if trouble and trouble != warned:
+            warn(trouble)
+            warned = trouble
+        time.sleep(LOOK_EVERY_S)
+
+
+def has_ended(pod: dict[str, Any]) -> bool:
+    """Whether it has ended, for better or worse."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
+    """The checks of a pod that has ended, or why there are none."""
+    name = f"from a {kind} pod"
+    if pod is None:
+        yield Check(name, Result.FAILED, "the pod was gone before it had said anything", "try again")
+        return
+    node = pod["spec"].get("nodeName", "")
+    statuses = {status["name"]: status for status in pod.get("status", {}).get("containerStatuses") or ()}
+    container = statuses.get("ray", {})  # a sidecar of the cluster's own may be beside it
+    ended = container.get("state", {}).get("terminated") or {}
+    said = str(ended.get("message", ""))
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        for record in json.loads(said):
+            check = Check(**{**record, "result": Result(record["result"])})
+            yield Check(f"{name}: {check.check}", check.result, f"on {node}: {check.seen}", check.fix)
+        return
+    trouble = pod_view(pod).trouble
+    if trouble:
+        yield Check(name, Result.FAILED, f"the pod did not run: {trouble}")
+    elif not has_ended(pod):
+        yield Check(name, Result.FAILED, f"the pod had not ended after {in_words(WITHIN_S)}", "see its events")
+    else:
+        last = " ".join(said.split())[-LONGEST_SAID:]
+        fix = "the image must be of this version of Sunspot, or made from one that is"
+        yield Check(name, Result.FAILED, f"on {node}: ended with {ended.get('exitCode')}: {last}", fix)

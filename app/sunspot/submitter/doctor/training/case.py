@@ -1,0 +1,76 @@
+"""A run that has begun, as the checks of its training see it."""
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sunspot.run.attempts import Attempt, recorded_number, recorded_setting
+from sunspot.run.failures import Failure
+from sunspot.run.overview import RunView
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.views import PodView
+
+LONGEST_REASON = 600
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of the run, from storage and the cluster."""
+
+    view: RunView
+    state: RunState
+    reason: str
+    "From cluster and storage together, like the state."
+    windows: Sequence[dict[str, Any]] = ()
+    "The numbers of each rank in the newest attempt that has any (`ranks.newest_rank_records`)."
+    failures: Sequence[Failure] = ()
+    pods: Sequence[PodView] = ()
+    now: float = 0.0
+    "Seconds since the epoch."
+
+    @property
+    def newest(self) -> Attempt | None:
+        return self.view.attempts[-1] if self.view.attempts else None
+
+    def setting(self, name: str) -> str:
+        """A setting of the newest attempt."""
+        return recorded_setting(self.view.attempts, name)
+
+    def number(self, name: str) -> float:
+        """A setting of the newest attempt that is a number."""
+        return recorded_number(self.view.attempts, name)
+
+    def host(self, attempt: int, rank: int) -> str:
+        """The machine or pod of a rank; empty when unknown."""
+        metadata = next((a.metadata for a in self.view.attempts if a.number == attempt), {})
+        return str(metadata.get("nodes", {}).get(str(rank), ""))
+
+    def place(self, attempt: int, rank: int) -> dict[str, Any]:
+        """Where a rank is, for programs."""
+        host = self.host(attempt, rank)
+        return {"rank": rank, "host": host or None, "node": self._node(host)}
+
+    def name(self, attempt: int, rank: int) -> str:
+        """`rank 1 (run-1-x-worker-1 on node-3)`."""
+        host = self.host(attempt, rank)
+        node = self._node(host)
+        return f"rank {rank}" + (f" ({host}{f' on {node}' if node else ''})" if host else "")
+
+    def _node(self, host: str) -> str | None:
+        return next((pod.node for pod in self.pods if pod.name == host), None)
+
+
+def advise_full(case: Case, text: str) -> str:
+    """What to do about a full disk, if that is what an error tells of; else empty."""
+    if not any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
+        return ""
+    return f"free space: `sunspot checkpoints gc {case.view.run.name}` shows what of the run is of no use"
+
+
+def cut(text: str) -> str:
+    """The beginning and the end of a reason, which may quote a page."""
+    words = " ".join(text.split())
+    half = LONGEST_REASON // 2
+    return words if len(words) <= LONGEST_REASON else f"{words[:half]} ... {words[-half:]}"

@@ -1,0 +1,209 @@
+"""What takes the time of a run: a CPU quota, one rank, its rows, or its incidents."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sunspot.run.incidents import Cause
+from sunspot.submitter.doctor.training.case import Case
+from sunspot.submitter.findings import Diagnosis, Finding, Severity
+
+RECENT_S = 300.0
+"""Seconds of history that tell whether a run is slow now."""
+
+DATA_SHARE = 0.3
+"""Share of the step time all ranks wait for rows, below which faster reading would not be noticed."""
+
+LAG_RATIO, LAG_SHARE, LEAST_LAG_S = 1.3, 0.1, 0.002
+"""A straggler's own part takes this many times as long as the others', costs this share of the step, and more seconds
+than two processes on one machine take from each other by chance."""
+
+STEADY = 0.75
+"""Share of the windows in which the same rank is the slowest: a bad minute does not make a straggler."""
+
+THROTTLED_SHARE = 0.25
+"""Share of the quota's periods that are throttled, as in Kubernetes' usual alert (CPUThrottlingHigh)."""
+
+FIGURES = ("steps_s", "forward_s", "data_wait_s", "throttled_s", "throttled_share")
+
+MEMORY = {"resident_mib", "memory_left_mib", "gpu_memory_mib"}
+"""Figures of a rank; those of its memory may be null."""
+
+LOW_GOODPUT = 0.8
+"""Below this, incidents cost more than a start does."""
+
+
+@dataclass(frozen=True)
+class RankThroughput:
+    """The throughput of each rank of one attempt over its newest windows."""
+
+    windows: list[dict[str, Any]]
+    attempt: int = 0
+    waits: list[float] = field(default_factory=list)
+    "Seconds of a step that each rank waits for rows."
+    forwards: list[float] = field(default_factory=list)
+    "Seconds in forward passes: with the waits, the part of a step in which no rank waits for another."
+    step_s: float = 0.0
+    "Seconds of a whole step, the same for all ranks."
+
+    @property
+    def own(self) -> list[float]:
+        return [wait + forward for wait, forward in zip(self.waits, self.forwards, strict=True)]
+
+    @property
+    def data_share(self) -> float:
+        """Share of the step time the ranks wait for rows."""
+        return statistics.median(self.waits) / self.step_s if self.step_s else 0.0
+
+    def lag(self, rank: int) -> float:
+        """Seconds of a step by which a rank lags the others."""
+        return self.own[rank] - statistics.median(own for other, own in enumerate(self.own) if other != rank)
+
+
+def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
+    """The newest attempt over the last RECENT_S, without its first window, which includes the warm-up."""
+    windows = rank_windows(records)[1:]
+    windows = [window for window in windows if window["time"] > windows[-1]["time"] - RECENT_S]
+    steps = sum(window["steps"] for window in windows)
+    if not steps:
+        return RankThroughput([])
+
+    def per_step(name: str) -> list[float]:
+        return [sum(values) / steps for values in zip(*(window["ranks"][name] for window in windows), strict=True)]
+
+    return RankThroughput(
+        windows, windows[0]["attempt"], per_step("data_wait_s"), per_step("forward_s"), max(per_step("steps_s"))
+    )
+
+
+def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records with steps and figures of each rank, of the newest attempt that has any."""
+    windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
+    newest = [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
+    return [window for window in newest if count_ranks(window) == count_ranks(newest[-1])]
+
+
+def count_ranks(window: Mapping[str, Any]) -> int:
+    return len(window["ranks"]["resident_mib"])
+
+
+def _has_figures(record: Mapping[str, Any]) -> bool:
+    """Whether all figures are there: older versions wrote fewer."""
+    ranks = record["ranks"]
+    return (
+        all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))
+        and ranks.keys() >= MEMORY
+        and all(isinstance(value, int | float) for name in FIGURES for value in ranks.get(name, [None]))
+    )
+
+
+def in_ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def find_slow(case: Case) -> Iterator[Finding]:
+    """What takes the time of the newest steps: the CPU quota, one rank, or reading rows."""
+    speed = measure_throughput(case.windows)
+    if not speed.windows:
+        return
+    yield from _throttled(case, speed)
+    yield from _straggler(case, speed)
+    if speed.data_share >= DATA_SHARE:
+        wait_s = statistics.median(speed.waits)
+        rows = "LOADER=torch, where the rows fit into memory" if case.setting("loader") == "ray" else "LOADER=ray"
+        evidence = (
+            f"{speed.data_share:.0%} of the step time all ranks wait for rows: {in_ms(wait_s)} of {in_ms(speed.step_s)}"
+        )
+        advice = (
+            "more CPUs that read (data_workers, or worker.cpu in the profile), images stored as pixels and not as PNG "
+            f"or JPEG, or {rows}"
+        )
+        details = {"data_share": speed.data_share, "data_wait_s": wait_s, "step_s": speed.step_s}
+        yield Finding(Diagnosis.DATA_BOUND, Severity.WARNING, evidence, advice, details, cost=speed.data_share)
+
+
+def _throttled(case: Case, speed: RankThroughput) -> Iterator[Finding]:
+    for rank in range(len(speed.own)):
+        seconds = sum(window["seconds"] for window in speed.windows)
+        held_s = sum(window["ranks"]["throttled_s"][rank] for window in speed.windows)
+        share = sum(w["ranks"]["throttled_share"][rank] * w["seconds"] for w in speed.windows) / (seconds or 1)
+        if share < THROTTLED_SHARE:
+            continue
+        evidence = (
+            f"{case.name(speed.attempt, rank)}: its processor quota was used up in {share:.0%} of the periods, and "
+            f"held it back for {held_s:.1f} s in {seconds:.0f} s"
+        )
+        advice = (
+            "take away the CPU limit (Sunspot's manifests set none: a LimitRange of the namespace may), or raise "
+            "worker.cpu in the profile"
+        )
+        details = {**case.place(speed.attempt, rank), "throttled_share": share, "throttled_s": held_s}
+        yield Finding(Diagnosis.THROTTLED, Severity.WARNING, evidence, advice, details, cost=share)
+
+
+def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
+    if len(speed.own) < 2:
+        return
+    rank = max(range(len(speed.own)), key=lambda rank: speed.own[rank])
+    lag, others = speed.lag(rank), speed.own[rank] - speed.lag(rank)
+    slowest = [_slowest(window) == rank for window in speed.windows]
+    if (
+        lag < LEAST_LAG_S
+        or lag < LAG_SHARE * speed.step_s
+        or speed.own[rank] < LAG_RATIO * others
+        or statistics.mean(slowest) < STEADY
+    ):
+        return
+    others_wait = statistics.median(wait for other, wait in enumerate(speed.waits) if other != rank)
+    reads = speed.waits[rank] - others_wait > lag / 2
+    part, mine, theirs = "forward pass", speed.forwards[rank], others - others_wait
+    if reads:
+        part, mine, theirs = "rows", speed.waits[rank], others_wait
+    evidence = (
+        f"{case.name(speed.attempt, rank)}: {in_ms(mine)} for its {part} in a step of {in_ms(speed.step_s)}, the "
+        f"others {in_ms(theirs)}; the slowest in {sum(slowest)} of {len(slowest)} windows"
+    )
+    advice = (
+        "its rows come late: see what reads on its node, and the network to storage"
+        if reads
+        else "see what else runs on that node, its clock and temperature, or replace it; equal pods on unequal nodes "
+        "do this too"
+    )
+    details = {
+        **case.place(speed.attempt, rank),
+        "own_s": speed.own[rank],
+        "others_s": others,
+        "step_s": speed.step_s,
+        "part": "data" if reads else "forward",
+    }
+    yield Finding(Diagnosis.STRAGGLER, Severity.WARNING, evidence, advice, details, cost=lag / speed.step_s)
+
+
+def _slowest(window: Mapping[str, Any]) -> int:
+    ranks = window["ranks"]
+    own = [wait + forward for wait, forward in zip(ranks["data_wait_s"], ranks["forward_s"], strict=True)]
+    return own.index(max(own))
+
+
+def find_losses(case: Case) -> Iterator[Finding]:
+    """Incidents that cost the run a lot, by cause."""
+    share = case.view.goodput
+    if share is None or share >= LOW_GOODPUT or not case.view.incidents:
+        return
+    lost: Counter[Cause] = Counter()
+    for receipt in case.view.incidents:
+        lost[receipt.cause] += round(receipt.worker_seconds_lost)
+    times = case.view.incidents_by_cause
+    causes = ", ".join(f"{times[cause]} {cause} ({seconds} worker-seconds)" for cause, seconds in lost.most_common())
+    evidence = f"{share:.0%} of the worker-seconds were of use; lost by {causes}"
+    advice = f"`sunspot events {case.view.run.name}` has the receipt of each; "
+    replayed = case.view.steps_replayed
+    advice += (
+        f"{replayed} steps were taken again: more frequent checkpoints or a higher SNAPSHOT_COST make that fewer"
+        if replayed
+        else "more stable nodes, or fewer that are reclaimed at once, help"
+    )
+    details = {"goodput": share, "worker_seconds_lost": dict(lost), "steps_replayed": replayed}
+    yield Finding(Diagnosis.LOW_GOODPUT, Severity.WARNING, evidence, advice, details, cost=1 - share)

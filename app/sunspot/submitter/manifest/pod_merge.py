@@ -1,0 +1,174 @@
+"""`pod:` of a profile, merged into a pod template the way kubectl merges patches: mappings by key, and lists of named
+things (containers, variables, volumes) by the name of each.
+
+It adds to the pod. What the template has already is either derived from a key of the profile, which is the one to set,
+or something that a run relies on; both are refused, but for FREE.
+"""
+
+import difflib
+import functools
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sunspot.errors import is_credential
+from sunspot.submitter.manifest.profile import RESERVED
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "env": "name",
+    "ports": "containerPort",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "imagePullSecrets": "name",
+    "hostAliases": "ip",
+    "resourceClaims": "name",
+    "schedulingGates": "name",
+    "topologySpreadConstraints": "topologyKey",
+}
+"""Lists whose items are merged by a key; all others count as one value (`patchMergeKey` in Kubernetes' core/v1)."""
+
+FREE = dict.fromkeys(
+    (
+        "metadata.annotations.*",
+        "spec.securityContext.*",
+        "spec.containers[ray].securityContext.*",
+        "spec.enableServiceLinks",
+        "spec.priorityClassName",
+        "spec.topologySpreadConstraints[*].*",
+    ),
+    "free",
+)
+"""What the template has and `pod` may change."""
+
+KEYS_INSTEAD = {
+    "metadata.labels.*": "set labels in the profile",
+    "spec.serviceAccountName": "set service_account in the profile",
+    "spec.automountServiceAccountToken": "only a head with Ray's autoscaler gets a token",
+    "spec.terminationGracePeriodSeconds": "it follows from the notice; set notice_s in the profile",
+    "spec.imagePullSecrets": "set image_pull_secrets in the profile",
+    "spec.tolerations": "a merge would replace the list; set tolerations beside pod",
+    "spec.nodeSelector.*": "set node_selector, gpu_selector or spot in the profile",
+    "spec.affinity.*": "a merge would replace a rule of the profile; see spot and placement",
+    "spec.containers[ray].image": "set image in the profile",
+    "spec.containers[ray].imagePullPolicy": "set image_pull_policy in the profile",
+    "spec.containers[ray].env[*].*": "set env in the profile",
+    "spec.containers[ray].envFrom": "set env_from_secrets in the profile",
+    "spec.containers[ray].resources.*": "set cpu, memory, ephemeral_storage or gpus beside pod",
+    "spec.volumes[tmp].*": "set ephemeral_storage beside pod",
+    "spec.volumes[shared-mem].*": "set memory beside pod",
+}
+"""Why other things that the template has are not changed here, or what to set instead."""
+
+NEVER = {
+    "spec.restartPolicy": "KubeRay decides on restarts",
+    "spec.activeDeadlineSeconds": "it would end pods of a healthy run; set active_deadline_s in the profile",
+    "spec.containers[ray].command": "KubeRay starts Ray in this container",
+    "spec.containers[ray].args": "KubeRay starts Ray in this container",
+    "spec.containers[ray].lifecycle": "a preStop hook delays the SIGTERM on which Ray drains",
+    "spec.containers[ray].env[SUNSPOT_*]": "set it below settings",
+    "metadata.name": "KubeRay names the pods",
+    "metadata.namespace": "set namespace in the profile",
+    "metadata.labels.ray.io/*": "KubeRay sets it",
+    **{f"metadata.labels.{prefix}*": "Sunspot sets it" for prefix in RESERVED},
+}
+"""What a run relies on that nobody else sets."""
+
+SHOWN = "a credential here would be in the manifest, in Git and in storage, for all to read"
+
+TYPES = {"str": "text, in quotes", "int": "a whole number", "bool": "true or false", "float": "a number"}
+
+
+def merge_pod(template: dict[str, Any], pod: Mapping[str, Any], name: str) -> list[str]:
+    """Merge `pod` into the template in place; returns what is wrong, with `name` (`worker.pod`) before each place."""
+    problems = [f"{name}.{problem}" for problem in _find_unfit(pod, "V1PodTemplateSpec", "")]
+    if not problems:
+        problems = [f"{name}.{problem}" for problem in _merge(template, pod, "")]
+    return problems
+
+
+def _merge(under: dict[str, Any], over: Mapping[str, Any], above: str) -> Iterator[str]:
+    for key, value in over.items():
+        path = f"{above}.{key}".lstrip(".")
+        if reason := _reason(NEVER, path):
+            yield f"{path}: {reason}; leave it out"
+        elif isinstance(value, dict):
+            yield from _merge(under.setdefault(key, {}), value, path)
+        elif key in MERGE_KEYS and isinstance(value, list):
+            yield from _merge_items(under.setdefault(key, []), value, path, MERGE_KEYS[key])
+        elif key not in under or _reason(FREE, path):
+            under[key] = value
+        elif value != under[key]:
+            yield f"{path}: the pod has {under[key]!r}: {_reason(KEYS_INSTEAD, path) or 'a run relies on it'}"
+
+
+def _merge_items(under: list[dict[str, Any]], over: list[dict[str, Any]], path: str, by: str) -> Iterator[str]:
+    for item in over:
+        place = f"{path}[{item.get(by)}]"
+        if by not in item:
+            yield f"{path}: an item without {by}, by which they are told apart; add it"
+            continue
+        if reason := _reason(NEVER, place):
+            yield f"{place}: {reason}; leave it out"
+            continue
+        if path.endswith(".env") and is_credential(item[by], item.get("value", "")):
+            yield f"{place}: {SHOWN}; give it a valueFrom with secretKeyRef in place of the value"
+            continue
+        same = next((known for known in under if known.get(by) == item[by]), None)
+        if same is None:
+            same = {by: item[by]}
+            under.append(same)
+        yield from _merge(same, item, place)
+
+
+def _reason(rules: Mapping[str, str], path: str) -> str:
+    """What the rules say of a path; `*` stands for the rest of it, or for what is in brackets."""
+    for pattern, reason in rules.items():
+        expression = re.escape(pattern).replace(r"\[\*\]", r"\[[^\]]*\]").replace(r"\*", ".*")
+        if re.fullmatch(expression, path):
+            return reason
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------- the API's schema
+
+
+def _find_unfit(value: Any, kind: str, path: str) -> Iterator[str]:
+    """Fields that Kubernetes does not know, and values of another type than theirs, by its Python client's models."""
+    where = path.lstrip(".")
+    if list_of := re.fullmatch(r"[Ll]ist\[(.+)\]", kind):
+        if isinstance(value, list):
+            for number, item in enumerate(value):
+                yield from _find_unfit(item, list_of[1], f"{path}[{number}]")
+        else:
+            yield f"{where}={value!r}: set it to a list"
+    elif map_of := re.fullmatch(r"[Dd]ict[\[(]str, (.+)[\])]", kind):
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from _find_unfit(item, map_of[1], f"{path}.{key}")
+        else:
+            yield f"{where}={value!r}: set it to a mapping"
+    elif kind in TYPES:
+        if type(value).__name__ != kind:
+            yield f"{where}={value!r}: set it to {TYPES[kind]}"
+    elif kind != "object":
+        fields = _fields(kind)
+        if not isinstance(value, dict):
+            yield f"{where or 'pod'}={value!r}: set it to a mapping with {', '.join(sorted(fields)[:3])} or others"
+            return
+        for key, item in value.items():
+            if key in fields:
+                yield from _find_unfit(item, fields[key], f"{path}.{key}")
+            else:
+                nearest = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.0)[0]
+                yield f"{f'{path}.{key}'.lstrip('.')}: no such key; did you mean {f'{path}.{nearest}'.lstrip('.')}?"
+
+
+@functools.cache
+def _fields(kind: str) -> dict[str, str]:
+    """The type of each field of a model, by the field's name in YAML."""
+    model = getattr(importlib.import_module("kubernetes.client.models"), kind)
+    return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}

@@ -1,0 +1,290 @@
+"""The pods of a manifest: the head and the worker groups, for a profile and a shape."""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sunspot.settings import PREFIX
+from sunspot.submitter.manifest.pod_merge import merge_pod
+from sunspot.submitter.manifest.profile import DataWorkers, Machine, Profile, Spot, Toleration, Worker
+from sunspot.submitter.manifest.shape import SLOT, Shape, parse_quantity, pod_cpus, whole_cpus
+from sunspot.submitter.manifest.yaml_files import to_yaml
+
+RUN_LABEL = "sunspot/run"
+
+GROUP_LABEL = "ray.io/group"
+"""KubeRay's label on pods: the name of their group."""
+
+AUTOSCALER_LABEL = "sunspot/autoscaler"
+"""On heads with Ray's autoscaler: the only pods that k8s/base lets talk to the API server."""
+
+PROTECTION = ("cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt")
+"""Annotations of the head in k8s/rayjob.yaml."""
+
+EVICTABLE_LABEL = "sunspot/evictable"
+
+AUTOSCALER_ACCOUNT = "sunspot-autoscaler"
+
+GPU = "nvidia.com/gpu"
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+NOTICE = PREFIX + "NOTICE_S"
+
+DRAIN_MARGIN = 0.1
+
+LEAST_DRAIN_MARGIN_S = 2
+"""What the drain leaves of the notice: Ray still has to end its processes."""
+
+TRIAL_MEMORY = "2Gi"
+"""Extra memory of the head for each concurrent trial after the first: all drivers run there. The processes of one took
+1.55 GB (Ray 2.60), and a 5Gi head with two trials killed some of them over and over."""
+
+AUTOSCALER: dict[str, Any] = {
+    "version": "v2",
+    # With Ray's default of 60 s, a new node may be removed before the running workers have restarted with it.
+    "idleTimeoutSeconds": 180,
+    "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
+    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+}
+
+
+def make_cluster(
+    job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]
+) -> list[str]:
+    """Shape the job's own cluster; returns what is wrong with the profile's `pod`."""
+    cluster, head, workers = job["spec"]["rayClusterSpec"], head_group(job), worker_group(job)
+    for group in (head, workers):
+        _patch_pod(group["template"], profile, run, variables)
+    _set_machine(head, profile.head or Machine())
+    if profile.head and profile.head.image:
+        ray_container(head)["image"] = profile.head.image
+    if profile.head and profile.head.evictable:
+        _make_evictable(head["template"]["metadata"])
+    if shape.runs > 1:
+        memory = parse_quantity(ray_container(head)["resources"]["limits"]["memory"])
+        memory += (shape.runs - 1) * parse_quantity(TRIAL_MEMORY)
+        _set_machine(head, Machine(memory=f"{math.ceil(memory / 2**20)}Mi"))
+    if profile.spot:
+        _avoid_spot(head, profile.spot)
+    training = [_training_group(workers, profile, shape, number, run) for number in range(len(profile.groups))]
+    data = [_data_group(workers, profile, shape.data)] if shape.data else []
+    cluster["workerGroupSpecs"] = [*training, *data]
+    if shape.autoscaled:
+        _add_autoscaler(cluster, profile)
+    names = [f"workers.{number}" for number in range(len(training))] if profile.workers else ["worker"]
+    pods = [
+        ("head", profile.head, head),
+        *zip(names, profile.groups, training, strict=True),
+        *(("data_workers", profile.data_workers, group) for group in data),
+    ]
+    return [
+        problem
+        for name, machine, group in pods
+        if machine and machine.pod
+        for problem in merge_pod(group["template"], machine.pod, f"{name}.pod")
+    ]
+
+
+def group_name(number: int) -> str:
+    """The name of a group of training pods, by its place in the profile."""
+    return f"workers-{number + 1}" if number else "workers"
+
+
+def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, number: int, run: str) -> dict[str, Any]:
+    """One group of training pods, out of the common one."""
+    machine, several = profile.groups[number], len(profile.groups) > 1
+    group = copy.deepcopy(workers)
+    name = group["groupName"] = group_name(number)
+    if profile.spot and machine.spot is False:
+        _avoid_spot(group, profile.spot)
+    elif profile.spot:
+        _choose_spot(group, profile.spot)
+    _set_pods(group, 0 if several else shape.pods.least, shape.group_pods[number])
+    _set_machine(group, machine)
+    group["resources"]["CPU"] = str(pod_cpus(machine, int(group["resources"]["CPU"])))
+    # With several, by a resource of its own each is asked for, and its nodes are known (sunspot/elastic/groups.py).
+    group["resources"] |= dict.fromkeys([SLOT, name] if several else [SLOT], str(shape.workers_per_pod))
+    _place(group, machine, run, len(profile.groups))
+    if shape.gpus:
+        _add_gpus(group, machine, shape.gpus)
+    return group
+
+
+def _choose_spot(group: dict[str, Any], spot: Spot) -> None:
+    tolerations = spot.tolerations
+    if tolerations is None:
+        tolerations = [Toleration(key=spot.label, operator="Exists")]
+    _select_nodes(group, {spot.label: spot.value}, tolerations)
+
+
+def _avoid_spot(group: dict[str, Any], spot: Spot) -> None:
+    elsewhere = {"key": spot.label, "operator": "NotIn", "values": [spot.value]}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]}
+    group["template"]["spec"]["affinity"] = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    }
+
+
+def _make_evictable(metadata: dict[str, Any]) -> None:
+    """Let autoscalers and drains end the pod: with its annotations, and out of the disruption budget of k8s/base."""
+    metadata["annotations"] = {name: v for name, v in metadata["annotations"].items() if name not in PROTECTION}
+    metadata["labels"][EVICTABLE_LABEL] = "true"
+
+
+def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
+    """Set what heads and workers have in common."""
+    metadata, spec = template["metadata"], template["spec"]
+    container = spec["containers"][0]
+    metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
+    if profile.annotations:
+        metadata["annotations"] = {**metadata.get("annotations", {}), **profile.annotations}
+    for target, field, value in (
+        (spec, "serviceAccountName", profile.service_account),
+        (spec, "terminationGracePeriodSeconds", profile.notice_s),
+        (spec, "priorityClassName", profile.priority_class),
+        (spec, "imagePullSecrets", [{"name": name} for name in profile.image_pull_secrets or ()] or None),
+        (container, "image", profile.image),
+        (container, "imagePullPolicy", profile.image_pull_policy),
+    ):
+        if value is not None:
+            target[field] = value
+
+    if profile.env_from_secrets is not None:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in profile.env_from_secrets]
+    environment = {entry["name"]: entry for entry in container["env"] if not entry["name"].startswith(PREFIX)}
+    values = {**(profile.env or {}), **variables}
+    if profile.notice_s:
+        margin_s = max(LEAST_DRAIN_MARGIN_S, math.ceil(profile.notice_s * DRAIN_MARGIN))
+        values = {DRAIN: str(profile.notice_s - margin_s), **values}
+    values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
+    for name, value in values.items():
+        environment[name] = {"name": name, "value": value.replace("$", "$$")}  # in a manifest, $(NAME) is expanded
+    for name, source in (profile.env_secrets or {}).items():
+        environment[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
+    container["env"] = list(environment.values())
+
+
+def _set_machine(group: dict[str, Any], machine: Machine) -> None:
+    """Set requests, limits, the volumes that count against them, and the nodes for a group's pods."""
+    spec = group["template"]["spec"]
+    resources = ray_container(group)["resources"]
+    if machine.cpu:
+        resources["requests"]["cpu"] = machine.cpu
+    for name, amount, volume in (
+        ("memory", machine.memory, "shared-mem"),
+        ("ephemeral-storage", machine.ephemeral_storage, "tmp"),
+    ):
+        if amount:
+            resources["requests"][name] = resources["limits"][name] = amount
+            next(v for v in spec["volumes"] if v["name"] == volume)["emptyDir"]["sizeLimit"] = amount
+    _select_nodes(group, machine.node_selector, machine.tolerations)
+
+
+def _select_nodes(
+    group: dict[str, Any], labels: Mapping[str, str] | None, tolerations: list[Toleration] | None
+) -> None:
+    spec = group["template"]["spec"]
+    if labels:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **labels}
+    if tolerations:
+        added = [toleration.model_dump(exclude_none=True) for toleration in tolerations]
+        spec["tolerations"] = [*spec.get("tolerations", ()), *added]
+
+
+def _place(group: dict[str, Any], machine: Worker, run: str, groups: int) -> None:
+    """Spread the run's training pods over nodes (k8s/rayjob.yaml), or have them in one zone."""
+    spec = group["template"]["spec"]
+    (constraint,) = spec["topologySpreadConstraints"]
+    selector: dict[str, Any] = {"matchLabels": {**constraint["labelSelector"]["matchLabels"], RUN_LABEL: run}}
+    if groups > 1:
+        del selector["matchLabels"][GROUP_LABEL]
+        names = [group_name(number) for number in range(groups)]
+        selector["matchExpressions"] = [{"key": GROUP_LABEL, "operator": "In", "values": names}]
+    constraint["labelSelector"] = selector
+    if machine.placement in ("pack", "zone"):
+        del spec["topologySpreadConstraints"]
+        near = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": selector}
+        spec.setdefault("affinity", {})["podAffinity"] = (
+            {"requiredDuringSchedulingIgnoredDuringExecution": [near]}
+            if machine.placement == "zone"
+            else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]}
+        )
+
+
+def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
+    resource = machine.gpu_resource or GPU
+    resources = ray_container(group)["resources"]
+    resources["requests"][resource] = resources["limits"][resource] = str(gpus)
+    group["resources"]["GPU"] = str(gpus)
+    tolerations = [Toleration(key=resource, operator="Exists"), *(machine.gpu_tolerations or ())]
+    _select_nodes(group, machine.gpu_selector, tolerations)
+
+
+def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers) -> dict[str, Any]:
+    """A group of CPU pods like the training pods, for Ray Data."""
+    group = copy.deepcopy(workers)
+    group["groupName"] = "data"
+    if profile.spot:
+        _choose_spot(group, profile.spot)
+    del group["template"]["spec"]["topologySpreadConstraints"]
+    _set_pods(group, machine.min, machine.max)
+    _set_machine(group, machine)
+    group["resources"] = {"CPU": str(whole_cpus(machine.cpu)), "GPU": "0"}
+    return group
+
+
+def _set_pods(group: dict[str, Any], least: int, most: int) -> None:
+    """Start with the least: the job is not submitted before all of them are ready. Of several groups none has any: the
+    driver asks for their pods, as it knows which are missing."""
+    group["replicas"] = group["minReplicas"] = least
+    group["maxReplicas"] = most
+
+
+def _add_autoscaler(cluster: dict[str, Any], profile: Profile) -> None:
+    """Add Ray's autoscaler beside the head. It changes the RayCluster's replicas, so only this pod gets a token."""
+    head = cluster["headGroupSpec"]["template"]
+    container = head["spec"]["containers"][0]
+    cluster["enableInTreeAutoscaling"] = True
+    cluster["autoscalerOptions"] = {
+        **AUTOSCALER,
+        "imagePullPolicy": container["imagePullPolicy"],
+        "securityContext": container["securityContext"],
+    }
+    head["metadata"]["labels"][AUTOSCALER_LABEL] = "true"
+    head["spec"]["automountServiceAccountToken"] = True
+    head["spec"]["serviceAccountName"] = profile.service_account or AUTOSCALER_ACCOUNT
+
+
+def set_variable(job: dict[str, Any], name: str, value: str) -> None:
+    """Set an environment variable on every pod, or in the runtime environment of a job without pods."""
+    spec = job["spec"]
+    if "rayClusterSpec" not in spec:
+        spec["runtimeEnvYAML"] = to_yaml({"env_vars": {**parse_runtime_env(spec["runtimeEnvYAML"]), name: value}})
+        return
+    for group in (spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]):
+        ray_container(group)["env"].append({"name": name, "value": value})
+
+
+def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
+    head: dict[str, Any] = job["spec"]["rayClusterSpec"]["headGroupSpec"]
+    return head
+
+
+def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The group of the training pods: always the first, and of several the first choice."""
+    group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    return group
+
+
+def ray_container(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The container that Ray runs in: always the first."""
+    container: dict[str, Any] = group["template"]["spec"]["containers"][0]
+    return container
+
+
+def parse_runtime_env(text: str) -> dict[str, str]:
+    import yaml
+
+    return dict((yaml.safe_load(text) or {}).get("env_vars", {}))

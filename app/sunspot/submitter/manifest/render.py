@@ -1,0 +1,479 @@
+"""From a profile and settings to the RayJob. Pure: the same inputs give the same bytes.
+
+k8s/rayjob.yaml is read, patched as data, and written in its own order. The inputs are the arguments, the profile and
+the SUNSPOT_ variables of the environment; no cluster, no network, no clock.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sunspot.errors import SettingsError, StorageError, is_credential, shorten
+from sunspot.formatting import plural
+from sunspot.search_space import Search, load_search
+from sunspot.settings import PREFIX, Settings
+from sunspot.submitter.manifest.pod_merge import SHOWN
+from sunspot.submitter.manifest.pods import (
+    DRAIN,
+    NOTICE,
+    RUN_LABEL,
+    TRIAL_MEMORY,
+    group_name,
+    head_group,
+    make_cluster,
+    parse_runtime_env,
+    ray_container,
+    set_variable,
+    worker_group,
+)
+from sunspot.submitter.manifest.profile import (
+    ELASTIC,
+    QUEUE,
+    Profile,
+    WorkerGroup,
+    find_origin,
+    load_profile,
+    manifests,
+)
+from sunspot.submitter.manifest.shape import Shape, choose_shape
+from sunspot.submitter.manifest.yaml_files import read_yaml, to_yaml
+from sunspot.submitter.output import write_file
+
+STORAGE_PATH = PREFIX + "STORAGE_PATH"
+
+NODE_GROUPS, NODES_TIMEOUT = PREFIX + "NODE_GROUPS", PREFIX + "NODES_TIMEOUT_S"
+
+BASE = "k8s/rayjob.yaml"
+
+GENERATION = "sunspot/generation"
+
+DERIVED = "sunspot/derived"
+
+CLUSTER_SELECTOR = "ray.io/cluster"
+
+HASH_DIGITS = 8
+
+BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
+"""What names of buckets and containers have in common (Google's may have '_')."""
+
+MOST_PODS = 2**31 - 1
+
+SEARCH = "python -m sunspot.tune"
+"""The entrypoint of a job whose settings contain a search space."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value in the manifest, and where it comes from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What `submit` applies, and what it was made of."""
+
+    manifest: dict[str, Any]
+    settings: Settings
+    "As the job will read them, without those that a search varies."
+    namespace: str
+    derived: list[Derived]
+    chosen_namespace: str | None
+    "The namespace that an option or the profile names; None: it is only the default."
+
+    @property
+    def name(self) -> str:
+        """The RayJob's name: the run's, and a hash of the whole specification."""
+        return str(self.manifest["metadata"]["name"])
+
+    def to_yaml(self) -> str:
+        """The manifest as YAML, in the order of k8s/rayjob.yaml."""
+        return to_yaml(self.manifest)
+
+
+def render(
+    profile: str,
+    overrides: Mapping[str, str],
+    *,
+    image: str | None = None,
+    namespace: str | None = None,
+    cluster: str | None = None,
+    queue: str | None = None,
+    generation: int = 1,
+) -> Rendered:
+    """Make the RayJob of a run.
+
+    `overrides` are settings by variable, with or without the prefix; they win over the environment, which wins over the
+    profile. With `cluster`, the job runs in that RayCluster instead of its own. `generation` is part of the name:
+    another number starts a finished job again. Raises `SettingsError` with every problem.
+    """
+    options = {"image": image, "namespace": namespace, "queue": queue}
+    chosen = load_profile(profile, {name: value for name, value in options.items() if value is not None})
+    # Through JSON: YAML aliases would make one change show in several places.
+    job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
+    given = _gather(ray_container(head_group(job))["env"], chosen, profile, overrides)
+    search = load_search({name: value for name, (value, _) in given.items()})
+    settings = search.settings
+
+    base_cpus = int(worker_group(job)["resources"]["CPU"])
+    at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
+    shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
+    problems += _find_problems(settings, chosen, shape, cluster, generation)
+    problems += _find_long_drain(job, chosen)
+    if chosen.cloud:
+        problems += _find_unnamed(job, chosen, shape, given)
+    if image and chosen.head and chosen.head.image:
+        problems.append(
+            f"image {image}: the head would keep head.image={chosen.head.image}, maybe another version; name both "
+            "in the profile"
+        )
+    _refuse(problems, profile)
+
+    deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
+    variables, derived = _resolve(search, given, chosen, shape, deadline_s)
+    if shape:
+        _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), profile)
+        derived += _explain(job, chosen, shape, profile)
+    else:
+        _select_cluster(job, str(cluster), variables)
+    _set_job(job, chosen, settings.run_name, generation)
+    if search.dimensions:
+        job["spec"]["entrypoint"] = SEARCH
+        derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
+
+    # Before anything that follows from the name; the wording of reasons is not part of the specification.
+    name = f"{settings.run_name}-{_digest(job)}"
+    job["metadata"]["name"] = name
+    set_variable(job, PREFIX + "JOB_ID", name)
+    job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
+    settings = load_search({**{n: v for n, (v, _) in given.items()}, **settings_of(job)}).settings
+    return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace)
+
+
+def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
+    spec = manifest["spec"]
+    if spec.get("rayClusterSpec"):
+        variables = {
+            entry["name"]: entry.get("value", "").replace("$$", "$")
+            for entry in ray_container(head_group(manifest)).get("env", ())
+        }
+    else:
+        variables = parse_runtime_env(spec.get("runtimeEnvYAML", ""))
+    return {name: value for name, value in variables.items() if name.startswith(PREFIX)}
+
+
+def has_registry(reference: str) -> bool:
+    """Whether an image reference begins with a registry's host, as container runtimes tell it."""
+    host, slash, _ = reference.partition("/")
+    return bool(slash) and ("." in host or ":" in host or host == "localhost")
+
+
+TAGGED = (
+    "image {0} is named by a tag: were it pushed anew, nodes that come later would run another program than those that "
+    "train; a digest cannot change: {0}@sha256:..., as `docker buildx imagetools inspect {0}` prints it"
+)
+
+
+def image_problem(reference: str) -> str:
+    """What is wrong with an image reference that may change its meaning; empty if it names a version or digest."""
+    name = reference.rpartition("/")[2]
+    if "@sha256:" in name:
+        return ""
+    if name.partition(":")[2] not in ("", "latest"):
+        return TAGGED.format(reference) if has_registry(reference) else ""
+    return (
+        f"image {reference} names no version: a retry may run another program than the run began with, and nodes keep "
+        "what they have; name a tag, or better a digest (@sha256:...)"
+    )
+
+
+def write_directory(rendered: Rendered, path: str) -> list[Path]:
+    """Write manifest and kustomization, as Argo CD, Flux or `kubectl apply -k` take them; returns both paths.
+
+    A kustomization that is there already is the user's, and stays. Raises `SettingsError`.
+    """
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["rayjob.yaml"],
+    }
+    folder = Path(path)
+    contents = {"rayjob.yaml": rendered.to_yaml(), "kustomization.yaml": to_yaml(kustomization)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            if name == "rayjob.yaml" or not os.path.lexists(folder / name):
+                write_file(str(folder / name), text.encode(), mark=b"app.kubernetes.io/part-of: sunspot")
+    except (OSError, StorageError) as error:
+        why = error.strerror if isinstance(error, OSError) else ""
+        raise SettingsError(f"--output {path}: {why or shorten(error)}; name a directory") from error
+    return [folder / name for name in contents]
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def _gather(
+    base: list[dict[str, str]], profile: Profile, name: str, overrides: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Every given setting by variable: its value and its last source. An empty override removes it."""
+    # The notice is the pods': it follows from the profile, or the running cluster has set it.
+    of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
+    layers: list[tuple[Mapping[str, str], str]] = [
+        (of_base, BASE),
+        *(
+            ({variable: value}, find_origin(name, "settings", variable) or f"profile {name}")
+            for variable, value in (profile.settings or {}).items()
+        ),
+        ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
+        (overrides, "given"),
+    ]
+    return {
+        PREFIX + variable.upper().removeprefix(PREFIX): (value, source)
+        for layer, source in layers
+        for variable, value in layer.items()
+    }
+
+
+def _resolve(
+    search: Search, given: Mapping[str, tuple[str, str]], profile: Profile, shape: Shape | None, deadline_s: int
+) -> tuple[dict[str, str], list[Derived]]:
+    """The variables of the job, in the order of the settings, each with its source.
+
+    Only what was given or had to be chosen; the rest is left to the image, which may have its own task.
+    """
+    every = {**search.settings.environment(), **search.given}
+    chosen = {variable: (every[variable], source) for variable, (value, source) in given.items() if value != ""}
+    for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
+        chosen.setdefault(variable, (every[variable], "default"))
+    if shape:
+        use_gpu, per_worker = PREFIX + "USE_GPU", PREFIX + "RESOURCES_PER_WORKER"
+        chosen[use_gpu] = ("true" if shape.gpus else "false", shape.why_gpu or chosen[use_gpu][1])
+        per_worker_json = json.dumps(shape.per_worker, sort_keys=True)
+        chosen[per_worker] = (per_worker_json, shape.why_resources or chosen[per_worker][1])
+        if len(profile.groups) > 1:
+            chosen[NODE_GROUPS] = (_node_groups(profile, shape), "the profile's workers")
+            chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))
+    ordered = {variable: chosen[variable] for variable in every if variable in chosen}
+    return (
+        {variable: value for variable, (value, _) in ordered.items()},
+        [Derived(variable, value, source) for variable, (value, source) in ordered.items()],
+    )
+
+
+def _node_groups(profile: Profile, shape: Shape) -> str:
+    groups = [
+        {"name": group_name(number), "most": pods * shape.workers_per_pod, "after_s": group.after_s}
+        for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
+    ]
+    return json.dumps(groups)
+
+
+def _find_long_drain(job: dict[str, Any], profile: Profile) -> list[str]:
+    """A drain of the profile's own that a pod would not live to see the end of."""
+    drain = (profile.env or {}).get(DRAIN)
+    grace_s = profile.notice_s or worker_group(job)["template"]["spec"]["terminationGracePeriodSeconds"]
+    if drain is None or (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
+        return []
+    return [
+        f"env.{DRAIN}={drain}: it has to be fewer seconds than a pod has, which ends after {grace_s} s; leave it out, "
+        "or set notice_s to what the nodes really give"
+    ]
+
+
+def _refuse(problems: list[str], profile: str) -> None:
+    if problems:
+        count = plural(len(problems), "problem")
+        raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+
+
+def _find_problems(
+    settings: Settings, profile: Profile, shape: Shape | None, cluster: str | None, generation: int
+) -> list[str]:
+    """What cannot work on any cluster."""
+    problems = []
+    if "://" not in settings.storage_path:
+        problems.append(
+            f"{STORAGE_PATH}={settings.storage_path}: pods come and go, and share no disk; set it to "
+            "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+        )
+    elif not re.fullmatch(BUCKET, settings.storage_path.partition("://")[2].partition("/")[0]):
+        problems.append(
+            f"{STORAGE_PATH}={settings.storage_path}: no bucket has such a name; set it to small letters, digits, '-' "
+            "and '.' after the scheme"
+        )
+    problems += [
+        f"{PREFIX}{name}={path}: a path of this machine, which pods do not have; set it to a URL such as "
+        "s3://bucket/data, or a path from / in the image or on a volume"
+        for name, path in (("DATASET", settings.dataset), ("TEST_DATASET", settings.test_dataset))
+        if path not in ("", "sample", "mnist") and "://" not in path and not path.startswith("/")
+    ]
+    if settings.num_workers.most > MOST_PODS:
+        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes counts to {MOST_PODS}; set it lower")
+    if settings.job_id:
+        problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
+    if "notice_s" in settings.model_fields_set:
+        problems.append(f"{NOTICE}={settings.notice_s}: it follows from the profile; set notice_s there instead")
+    if settings.node_groups:
+        problems.append(f"{NODE_GROUPS}: it follows from the profile; set workers there instead")
+    problems += [
+        f"env.{name}: {SHOWN}; take it from a Secret, with env_secrets: {{{name}: {{secret: NAME, key: KEY}}}}"
+        for name, value in (profile.env or {}).items()
+        if is_credential(name, value)
+    ]
+    if generation < 1:
+        problems.append(f"generation {generation}: set it to a whole number from 1")
+    if cluster is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", cluster):
+        problems.append(f"cluster {cluster!r}: set it to the name of a RayCluster")
+    if cluster is not None:
+        problems += [
+            f"{variable}={value}: Ray would expand the $ in a job for a cluster that runs; do without it"
+            for variable, value in settings.environment().items()
+            if "$" in value
+        ]
+    if profile.queue and cluster is not None:
+        problems.append(
+            f"queue {profile.queue}: a job in a cluster that runs asks Kueue for no pods; leave out the queue, "
+            "or the cluster"
+        )
+    if profile.queue and len(profile.groups) > 1:
+        problems.append(
+            f"queue {profile.queue}: pods that wait, and those that stand in for them, would both count in its quota; "
+            "keep one group in workers (the queue's flavours may choose among nodes), or leave the queue out"
+        )
+    return problems
+
+
+def _find_unnamed(
+    job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
+) -> list[str]:
+    """What a run on a cloud needs of the user's own: the defaults are for a cluster on this machine."""
+    problems = []
+    storage_path, source = given[STORAGE_PATH]
+    if source == BASE:
+        problems.append(
+            f"{STORAGE_PATH}={storage_path} is only a default, and on a cloud a stranger's bucket; set it to yours, "
+            "with --storage, the environment, or settings in your own profile"
+        )
+    images = [profile.image or ray_container(head_group(job))["image"], profile.head.image if profile.head else None]
+    problems += [
+        f"image {image}: no registry is named, so nodes would look for it on Docker Hub; name the one that you pushed "
+        "to (registry.example/sunspot:1, docker.io/me/sunspot:1): --image, make IMAGE=..., or image in your own profile"
+        for image in images
+        if image and shape and not has_registry(image)
+    ]
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+
+def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -> None:
+    """Set the fields of the RayJob itself."""
+    metadata, spec = job["metadata"], job["spec"]
+    metadata["namespace"] = profile.namespace or metadata["namespace"]
+    metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
+    metadata["annotations"] = {GENERATION: str(generation), **(profile.annotations or {})}
+    if profile.queue:
+        metadata["labels"][QUEUE] = profile.queue
+        if spec.get("rayClusterSpec", {}).get("enableInTreeAutoscaling"):
+            metadata["annotations"][ELASTIC] = "true"
+    for field, value in {
+        "preRunningDeadlineSeconds": profile.pre_running_deadline_s,
+        "activeDeadlineSeconds": profile.active_deadline_s,
+        "backoffLimit": profile.backoff_limit if "backoffLimit" in spec else None,
+        "ttlSecondsAfterFinished": profile.ttl_s if "ttlSecondsAfterFinished" in spec else None,
+    }.items():
+        if value is not None:
+            spec[field] = value
+
+
+def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
+    """Send the job into an existing cluster: it brings no pods, and must not delete that cluster."""
+    spec = job["spec"]
+    for field in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
+        del spec[field]
+    spec["clusterSelector"] = {CLUSTER_SELECTOR: cluster}
+    spec["runtimeEnvYAML"] = to_yaml({"env_vars": dict(variables)})
+
+
+def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
+    """The chosen values that are not settings."""
+    spec, workers, head = job["spec"], worker_group(job), head_group(job)["template"]["spec"]
+    worker = workers["template"]["spec"]
+
+    def source(value: object, *keys: str) -> str:
+        return BASE if value is None else find_origin(name, *keys) or f"profile {name}"
+
+    machine = profile.groups[0]
+    notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
+    drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
+    per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
+    trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
+    deadline_s = profile.pre_running_deadline_s
+    autoscaler, where = ("none", "the number of pods is fixed"), ("on any node", "the profile has no spot nodes")
+    if shape.autoscaled:
+        autoscaler = ("v2", "the number of pods may change")
+    groups = [
+        (f"pods of {group_name(number)}", f"up to {pods}{_where(profile, group)}", _when(number, group.after_s))
+        for number, (group, pods) in enumerate(zip(profile.groups, shape.group_pods, strict=True))
+    ]
+    if profile.spot:
+        where = ("not on spot nodes", "its loss would end every worker")
+    benefit = "the loss of a node costs as few workers as can be"
+    if machine.placement in ("pack", "zone"):
+        benefit = "within a zone the network is faster, and costs nothing"
+    found = [
+        (
+            "image",
+            ray_container(workers)["image"],
+            BASE if profile.image is None else find_origin(name, "image") or "given",
+        ),
+        *([("head's image", profile.head.image, f"profile {name}")] if profile.head and profile.head.image else ()),
+        ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
+        *(groups if len(groups) > 1 else ()),
+        ("autoscaler", *autoscaler),
+        ("head", *where),
+        ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
+        ("placement", machine.placement or "spread", f"{source(machine.placement, 'worker', 'placement')}: {benefit}"),
+        ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s, 'notice_s')}"),
+        (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
+        (NOTICE, drain, f"the time that {DRAIN} leaves"),
+        (
+            "preRunningDeadlineSeconds",
+            str(deadline_s or spec["preRunningDeadlineSeconds"]),
+            source(deadline_s, "pre_running_deadline_s"),
+        ),
+    ]
+    if shape.runs > 1:
+        memory = ray_container(head_group(job))["resources"]["limits"]["memory"]
+        found.append(("head's memory", memory, f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"))
+    if profile.data_workers:
+        if shape.data:
+            found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
+        else:
+            found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
+    return [Derived(*entry) for entry in found]
+
+
+def _where(profile: Profile, group: WorkerGroup) -> str:
+    return "" if not profile.spot else ", never on spot nodes" if group.spot is False else ", on spot nodes"
+
+
+def _when(number: int, after_s: int) -> str:
+    if not number:
+        return "the first choice"
+    return f"once those before have lacked nodes for {after_s} s, until they have had enough for as long"
+
+
+def _digest(job: Mapping[str, Any]) -> str:
+    without_name = {**job, "metadata": {name: value for name, value in job["metadata"].items() if name != "name"}}
+    return hashlib.sha256(json.dumps(without_name, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]

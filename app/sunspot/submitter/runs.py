@@ -1,0 +1,69 @@
+"""Finds the run that a command names, or the storage of all runs."""
+
+import contextlib
+import difflib
+import os
+from collections.abc import Sequence
+
+from sunspot.errors import NotFoundError, SettingsError, StorageError
+from sunspot.run import Run
+from sunspot.run.overview import is_there, list_runs
+from sunspot.storage import Storage, open_storage
+from sunspot.storage.base import Unfinished
+from sunspot.submitter.output import warn
+
+MOST_NAMED = 5
+"""Other runs named when the one asked for does not exist, the nearest names first."""
+
+
+def find_run(name: str, storage_path: str | None = None) -> Run:
+    """The run `name` in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
+    run = named_run(name, storage_path)
+    if not is_there(run):
+        raise NotFoundError(
+            f"no run {run.name} in {run.storage.locate('').rstrip('/')}{_name_others(run.storage, run.name)}"
+        )
+    return run
+
+
+def named_run(name: str, storage_path: str | None = None) -> Run:
+    """Like `find_run`, whether or not the run exists."""
+    path, checked = _settle(name, storage_path)
+    return Run(open_storage(path), checked)
+
+
+def find_storage(storage_path: str | None = None) -> Storage:
+    """The storage of all runs: `storage_path`, or else what the settings say."""
+    return open_storage(_settle(None, storage_path)[0])
+
+
+def list_unfinished(run: Run) -> Sequence[Unfinished]:
+    """The run's unfinished uploads; none, with a warning, where storage does not list them."""
+    try:
+        return run.storage.list_unfinished(run.name)
+    except StorageError as error:  # some servers know no such listing, some users may not see it
+        warn(f"unfinished uploads are not looked for: {error}")
+        return ()
+
+
+def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
+    """Storage path and run name by the rules of the settings; raises `SettingsError`."""
+    from sunspot.search_space import load_common  # pydantic: slow to import, and `sunspot VERB --help` does without
+    from sunspot.settings import PREFIX
+
+    given = {
+        PREFIX + key: value for key, value in (("RUN_NAME", name), ("STORAGE_PATH", storage_path)) if value is not None
+    }
+    if "" in given.values():  # as a setting, it would mean the default
+        raise SettingsError("RUN and --storage may not be empty")
+    settings, _, _ = load_common({**os.environ, **given})  # the environment may be that of a search
+    return settings.storage_path, settings.run_name
+
+
+def _name_others(storage: Storage, name: str) -> str:
+    runs: list[str] = []
+    with contextlib.suppress(StorageError):  # a folder that may not be listed: the run does not exist all the same
+        runs = [summary.name for summary in list_runs(storage)]
+    nearest = difflib.get_close_matches(name, runs, n=MOST_NAMED, cutoff=0.0)
+    more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
+    return f"; there are {', '.join(nearest)}{more}" if runs else "; no run is there"

@@ -1,0 +1,191 @@
+"""A task is the module with a run's model, optimizer and loss, with a LightningModule, a Keras model, or trees."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+import torch
+
+from sunspot.data.source import Batch, Source
+from sunspot.errors import SettingsError, shorten
+from sunspot.settings import Settings
+from sunspot.tasks.defaults import fill_in, refuse_unused
+
+TASK_FUNCTIONS = ("build_model", "loss")
+"""What a task has to define, unless it defines `train`, or `build_module` for Lightning (lightning_adapter.py)."""
+
+HOOKS = ("train", "augment", "augment_row")
+"""What loops over batches call; Lightning's and those of trees do not."""
+
+EXTRAS = {
+    **dict.fromkeys(("lightning", "pytorch_lightning", "torchmetrics"), "lightning"),
+    **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
+}
+"""The extra that brings each package."""
+
+
+class Task(Protocol):
+    """The functions of a task module. `settings.task_args` holds its own hyperparameters."""
+
+    def build_model(self, settings: Settings, source: Source) -> torch.nn.Module:
+        """The model, on the CPU, initialized with torch's default generator.
+
+        For a loop that calls several models: these in an `nn.ModuleDict` or `nn.ModuleList`.
+        """
+        ...
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        """The loss of each row, float [B], and any further metrics of each row by name, [B].
+
+        Per row, so that means over all workers are exact even if their shares differ.
+        """
+        ...
+
+    # Optional: the first two have defaults by the settings (sunspot/tasks/defaults.py). A task with `train`
+    # needs no `loss`; if it has one, held-out rows are evaluated by it.
+
+    def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        """The optimizer, with each group at its peak learning rate; or a dict of several, which are made one."""
+        ...
+
+    def schedule(self, step: int, total_steps: int) -> float:
+        """The factor on the learning rates at optimizer step 0 .. total_steps - 1.
+
+        Or `build_scheduler(optimizer, settings, total_steps)` returns a scheduler of PyTorch's that has it.
+        """
+        ...
+
+    def train(self, run: "TrainingRun") -> None:
+        """The loop over all steps, in the place of ours (sunspot/train/loop.py)."""
+        ...
+
+    # augment_row(row) -> the columns of a training row that it changes; other random numbers are seeded for each row.
+    # augment(batch, draw) -> the columns of a batch that it changes, on its device; `draw` is that of `TrainingRun`.
+    # find_sources(settings) -> (training rows, held-out rows or None), each a `Source` (data/source.py), for rows
+    # other than those of DATASET.
+    # checkpoint_files(model, state) -> files, bytes by name, that each checkpoint holds besides, given the state_dict.
+    # answer(model, prompts, tokens) -> a text for each prompt, of at most so many tokens, for `sunspot.predict`.
+    # predict(model, images) -> scores, float [B, classes] before softmax, of images, uint8 [B, C, H, W], on the model's
+    # device. Without it, `sunspot.predict` cannot use the task's models, and the report shows no predictions.
+
+
+class TrainingRun(Protocol):
+    """A run as `train(run)` of a task sees it, on each worker."""
+
+    settings: Settings
+    rank: int
+    world_size: int
+    device: torch.device
+    model: Any
+    "The task's, on the device; its gradients are averaged over the workers. Of several, each item's."
+    optimizer: Any
+    "The task's, or the default; its state is that of `position`. Of several: `optimizer[name]`."
+    position: int
+    "Optimizer steps taken since the run began."
+    total_steps: int
+    weight: float
+    """What the loss of a row counts: backward of the sum of the weighted losses gives the gradient of the mean over all
+    rows of the step. 0 for a batch that is none of this worker's: a step may be too small for all workers."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the step to take, from 1."""
+        ...
+
+    def batches(self) -> Iterator[Batch]:
+        """This worker's rows of each step, from `position` until the run ends or stops, which may be in any step.
+
+        Before each, the random number generators are seeded by the step, and the rates set by the schedule. All
+        workers get as many batches, and must make as many passes.
+        """
+        ...
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """A batch cut into parts of at most MICRO_BATCH_SIZE rows, each with its `weight`; to make one pass of each.
+
+        Gradients are averaged over the workers with the last.
+        """
+        ...
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        """Random numbers for each row of the batch, from 0 to below 1; float32 [B, *shape], on the device.
+
+        They are a function of the seed, the step and the row's place in it: the same at any number of workers, unlike
+        those of torch's own generators. A column of the batch before `parts` cuts it.
+        """
+        ...
+
+    def forward(self) -> AbstractContextManager[None]:
+        """For a forward pass: computes as PRECISION says, and measures how long it takes."""
+        ...
+
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        """What `loss` of the task returns, in a `forward`; compiled as COMPILE says."""
+        ...
+
+    def log(self, values: Batch) -> None:
+        """Add to the metric history, by name: a value of each row of the batch or part, [B], or their mean, []."""
+        ...
+
+    def clip(self, model: torch.nn.Module | None = None) -> None:
+        """Scale down the gradient of a step, as CLIP_NORM says; of one of several models, or of all together."""
+        ...
+
+    def step(self) -> None:
+        """To be called when a batch's optimizer step has been taken: counts it, saves, evaluates, reports.
+
+        All workers call it together. Raises to end this worker when the group restarts; do not catch that.
+        """
+        ...
+
+
+Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+"""The optional `predict` of a task."""
+
+
+def load_predict(settings: Settings) -> Predict:
+    """The task's `predict`; raises `SettingsError` if it defines none."""
+    task = load_task(settings)
+    predict: Predict | None = getattr(task, "predict", None)
+    if predict is None:
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: defines no predict(model, images) -> scores, so nothing can be predicted "
+            "with its models; sunspot/tasks/images.py has one to copy"
+        )
+    return predict
+
+
+def load_task(settings: Settings) -> Task:
+    """Import the task, with defaults for what it leaves out; raises `SettingsError` if it cannot be used."""
+    try:
+        module = importlib.import_module(settings.task)
+        for_lightning, for_keras = hasattr(module, "build_module"), hasattr(module, "build_keras")
+        if for_lightning:
+            from sunspot.tasks.lightning_adapter import LightningTask
+        if for_keras:
+            from sunspot.tasks.keras_adapter import KerasTask
+    except Exception as error:
+        package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        fix = f"install sunspot-train[{EXTRAS[package]}]" if package in EXTRAS else "set it to a module on PYTHONPATH"
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: cannot be imported: {shorten(error)}; {fix}") from error
+    for_trees = hasattr(module, "build_trees")
+    if (for_lightning or for_trees) and (own := [name for name in HOOKS if hasattr(module, name)]):
+        instead = "its LightningModule has hooks for it" if for_lightning else "trees see all rows as they are"
+        raise SettingsError(f"SUNSPOT_TASK={settings.task}: {own[0]} would never be called: {instead}")
+    if for_lightning:
+        refuse_unused(settings, own={"build_optimizer", "schedule"})
+        return cast(Task, LightningTask(module, settings))
+    if for_keras:
+        return cast(Task, KerasTask(module, settings))
+    if for_trees:
+        from sunspot.tasks.trees_adapter import TreesTask
+
+        return cast(Task, TreesTask(module, settings))
+    needed = ("build_model",) if hasattr(module, "train") else TASK_FUNCTIONS
+    if missing := [name for name in needed if not hasattr(module, name)]:
+        raise SettingsError(
+            f"SUNSPOT_TASK={settings.task}: {module.__file__} does not define {', '.join(missing)}; nor "
+            "build_module, build_keras or build_trees, the one function of a task for Lightning, Keras or trees"
+        )
+    return cast(Task, fill_in(module, settings))

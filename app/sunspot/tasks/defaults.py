@@ -1,0 +1,163 @@
+"""The optimizer and the schedule of a task that brings none of its own, as the settings say."""
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Set
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from sunspot.errors import SettingsError, shorten
+from sunspot.settings import PREFIX, Settings
+from sunspot.tasks.optimizers import Optimizers
+
+READ_BY = {"build_optimizer": ("weight_decay",), "schedule": ("schedule", "warmup_steps")}
+"""The settings that each default reads: a task that brings its own has no use for them."""
+
+OF_STEP = (
+    *(lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CyclicLR, lr_scheduler.ExponentialLR),
+    *(lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiStepLR, lr_scheduler.OneCycleLR),
+    *(lr_scheduler.PolynomialLR, lr_scheduler.StepLR),
+)
+"""PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
+
+MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
+"""Those that set the optimizer's rate when they are made: in a sequence, the steps before them are taken from it."""
+
+
+def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
+    """What the module of a task defines, and the defaults for the rest; raises `SettingsError` as `refuse_unused`."""
+    scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
+    refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
+    if scheduled & vars(module).keys():
+        raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
+    default = play(module.build_scheduler, settings) if scheduled else partial(learning_rate_factor, settings)
+
+    def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
+        try:
+            return Optimizers(built) if isinstance(built, Mapping) else built
+        except ValueError as error:
+            raise SettingsError(f"{PREFIX}TASK={settings.task}: its build_optimizer: {shorten(error)}") from error
+
+    return SimpleNamespace(**{"schedule": default, **vars(module), "build_optimizer": combined})
+
+
+def refuse_unused(settings: Settings, own: Set[str]) -> None:
+    """Raise `SettingsError` if a setting would change nothing, as the task has such a function of its own."""
+    for function in READ_BY.keys() & own:
+        for name in READ_BY[function]:
+            value, default = getattr(settings, name), Settings.model_fields[name].default
+            if value != default:
+                raise SettingsError(
+                    f"{PREFIX}{name.upper()}={value}: {settings.task} brings its own {function.removeprefix('build_')}"
+                    f", which does not read it; leave it at {default} (a task's own hyperparameters are in "
+                    f"{PREFIX}TASK_ARGS)"
+                )
+
+
+def refuse_given(settings: Settings, names: Collection[str], why: str) -> None:
+    """Raise `SettingsError`, with `why` about the task, if any of these settings is not at its default."""
+    given = [name for name in names if getattr(settings, name) != Settings.model_fields[name].default]
+    if given:
+        values = ", ".join(f"{PREFIX}{name.upper()}={getattr(settings, name)}" for name in given)
+        raise SettingsError(f"{values}: {settings.task} {why}")
+
+
+def build_nothing(settings: Settings) -> torch.optim.Optimizer:
+    """An optimizer of no weights, for a library that has its own: it has no state, and the schedule's rate."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=settings.learning_rate)
+
+
+def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW with WEIGHT_DECAY on matrices, and none on norms and biases."""
+    groups = decay_matrices(model, settings.weight_decay)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=fused_on_gpu(model))
+
+
+def decay_matrices(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups of what trains: matrices with this decay, norms and biases with none; no empty group."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": weight_decay},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def fused_on_gpu(model: torch.nn.Module) -> bool | None:
+    """For an optimizer's `fused`: one kernel updates all parameters of a GPU; None, PyTorch's own choice, elsewhere."""
+    return next(model.parameters()).is_cuda or None
+
+
+def play(build_scheduler: Callable[..., LRScheduler], settings: Settings) -> Callable[[int, int], float]:
+    """The `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
+
+    So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. One
+    that cannot be asked for a step (`can_jump`) is played through from the first. Raises `SettingsError`, when it is
+    called, for one that follows a metric.
+    """
+
+    @functools.cache
+    def begin(total_steps: int) -> tuple[LRScheduler, list[float]]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+        scheduler = build_scheduler(optimizer, settings, total_steps)
+        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: its build_scheduler returned a {type(scheduler).__name__}; return "
+                "a scheduler of PyTorch's whose rate is a function of the step"
+            )
+        return scheduler, [factor_of(scheduler)]
+
+    def factor_of(scheduler: LRScheduler) -> float:
+        return float(scheduler.optimizer.param_groups[0]["lr"]) / settings.learning_rate
+
+    def schedule(step: int, total_steps: int) -> float:
+        scheduler, factors = begin(total_steps)
+        if can_jump(scheduler):
+            jump(scheduler, step)
+            return factor_of(scheduler)
+        while len(factors) <= step:
+            scheduler.optimizer.step()
+            scheduler.step()
+            factors.append(factor_of(scheduler))
+        return factors[step]
+
+    return schedule
+
+
+def can_jump(scheduler: LRScheduler) -> bool:
+    """Whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
+    if type(scheduler) is SequentialLR:
+        return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
+    return type(scheduler) in OF_STEP
+
+
+def jump(scheduler: LRScheduler, step: int) -> None:
+    """Set its optimizer's rate to that of a step, counted from 0.
+
+    A SequentialLR keeps its parts to itself, and the public way to a step, `step(epoch)`, is deprecated, and warns.
+    """
+    while isinstance(scheduler, SequentialLR):
+        number = bisect_right(scheduler._milestones, step)
+        step -= scheduler._milestones[number - 1] if number else 0
+        scheduler = scheduler._schedulers[number]
+    scheduler._update_lr(step)
+
+
+def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
+    """WARMUP_STEPS up to the peak, then as SCHEDULE says: down to 0 just after the last step, or constant."""
+    warmup = settings.warmup_steps
+    if warmup < 1:
+        warmup = math.ceil(warmup * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, total_steps - warmup)
+    if settings.schedule == "linear":
+        return 1 - done
+    return 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1.0

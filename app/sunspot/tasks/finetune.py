@@ -1,0 +1,280 @@
+"""Fine-tuning of pretrained language models of Hugging Face, all weights or LoRA's alone (extra `hf`).
+
+TASK_ARGS:
+  `base`      path or URL of the model's directory, or its name on the hub (docs/tasks.md)
+  `head`      "text" (default): the next token of text; "classes": a class for each text, from the column `label`
+  `column`    the column of the text ("text")
+  `context`   tokens of a row (512): texts are packed into rows of so many, and one to be classified is cut
+  `rank`      of LoRA's matrices; 0 (default) trains all weights
+  `alpha`     LoRA's scale (twice the rank)
+  `targets`   the layers that LoRA adapts: "all-linear" (default) or a list of names
+  `recompute` true: activations are computed again in the backward pass instead of being kept
+
+Without LoRA the weights are float32, which PRECISION=bf16 rounds as they are used. With LoRA and PRECISION=bf16 the
+frozen weights of the base are bfloat16; those that train stay float32.
+"""
+
+import json
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sunspot.data.packing import open_packed
+from sunspot.data.source import Batch, Source
+from sunspot.data.table import open_table
+from sunspot.data.table_columns import Column
+from sunspot.data.tokens import Tokenizer, load_tokenizer
+from sunspot.errors import ConflictError, SettingsError, shorten
+from sunspot.settings import PREFIX, Settings
+from sunspot.tasks.pretrained import Base, open_base
+from sunspot.tasks.texts import by_loss
+
+DEFAULTS: dict[str, Any] = {
+    "base": "",
+    "head": "text",
+    "column": "text",
+    "context": 512,
+    "rank": 0,
+    "alpha": 0,
+    "targets": "all-linear",
+    "recompute": False,
+}
+
+HEADS = {"text": "AutoModelForCausalLM", "classes": "AutoModelForSequenceClassification"}
+
+EXTRA_STATE = "_extra_state"
+"""PyTorch's name for what a module adds to its state_dict: here, the hash of the base."""
+
+ADAPTER = "adapter_model.safetensors"
+
+
+ROWS_AT_ONCE = 4
+"""Rows whose scores are in memory at a time for the report: 512 tokens of 32,000 words each are 0.26 GB."""
+
+WRITTEN, WRITTEN_TOKENS = 3, 32
+"""Texts that the report has written on, and by how many tokens."""
+
+
+class FineTuned(nn.Module):
+    """A pretrained model, of which checkpoints hold what trains, and of a base that does not, the hash."""
+
+    def __init__(self, model: Any, base: Base, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.base, self.arguments = model, base, arguments
+        self.adapted = arguments["rank"] > 0
+        self.config = model.config
+        self.sha256 = base.sha256 if self.adapted else ""  # here, as it reads every byte
+
+    def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token, [B, T, vocabulary], or of the classes, [B, classes], of int64 [B, T]."""
+        scores: torch.Tensor = self.model(input_ids=tokens, use_cache=False, return_dict=False, **more)[0]
+        return scores
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(self.sha256), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        found = bytes(state.tolist()).hex()
+        if found != self.sha256:
+            raise ConflictError(
+                f"{PREFIX}TASK_ARGS: base={self.base.location!r} has SHA-256 {self.sha256[:12]}..., but the "
+                f"adapter was trained on {found[:12]}...; give the base it was trained on, as it was then"
+            )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
+        """Of a model that trains as a whole, the state_dict that transformers knows; else what trains."""
+        if not self.adapted:
+            return self.model.state_dict(*args, **kwargs)  # type: ignore[no-any-return]
+        state = super().state_dict(*args, **kwargs)
+        kept = {name for name, parameter in self.named_parameters() if parameter.requires_grad} | {EXTRA_STATE}
+        return {name: value for name, value in state.items() if name in kept}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if not self.adapted:
+            return self.model.load_state_dict(state_dict, strict, assign)
+        if missing := sorted(self.state_dict().keys() ^ state_dict.keys()):
+            raise RuntimeError(f"{len(missing)} weights are only in one of the two, such as {missing[0]}")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def find_sources(settings: Settings) -> tuple[Source, Source | None]:
+    arguments = read_arguments(settings)
+    base = open_base(arguments["base"])
+    content = (base.folder / "tokenizer.json").read_bytes()
+    load_tokenizer(content)  # a damaged one is named before any row is
+    if arguments["head"] == "classes":
+        decode = Tokenizer(content)
+        tokens = Column("int32", longest=arguments["context"], cut=True, decode=decode, of=arguments["column"])
+        return open_table(settings, {"tokens": tokens, "label": Column("int64")})
+    decode = Tokenizer(content, end=_first(base.config.get("eos_token_id")))
+    return open_packed(
+        settings, {"tokens": Column("int32", decode=decode, of=arguments["column"])}, arguments["context"]
+    )
+
+
+def build_model(settings: Settings, source: Source) -> nn.Module:
+    arguments = read_arguments(settings)
+    base, lora = open_base(arguments["base"]), arguments["rank"] > 0
+    if lora and settings.weights != "pt":
+        raise SettingsError(
+            f"{PREFIX}WEIGHTS={settings.weights}: each checkpoint of LoRA has its weights as {ADAPTER}; set it to pt"
+        )
+    model = _load(
+        base, arguments, source.classes, torch.bfloat16 if lora and settings.precision == "bf16" else torch.float32
+    )
+    if lora:
+        model = _adapt(model, base, arguments)
+    if arguments["recompute"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return FineTuned(model, base, arguments)
+
+
+def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """Cross-entropy in nats: of a text's class, or the mean over a row's tokens but the first of each text."""
+    tokens, lengths = batch["tokens"].long(), batch["tokens_length"]
+    there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    if "label" in batch:
+        scores = model(tokens, attention_mask=there.long())
+        correct = scores.argmax(dim=1) == batch["label"]
+        return functional.cross_entropy(scores.float(), batch["label"], reduction="none"), {"accuracy": correct}
+    position = batch["position"].long()  # it begins anew with each text, which attends only to itself
+    scores, targets = model(tokens, position_ids=position)[:, :-1], tokens[:, 1:]
+    counted = (there & (position > 0))[:, 1:].float()
+    each = functional.cross_entropy(scores.float().transpose(1, 2), targets, reduction="none")
+    count = counted.sum(dim=1).clamp(min=1)
+    right = (scores.argmax(dim=2) == targets) * counted
+    return (each * counted).sum(dim=1) / count, {"accuracy": right.sum(dim=1) / count}
+
+
+@torch.inference_mode()
+def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
+    """The easiest and the hardest of the rows; of a language model the perplexity, too, and how it writes on."""
+    decode = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes()).decode
+    starts = range(0, len(rows["tokens"]), ROWS_AT_ONCE)
+    parts = [{name: column[start : start + ROWS_AT_ONCE] for name, column in rows.items()} for start in starts]
+    losses = torch.cat([loss(model, part)[0] for part in parts])
+    tokens = [row[:length] for row, length in zip(rows["tokens"].tolist(), rows["tokens_length"].tolist(), strict=True)]
+    texts = [decode(row) for row in tokens]
+    if "label" in rows:
+        return {"Texts by their loss": by_loss(losses, text=texts, label=rows["label"].tolist())}
+    beginnings = [decode(row[: len(row) // 2]) for row in tokens[:WRITTEN]]
+    written = answer(model, beginnings, WRITTEN_TOKENS)
+    return {
+        f"Perplexity of {len(losses)} held-out texts": math.exp(losses.mean()),
+        "Texts by their loss": by_loss(losses, text=texts),
+        "How texts go on": [{"text": text, "goes on": on} for text, on in zip(beginnings, written, strict=True)],
+    }
+
+
+def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """What makes a checkpoint a directory of peft's, or with WEIGHTS=safetensors of transformers'."""
+    if not model.adapted:
+        return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save
+
+    own = {name.removeprefix("model."): value for name, value in state.items() if name != EXTRA_STATE}
+    weights = get_peft_model_state_dict(model.model, state_dict=own, save_embedding_layers=False)
+    config = model.model.peft_config["default"].to_dict()
+    config |= {"inference_mode": True, "target_modules": sorted(config["target_modules"])}
+    named = {"location": model.base.location, "sha256": model.sha256}
+    return {
+        ADAPTER: save({name: value.clone() for name, value in weights.items()}, metadata={"format": "pt"}),
+        "adapter_config.json": json.dumps(config, indent=2, default=str).encode(),
+        "base.json": json.dumps(named, indent=2).encode(),
+    }
+
+
+@torch.inference_mode()
+def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
+    """How the text of each prompt goes on, by at most so many of the most probable tokens; or its class."""
+    tokenizer = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes())
+    device = next(model.parameters()).device
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
+        if not ids.numel():
+            raise SettingsError(f"the prompt {prompt!r} has no tokens; give it a text")
+        if model.arguments["head"] == "classes":
+            shares = model(ids).float().softmax(dim=1)[0]
+            answers.append(f"{int(shares.argmax())} ({float(shares.max()):.4f})")
+        else:
+            mask = torch.ones_like(ids)
+            written = model.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+            answers.append(tokenizer.decode(written[0, ids.shape[1] :].tolist()))
+    return answers
+
+
+def read_arguments(settings: Settings) -> dict[str, Any]:
+    """TASK_ARGS with the defaults filled in; raises `SettingsError`."""
+    given = {**DEFAULTS, **settings.task_args}
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name not in DEFAULTS
+        or (name != "targets" and type(value) is not type(DEFAULTS[name]))
+        or (name == "targets" and value != "all-linear" and not (isinstance(value, list) and value))
+        or (name == "head" and value not in HEADS)
+        or (name in ("rank", "alpha") and value < 0)
+        or (name == "context" and value < 2)
+    ]
+    if wrong:
+        raise SettingsError(
+            f"{PREFIX}TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.finetune takes base and column (text), "
+            "head (text or classes), context (from 2), rank and alpha (from 0), targets (all-linear or a list), "
+            "and recompute (true or false)"
+        )
+    return {**given, "alpha": given["alpha"] or 2 * given["rank"]}
+
+
+def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtype) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it reports what is missing, which is asked for below
+    more = {"num_labels": classes} if arguments["head"] == "classes" else {}
+    try:
+        model, loaded = getattr(transformers, HEADS[arguments["head"]]).from_pretrained(
+            base.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **more
+        )
+    except Exception as error:  # of foreign and damaged files, all kinds
+        raise refuse_base(base, f"transformers cannot load it: {shorten(error)}") from error
+    if arguments["head"] == "text" and loaded["missing_keys"]:  # they would be random; a classifier's head has to be
+        raise refuse_base(base, f"its weights lack {min(loaded['missing_keys'])}")
+    model.train()  # transformers leaves a model that it has loaded in evaluation mode
+    if model.config.pad_token_id is None:  # a classifier looks for the last token that is none
+        model.config.pad_token_id = _first(model.config.eos_token_id)
+    return model
+
+
+def refuse_base(base: Base, problem: str) -> SettingsError:
+    """The error of a base that is no use."""
+    return SettingsError(
+        f"{PREFIX}TASK_ARGS: base={base.location!r}: {problem}; give a model that transformers has saved whole"
+    )
+
+
+def _adapt(model: Any, base: Base, arguments: dict[str, Any]) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        r=arguments["rank"],
+        lora_alpha=arguments["alpha"],
+        target_modules=arguments["targets"],
+        task_type=TaskType.CAUSAL_LM if arguments["head"] == "text" else TaskType.SEQ_CLS,
+    )
+    model.name_or_path = base.location  # in adapter_config.json; where it was fetched to is nobody else's
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks transformers by an old name
+            return get_peft_model(model, config)
+    except ValueError as error:
+        raise SettingsError(f"{PREFIX}TASK_ARGS: targets={arguments['targets']!r}: {error}") from error
+
+
+def _first(ids: Any) -> int | None:
+    """Of one id, or of a list of them."""
+    return ids[0] if isinstance(ids, list) and ids else ids

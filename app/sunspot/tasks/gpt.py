@@ -1,0 +1,127 @@
+"""A small GPT on bytes of text: worth sharding over workers (PARALLEL=fsdp) once TASK_ARGS make it large.
+
+Pre-norm blocks as in GPT-2 (Radford et al., 2019). DATASET=sample is the reference that comes with Python; otherwise
+any text file. TASK_ARGS: `layers` (4), `width` (128), `heads` (4), `context` (128 bytes), `tied` (true: the output
+layer shares the weights of the byte embedding).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sunspot.data.source import Batch, Source
+from sunspot.data.text import open_text
+from sunspot.errors import SettingsError
+from sunspot.settings import Settings
+from sunspot.tasks.defaults import decay_matrices, fused_on_gpu
+from sunspot.tasks.images import schedule
+from sunspot.tasks.texts import by_loss
+
+__all__ = ["build_model", "build_optimizer", "find_sources", "loss", "schedule", "show"]
+
+DEFAULTS = {"layers": 4, "width": 128, "heads": 4, "context": 128, "tied": True}
+
+WEIGHT_DECAY = 0.1
+"""On matrices only, not on norms and biases; the value is GPT-3's (Brown et al., 2020)."""
+
+INIT_STD = 0.02
+"""Standard deviation of the initial weights (GPT-2)."""
+
+
+class GPT(nn.Module):
+    """Bytes to scores of the next byte, with causal attention."""
+
+    def __init__(self, vocabulary: int, layers: int, width: int, heads: int, context: int, tied: bool) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                # Each block adds to the residual stream twice: scaled down, the sum does not grow with the layers.
+                adds_to_stream = name.endswith("out.weight")
+                nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers) if adds_to_stream else INIT_STD)
+        if tied:
+            self.head.weight = self.byte.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """int64 [B, T] to float [B, T, vocabulary]."""
+        stream = self.byte(text) + self.position.weight[: text.shape[1]]
+        for block in self.blocks:
+            stream = block(stream)
+        scores: torch.Tensor = self.head(self.norm(stream))
+        return scores
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer MLP at each position; float [B, T, width] to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feed_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_in, self.feed_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        batch, length, width = stream.shape
+        parts = self.attention_in(self.attention_norm(stream)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
+        return stream + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(stream))))
+
+
+def find_sources(settings: Settings) -> tuple[Source, Source | None]:
+    return open_text(settings.dataset, read_sizes(settings)["context"])
+
+
+def build_model(settings: Settings, source: Source) -> nn.Module:
+    return GPT(source.classes, **read_sizes(settings))
+
+
+def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    groups = decay_matrices(model, WEIGHT_DECAY)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=fused_on_gpu(model))
+
+
+def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """Mean cross-entropy of each row's bytes, in nats; metrics: accuracy, and bits per byte."""
+    text = batch["text"].long()
+    scores, targets = model(text[:, :-1]), text[:, 1:]
+    losses = functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none").mean(dim=1)
+    accuracy = (scores.argmax(dim=2) == targets).float().mean(dim=1)
+    return losses, {"accuracy": accuracy, "bits_per_byte": losses.detach() / math.log(2)}
+
+
+def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
+    """The perplexity, for each byte, of the rows; the easiest and the hardest of them."""
+    losses, _ = loss(model, rows)
+    texts = [bytes(text).decode(errors="replace") for text in rows["text"].tolist()]
+    return {
+        f"Perplexity of {len(losses)} held-out texts": math.exp(losses.mean()),
+        "Texts by their loss": by_loss(losses, text=texts),
+    }
+
+
+def read_sizes(settings: Settings) -> dict[str, Any]:
+    """TASK_ARGS with the defaults filled in; raises `SettingsError` if they make no model."""
+    sizes = {**DEFAULTS, **settings.task_args}
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in sizes.items()
+        if name not in DEFAULTS or type(value) is not type(DEFAULTS[name]) or (name != "tied" and value < 1)
+    ]
+    if not wrong and sizes["width"] % sizes["heads"]:
+        wrong = [f"width={sizes['width']}, which {sizes['heads']} heads do not divide"]
+    if wrong:
+        raise SettingsError(
+            f"SUNSPOT_TASK_ARGS: {', '.join(wrong)}; sunspot.tasks.gpt takes layers, width, heads and context (whole "
+            "numbers from 1, the width a multiple of the heads), and tied (true or false)"
+        )
+    return sizes

@@ -1,0 +1,34 @@
+"""Shared by tasks on images: normalization, a classifier's loss and prediction, and a learning rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sunspot.data.source import Batch
+
+WARMUP = 0.1
+"""Share of the steps during which the rate rises: at full rate, Adam's first steps upset batch norm."""
+
+
+def schedule(step: int, total_steps: int) -> float:
+    """Linear warm-up, then cosine decay to zero (Loshchilov and Hutter, 2017, without restarts)."""
+    done = (step + 0.5) / total_steps
+    return done / WARMUP if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
+
+
+def predict(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    scores: torch.Tensor = model(normalize(images))
+    return scores
+
+
+def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    scores = predict(model, batch["image"])
+    correct = scores.argmax(dim=1) == batch["label"]
+    return functional.cross_entropy(scores, batch["label"], reduction="none"), {"accuracy": correct}
+
+
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    """uint8 [B, C, H, W] to float32 from -1 to 1: mean 0.5, standard deviation 0.5. Runs on the images' device."""
+    return images.float().div_(127.5).sub_(1)

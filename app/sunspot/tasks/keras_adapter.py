@@ -1,0 +1,187 @@
+"""Adapts a Keras model on TensorFlow to the functions of any other task (`sunspot.tasks.Task`), with a loop of its own.
+
+The model is a PyTorch module without weights, whose state are Keras's variables. Only this file knows Keras; it is
+imported only for a task that defines `build_keras`.
+"""
+
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else TensorFlow greets with a page of its kernels
+
+import keras
+import numpy as np
+import tensorflow as tf
+import torch
+
+from sunspot.data.source import Batch, Source
+from sunspot.errors import SettingsError
+from sunspot.settings import PREFIX, Settings
+from sunspot.tasks import TrainingRun
+from sunspot.tasks.defaults import build_nothing, learning_rate_factor, refuse_given
+
+# torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
+# Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
+sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+
+WITHOUT_USE = (
+    *("micro_batch_size", "weight_decay", "clip_norm"),
+    *("precision", "parallel", "compile", "ema", "weights"),
+)
+"""Settings that Keras does not read."""
+
+
+class KerasModule(torch.nn.Module):
+    """A compiled model, and the optimizer in it. Its outputs are scores before softmax, [B, classes], or values, [B].
+
+    On each worker of a group, gradients are added up over all.
+    """
+
+    def __init__(self, build: Callable[[], keras.Model]) -> None:
+        super().__init__()
+        self._strategy = join_workers()
+        with self._strategy.scope():
+            self.keras = build()
+            self.keras.optimizer.build(self.keras.trainable_variables)
+        self._loss = keras.losses.get(self.keras.loss)
+        if isinstance(self._loss, keras.losses.Loss):
+            self._loss.reduction = "none"
+        self._score = tf.function(self.keras, reduce_retracing=True)
+        self._learn = tf.function(lambda *batch: self._strategy.run(self._take_step, batch), reduce_retracing=True)
+
+    def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """An optimizer step, with all workers: the gradient is that of the sum of the rows' losses times `weight`.
+
+        Returns the losses, [B], and the outputs.
+        """
+        self.keras.optimizer.learning_rate = learning_rate
+        losses, outputs = self._learn(inputs_of(batch), batch["label"].numpy(force=True), np.float32(weight))
+        return to_torch(losses), to_torch(outputs)
+
+    def _take_step(self, inputs: Any, labels: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        model = self.keras
+        with tf.GradientTape() as tape:
+            outputs = model(inputs, training=True)
+            losses = self._loss(labels, outputs)
+            # What its layers add for themselves, as regularization, is added up over the workers, too.
+            total = tf.reduce_sum(losses) * weight + sum(model.losses) / self._strategy.num_replicas_in_sync
+        variables = model.trainable_variables
+        model.optimizer.apply(tape.gradient(total, variables), variables)
+        return losses, outputs
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return to_torch(self._score(inputs_of(batch)))
+
+    def losses(self, batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
+        """The loss of each row, [B]."""
+        return to_torch(self._loss(batch["label"].numpy(force=True), outputs.numpy()))
+
+    def get_extra_state(self) -> dict[str, list[torch.Tensor]]:
+        """Of the model and of the optimizer, in Keras's order."""
+        return {kind: [to_torch(each.value) for each in variables] for kind, variables in self._variables().items()}
+
+    def set_extra_state(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        for kind, variables in self._variables().items():
+            if [tuple(each.shape) for each in state[kind]] != [tuple(each.shape) for each in variables]:
+                raise RuntimeError(f"its {kind} has variables of other shapes")
+            for variable, value in zip(variables, state[kind], strict=True):
+                variable.assign(value.numpy(force=True))
+
+    def _variables(self) -> dict[str, list[Any]]:
+        return {"model": self.keras.variables, "optimizer": self.keras.optimizer.variables}
+
+
+class KerasTask:
+    """A task module that defines `build_keras(settings, source) -> keras.Model`, compiled."""
+
+    def __init__(self, module: ModuleType, settings: Settings) -> None:
+        """Raises `SettingsError` for settings that Keras has no use for."""
+        self._module = module
+        self.schedule = functools.partial(learning_rate_factor, settings)
+        refuse_given(settings, WITHOUT_USE, "has a Keras model, which does not read it; leave it out")
+
+    def __getattr__(self, name: str) -> Any:
+        """`find_sources`, if the module has it."""
+        return getattr(self._module, name)
+
+    def find_library(self, settings: Settings, source: Source) -> str:
+        """By whose trainer of Ray's it trains."""
+        return "tensorflow"
+
+    def build_model(self, settings: Settings, source: Source) -> KerasModule:
+        """The same on all workers; raises `SettingsError` for what is no compiled model."""
+        keras.utils.set_random_seed(settings.seed)
+
+        def build() -> keras.Model:
+            model = self._module.build_keras(settings, source)
+            if not isinstance(model, keras.Model) or not model.built or not model.compiled:
+                raise SettingsError(
+                    f"{PREFIX}TASK={settings.task}: build_keras returned a {type(model).__name__}; return a "
+                    "keras.Model with its input's shape, after model.compile(optimizer, loss)"
+                )
+            return model
+
+        return KerasModule(build)
+
+    def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        """None: Keras has its own."""
+        return build_nothing(settings)
+
+    def train(self, run: TrainingRun) -> None:
+        """The loop over all steps."""
+        for batch in run.batches():
+            learning_rate = run.optimizer.param_groups[0]["lr"]
+            losses, outputs = run.model.take_step(batch, learning_rate, run.weight / run.world_size)
+            run.log({"loss": losses, **rate(outputs, batch)})
+            run.step()
+
+    def loss(self, model: KerasModule, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        outputs = model(batch)
+        return model.losses(batch, outputs), rate(outputs, batch)
+
+    def predict(self, model: KerasModule, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = model({"image": images})
+        return scores
+
+    def checkpoint_files(self, model: KerasModule, state: Mapping[str, Any]) -> dict[str, bytes]:
+        """The model as `keras.models.load_model` reads it."""
+        copy = keras.models.clone_model(model.keras)
+        for variable, value in zip(copy.variables, state["_extra_state"]["model"], strict=True):
+            variable.assign(value.numpy())
+        with tempfile.TemporaryDirectory() as folder:
+            copy.save(Path(folder, "model.keras"))
+            return {"model.keras": Path(folder, "model.keras").read_bytes()}
+
+
+@functools.cache
+def join_workers() -> tf.distribute.Strategy:
+    """How TensorFlow trains in this process: with the workers that Ray's TensorflowTrainer tells of, or alone."""
+    tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+    tf.config.experimental.enable_op_determinism()
+    if "TF_CONFIG" in os.environ:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    return tf.distribute.get_strategy()
+
+
+def inputs_of(batch: Batch) -> Any:
+    """All columns but `row` and `label`: one as an array, several by name; images are [B, H, W, C] to Keras."""
+    columns = {name: column.numpy(force=True) for name, column in batch.items() if name not in ("row", "label")}
+    if "image" in columns:
+        columns["image"] = columns["image"].transpose(0, 2, 3, 1)
+    return columns if len(columns) > 1 else next(iter(columns.values()))
+
+
+def rate(outputs: torch.Tensor, batch: Batch) -> Batch:
+    """The accuracy of scores."""
+    return {"accuracy": outputs.argmax(1) == batch["label"].cpu()} if outputs.ndim > 1 else {}
+
+
+def to_torch(tensor: tf.Tensor) -> torch.Tensor:
+    """A copy."""
+    return torch.tensor(np.asarray(tensor))

@@ -1,0 +1,216 @@
+"""Adapts a LightningModule to the functions of any other task (`sunspot.tasks.Task`).
+
+Only this file and train/lightning.py know Lightning; both are imported only for a task that defines `build_module`.
+"""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import LightningModule, Trainer
+
+from sunspot.data.order import Steps
+from sunspot.data.source import Batch, Source, rows_in
+from sunspot.errors import SettingsError, shorten
+from sunspot.settings import Settings
+
+PREFIXES = ("train", "val", "test")
+"""Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
+
+RESERVED = frozenset({"step", "epoch", "steps", "rows"})
+"""Names that every record of the metric history has already."""
+
+
+class LightningTask:
+    """A task module that defines `build_module(settings, source) -> LightningModule`.
+
+    `training_step` returns the mean loss of its batch, and `validation_step` returns or logs it; without a
+    `validation_step`, `training_step` evaluates. What these two log (`self.log`) goes to the metric history; what other
+    hooks log is dropped.
+    """
+
+    def __init__(self, module: ModuleType, settings: Settings) -> None:
+        """Raises `SettingsError` for settings that do not work with a LightningModule."""
+        self._module, self._settings = module, settings
+        if settings.parallel != "ddp":
+            raise self._error(
+                f"a LightningModule, which SUNSPOT_PARALLEL={settings.parallel} does not shard; set it to ddp"
+            )
+        if settings.compile != "off":
+            raise self._error(
+                f"a LightningModule, which SUNSPOT_COMPILE={settings.compile} does not compile; set it to off, and use "
+                "torch.compile in build_module"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """`find_sources` and `predict`, if the module has them."""
+        return getattr(self._module, name)
+
+    def build_model(self, settings: Settings, source: Source) -> LightningModule:
+        """The LightningModule; raises `SettingsError` if it uses what is not supported here."""
+        model = self._module.build_module(settings, source)
+        if not isinstance(model, LightningModule):
+            raise self._error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
+        missing = [name for name in ("training_step", "configure_optimizers") if not defines(model, name)]
+        if missing:
+            raise self._error(f"its {type(model).__name__} does not define {', '.join(missing)}")
+        if not model.automatic_optimization:
+            raise self._error("manual optimization hides when a step is taken; leave automatic_optimization on")
+        if defines(model, "configure_model"):
+            raise self._error("configure_model would add weights that no checkpoint has; build them in build_module")
+        model.log = LogCapture()  # type: ignore[assignment, method-assign]
+        self._steps = Steps(rows_in(source), settings.global_batch_size)
+        return model
+
+    def build_optimizer(self, model: LightningModule, settings: Settings) -> torch.optim.Optimizer:
+        """What `configure_optimizers` returns: one optimizer, and the schedulers of its learning rates, if any."""
+        # It may ask its trainer for the length of the run. The real trainer exists only once the run has been joined.
+        trainer = make_trainer(settings, self._steps, accelerator="cpu", plugins=[LightningEnvironment()])
+        model.trainer = trainer
+        trainer.strategy.connect(model)
+        try:
+            trainer.strategy.setup_optimizers(trainer)
+        except Exception as error:  # Lightning's own and the module's
+            raise self._error(f"configure_optimizers: {shorten(error)}") from error
+        [optimizer] = trainer.strategy.optimizers  # Lightning itself refuses more
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if parameters.isdisjoint(model.parameters()):
+            raise self._error("configure_optimizers returned no optimizer of the module's parameters")
+        self._schedulers = trainer.strategy.lr_scheduler_configs
+        if any(config.reduce_on_plateau for config in self._schedulers):
+            raise self._error(
+                "a scheduler that follows a metric (ReduceLROnPlateau); learning rates must be a function of the step, "
+                "so that a run can resume from any step: choose another"
+            )
+        self._at_first = [_without_parameters(group) for group in optimizer.param_groups]
+        return optimizer
+
+    def schedule(self, step: int, total_steps: int) -> float:
+        """Not for Lightning, whose schedulers are objects (`begin_schedule`)."""
+        raise self._error(
+            "a LightningModule is trained by `python -m sunspot.train` only; choose a task of plain PyTorch here"
+        )
+
+    def begin_schedule(self, model: LightningModule, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Bring everything that is scheduled to its state after `step` optimizer steps.
+
+        Replays the schedulers of the current `configure_optimizers` from the beginning; checkpoints do not store them.
+        """
+        for group, first in zip(optimizer.param_groups, self._at_first, strict=True):
+            group.update(first)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*lr_scheduler.step"
+            )  # of stepping before the optimizer, intended here
+            for taken in range(1, step + 1):
+                self.advance_schedule(model, taken)
+
+    def advance_schedule(self, model: LightningModule, step: int) -> None:
+        """Step the schedulers that are due after optimizer step `step`."""
+        for config in self._schedulers:
+            every = config.frequency * (self._steps.per_epoch if config.interval == "epoch" else 1)
+            if step % every == 0:
+                model.lr_scheduler_step(config.scheduler, None)
+
+    def loss(self, model: LightningModule, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        """Loss and metrics of held-out rows, as `per_row` returns them."""
+        given = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
+        step = model.validation_step if defines(model, "validation_step") else model.training_step
+        return self.per_row(model, lambda: _call(step, given, 0), len(batch["row"]))[:2]
+
+    def per_row(self, model: LightningModule, step: Callable[[], Any], rows: int) -> tuple[torch.Tensor, Batch, Any]:
+        """Run a step over `rows` rows; returns the loss and the logged metrics, each [rows], and the step's own result.
+
+        Each row gets the batch's mean, so that means over all workers are exact even if their shares differ.
+        """
+        log = cast(LogCapture, model.log)
+        log.take()
+        output, logged = step(), log.take()
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = logged.pop("loss", None) if loss is None else loss
+        logged.pop("loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise self._error(
+                f"a step's loss is a {type(loss).__name__}{shape}; return the mean loss of the batch, a tensor of one "
+                "number, or a dict with it as 'loss'"
+            )
+        means = {"loss": loss, **logged}
+        each = {name: value.reshape(()).expand(rows) for name, value in means.items()}
+        return each.pop("loss"), each, output
+
+    def _error(self, text: str) -> SettingsError:
+        return SettingsError(f"SUNSPOT_TASK={self._settings.task}: {text}")
+
+
+class LogCapture:
+    """Replaces a module's `log`, in training and evaluation, and keeps the values for the history."""
+
+    def __init__(self) -> None:
+        self._values: Batch = {}
+
+    def __call__(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        """Take a batch's value, ignoring Lightning's options for reducing and showing it. Raises `SettingsError`."""
+        short = next((name[len(p) + 1 :] for p in PREFIXES if name.startswith((f"{p}_", f"{p}/"))), name)
+        if short in RESERVED:
+            raise SettingsError(f"self.log({name!r}): a record of the history has its own {short}; log another name")
+        number = torch.as_tensor(value) if isinstance(value, (torch.Tensor, int, float)) else None
+        if number is None or number.numel() != 1:
+            kind = type(value).__name__
+            raise SettingsError(f"self.log({name!r}) of a {kind}: log one number, the batch's (a metric's: call it)")
+        self._values[short] = number.detach()
+
+    def take(self) -> Batch:
+        """The values logged since the last call."""
+        values, self._values = self._values, {}
+        return values
+
+
+class PlannedTrainer(Trainer):
+    """Knows the length of the run before it has seen any rows."""
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self.max_steps
+
+
+def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTrainer:
+    """A Trainer for this run, without Lightning's own history, checkpoints, evaluation and progress."""
+    # Its remarks on devices and missing dataloaders would only fill the rank's log.
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    trainer = PlannedTrainer(
+        devices=1,
+        max_epochs=settings.epochs,
+        max_steps=steps.total(settings.epochs, settings.max_steps),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        gradient_clip_val=settings.clip_norm or None,
+        **options,
+    )
+    trainer.fit_loop.max_batches = steps.per_epoch
+    return trainer
+
+
+def defines(model: LightningModule, name: str) -> bool:
+    """Whether a module overrides a method or hook."""
+    return getattr(type(model), name) is not getattr(LightningModule, name)
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _call(step: Callable[..., Any], batch: Any, index: int) -> Any:
+    """Call a step with or without the batch's index, as Lightning does."""
+    return step(batch, index) if "batch_idx" in inspect.signature(step).parameters else step(batch)

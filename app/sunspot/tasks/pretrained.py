@@ -1,0 +1,127 @@
+"""Pretrained models of Hugging Face in a directory, a bucket or the hub: fetched, checked, and told apart by a hash."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from sunspot.errors import SettingsError, shorten
+from sunspot.settings import PREFIX
+from sunspot.storage import open_storage
+from sunspot.storage.base import map_parallel
+
+SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+"""Of the files of a model: its configuration, weights and tokenizer. Pickled weights are none of them."""
+
+READ_AT_ONCE = 2
+"""Weight files hashed at once: SHA-256 takes a core for each."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model whose files are on this machine."""
+
+    location: str
+    "As it was given."
+    folder: Path
+
+    @cached_property
+    def weights(self) -> list[Path]:
+        """Its files of weights."""
+        return sorted(self.folder.glob("*.safetensors"))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of its configuration and its weights; each byte is read."""
+        files = [self.folder / "config.json", *self.weights]
+        digests = dict(zip((file.name for file in files), map_parallel(_digest, files, READ_AT_ONCE), strict=True))
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        content: dict[str, Any] = json.loads((self.folder / "config.json").read_bytes())
+        return content
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """What a checkpoint takes over from it, so that it is a whole model."""
+        names = [file.name for file in self.folder.iterdir() if file.suffix in SUFFIXES and file not in self.weights]
+        left = ("config.json", "adapter_config.json")
+        kept = sorted(name for name in names if name not in left and not name.endswith(".safetensors.index.json"))
+        return {name: (self.folder / name).read_bytes() for name in kept}
+
+
+@lru_cache(maxsize=2)
+def open_base(location: str) -> Base:
+    """The model at a path, a URL or a name of the hub, fetched once for each machine; raises `SettingsError`."""
+
+    def refuse(problem: str) -> SettingsError:
+        return SettingsError(
+            f"{PREFIX}TASK_ARGS: base={location!r}: {problem}; give the path or URL of a directory with config.json, "
+            "tokenizer.json and *.safetensors, or the name of a model on the hub where that can be reached"
+        )
+
+    if not location or not isinstance(location, str):
+        raise refuse("names no model")
+    path = Path(location).expanduser()
+    if "://" in location:
+        folder = _download(location, refuse)
+    elif path.is_dir():
+        folder = path.resolve()
+    else:
+        folder = _from_hub(location, refuse)
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise refuse(f"it has no {name}")
+    base = Base(location, folder)
+    if not base.weights:
+        raise refuse("it has no *.safetensors")
+    try:
+        assert isinstance(base.config, dict)
+    except (ValueError, AssertionError) as error:
+        raise refuse("its config.json is no JSON object") from error
+    return base
+
+
+def _download(location: str, refuse: Callable[[str], SettingsError]) -> Path:
+    """A copy of a directory in a bucket; of another listing, another copy."""
+    storage = open_storage(location)
+    entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
+    if not entries:
+        raise refuse("nothing is there")
+    listing = json.dumps([[location, *entry] for entry in entries])
+    folder = Path(tempfile.gettempdir(), f"sunspot-base-{os.getuid()}-{hashlib.sha256(listing.encode()).hexdigest()}")
+    with FileLock(f"{folder}.lock"):  # workers of one machine ask at once
+        if not folder.exists():
+            partial = folder.with_suffix(".partial")
+            partial.mkdir(mode=0o700, exist_ok=True)
+
+            def fetch(key: str) -> None:
+                with (partial / key).open("wb") as file:
+                    for chunk in storage.chunks(key):
+                        file.write(chunk)
+
+            map_parallel(fetch, [entry.key for entry in entries], READ_AT_ONCE)
+            partial.rename(folder)
+    return folder
+
+
+def _from_hub(location: str, refuse: Callable[[str], SettingsError]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(location, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]))
+    except Exception as error:  # of names, networks and access, all kinds
+        raise refuse(f"no directory, and not fetched from the hub: {type(error).__name__}: {shorten(error)}") from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,332 @@
+"""Adapts gradient-boosted trees to the functions of any other task (`sunspot.tasks.Task`): XGBoost's and LightGBM's.
+
+The trees are a PyTorch module whose state is the library's own model, as bytes. A step is a round, which sees all rows
+and adds a tree (with classes, one for each). Both libraries are imported only where a model of theirs is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from sunspot.data.source import Batch, Source
+from sunspot.errors import SettingsError, shorten
+from sunspot.settings import PREFIX, Settings
+from sunspot.tasks.defaults import build_nothing, refuse_given
+
+EXTRA = ("xgboost", "lightgbm")
+"""The libraries of the extra `trees`."""
+
+OURS = {
+    "xgboost": ("objective", "num_class", "seed", "nthread"),
+    "lightgbm": ("objective", "num_class", "seed", "num_threads", "metric", "tree_learner", "machines"),
+}
+"""Parameters that follow from the data, the settings and the workers."""
+
+RATES = {"xgboost": 0.3, "lightgbm": 0.1}
+"""The default of each."""
+
+WITHOUT_USE = (
+    *(
+        "global_batch_size",
+        "micro_batch_size",
+        "learning_rate",
+        "weight_decay",
+        "clip_norm",
+        "schedule",
+        "warmup_steps",
+    ),
+    *("precision", "parallel", "compile", "loader", "ema"),
+)
+"""Settings that no tree reads."""
+
+LEAST_PROBABILITY = 1e-30
+"""Above 0, for its logarithm."""
+
+
+ADDRESSES = re.compile(r"^\[(?:machines|local_listen_port): .*\]\n", re.MULTILINE)
+"""Among the parameters in LightGBM's file: where this group's workers were."""
+
+SHOWN = 20
+"""Features in the report."""
+
+
+class Trees(torch.nn.Module, ABC):
+    """The trees of all rounds so far. Their scores are those before softmax, [B, classes]; without classes values, [B].
+
+    `options` are the library's own parameters.
+    """
+
+    def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
+        """Raises `SettingsError` if the library is not installed or refuses the options."""
+        super().__init__()
+        if taken := [name for name in OURS[library] if name in options]:
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: {library} is given {', '.join(taken)}, which follow from the data, the "
+                "settings and the workers; leave them out"
+            )
+        try:
+            self._library = importlib.import_module(library)
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: {error.name} is not installed; install sunspot-train[trees]"
+            ) from error
+        self.library, self.classes = library, source.classes
+        self._options = {**options, "seed": settings.seed}
+        try:
+            self._check()
+        except Exception as error:
+            raise SettingsError(
+                f"{PREFIX}TASK={settings.task}: {library} refuses {dict(options)}: {shorten(without_stack(error))}"
+            ) from error
+
+    @property
+    def learning_rate(self) -> float:
+        """The factor on each new tree."""
+        return float(self._options.get("eta", self._options.get("learning_rate", RATES[self.library])))
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise what the library does for its options."""
+
+    @abstractmethod
+    def begin(self, batch: Batch, network: Mapping[str, Any]) -> None:
+        """Take the rows that this worker has in every round; `network` is what LightGBM knows the others by."""
+
+    @abstractmethod
+    def boost(self) -> torch.Tensor:
+        """Add a round, with all other workers, and return this worker's rows' scores."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> int:
+        """Rounds so far."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """The library's own file, as it would save it; empty before the first round."""
+
+    @abstractmethod
+    def from_bytes(self, content: bytes) -> None:
+        """Go on from such a file."""
+
+    @abstractmethod
+    def _score(self, features: np.ndarray) -> np.ndarray:
+        """The scores of rows, float32 [B, features]."""
+
+    @abstractmethod
+    def importance(self) -> dict[int, float]:
+        """What each feature that is used, by its number, has gained in all trees."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        if not self.rounds:
+            rows = len(next(iter(batch.values())))
+            return torch.zeros((rows, self.classes) if self.classes else rows)
+        return torch.from_numpy(np.ascontiguousarray(self._score(features_of(batch)), np.float32))
+
+    def get_extra_state(self) -> torch.Tensor:
+        """uint8 [bytes]"""
+        return torch.frombuffer(bytearray(self.to_bytes() or b"\0"), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        content = state.numpy().tobytes()
+        if content == b"\0":
+            return
+        try:
+            self.from_bytes(content)
+        except Exception as error:
+            raise RuntimeError(f"no model of {self.library}: {shorten(error)}") from error
+
+
+class XGBoostTrees(Trees):
+    """XGBoost's Booster."""
+
+    _booster: Any = None
+    _matrix: Any = None
+
+    def _check(self) -> None:
+        kind = (
+            {"objective": "multi:softprob", "num_class": self.classes}
+            if self.classes
+            else {"objective": "reg:squarederror"}
+        )
+        self._options |= {**kind, "nthread": torch.get_num_threads()}
+        matrix = self._library.DMatrix(np.zeros((4, 2), np.float32), label=np.zeros(4))
+        self._library.train(self._options, matrix, 1)
+
+    def begin(self, batch: Batch, network: Mapping[str, Any]) -> None:
+        self._matrix = self._library.DMatrix(features_of(batch), label=batch["label"].numpy())
+        before = {"model_file": bytearray(content)} if (content := self.to_bytes()) else {}
+        self._booster = self._library.Booster(self._options, [self._matrix], **before)
+
+    def boost(self) -> torch.Tensor:
+        self._booster.update(self._matrix, self.rounds)
+        return torch.from_numpy(self._booster.predict(self._matrix, output_margin=True))
+
+    @property
+    def rounds(self) -> int:
+        return int(self._booster.num_boosted_rounds()) if self._booster else 0
+
+    def to_bytes(self) -> bytes:
+        return bytes(self._booster.save_raw("ubj")) if self.rounds else b""
+
+    def from_bytes(self, content: bytes) -> None:
+        self._booster = self._library.Booster(self._options, model_file=bytearray(content))
+
+    def _score(self, features: np.ndarray) -> np.ndarray:
+        scores: np.ndarray = self._booster.inplace_predict(features, predict_type="margin")
+        return scores
+
+    def importance(self) -> dict[int, float]:
+        gains = self._booster.get_score(importance_type="total_gain")
+        return {int(name.removeprefix("f")): float(np.sum(gain)) for name, gain in gains.items()}
+
+
+class LightGBMTrees(Trees):
+    """LightGBM's Booster."""
+
+    _booster: Any = None
+    _rows: Any = None
+    "The rows of every round; None before training, and a Booster has none of its own."
+    _grows = False
+    "Whether the Booster has the rows."
+
+    def _check(self) -> None:
+        kind = {"objective": "multiclass", "num_class": self.classes} if self.classes else {"objective": "regression"}
+        threads = {"num_threads": torch.get_num_threads(), "force_row_wise": True, "deterministic": True}
+        self._options = {"verbosity": -1, **threads, **self._options, **kind, "metric": "None"}
+        labels = np.arange(40) % (self.classes or 40)
+        self._library.train(self._options, self._dataset(np.zeros((40, 2), np.float32), labels), 1)
+
+    def _dataset(self, features: np.ndarray, labels: np.ndarray) -> Any:
+        return self._library.Dataset(features, label=labels, params={"verbosity": -1, "pre_partition": True})
+
+    def begin(self, batch: Batch, network: Mapping[str, Any]) -> None:
+        self._rows, self._grows = self._dataset(features_of(batch), batch["label"].numpy()), False
+        self._options |= {"tree_learner": "data", **network} if network else {}
+
+    def boost(self) -> torch.Tensor:
+        if self._grows:
+            self._booster.update()
+        else:  # what there is becomes the beginning of a Booster with the rows
+            self._booster = self._library.train(
+                self._options, self._rows, 1, init_model=self._booster, keep_training_booster=True
+            )
+            self._grows = True
+        outputs: list[np.ndarray] = []
+
+        def keep(output: np.ndarray, rows: Any) -> tuple[str, float, bool]:
+            outputs.append(output)
+            return "", 0.0, True
+
+        self._booster.eval_train(keep)
+        # With classes, the output is their probabilities.
+        scores = np.log(np.maximum(outputs[0], LEAST_PROBABILITY)) if self.classes else outputs[0]
+        return torch.from_numpy(scores.astype(np.float32))
+
+    @property
+    def rounds(self) -> int:
+        return int(self._booster.current_iteration()) if self._booster else 0
+
+    def to_bytes(self) -> bytes:
+        text = self._booster.model_to_string(importance_type="gain") if self._booster else ""
+        return ADDRESSES.sub("", text).encode()
+
+    def from_bytes(self, content: bytes) -> None:
+        self._booster, self._grows = self._library.Booster(model_str=content.decode()), False
+
+    def _score(self, features: np.ndarray) -> np.ndarray:
+        scores: np.ndarray = self._booster.predict(features, raw_score=True)
+        return scores
+
+    def importance(self) -> dict[int, float]:
+        gains = self._booster.feature_importance("gain")
+        return {int(number): float(gains[number]) for number in np.flatnonzero(gains)}
+
+
+KINDS: dict[str, type[Trees]] = {"xgboost": XGBoostTrees, "lightgbm": LightGBMTrees}
+
+
+class TreesTask:
+    """A task module that defines `build_trees(settings, source) -> Trees`."""
+
+    takes_all_rows = True
+    "In every step."
+
+    def __init__(self, module: ModuleType, settings: Settings) -> None:
+        """Raises `SettingsError` for settings that trees have no use for."""
+        self._module = module
+        why = f"boosts trees, which do not read it; leave it out (what their library takes is in {PREFIX}TASK_ARGS)"
+        refuse_given(settings, WITHOUT_USE, why)
+
+    def __getattr__(self, name: str) -> Any:
+        """`find_sources`, if the module has it."""
+        return getattr(self._module, name)
+
+    def find_library(self, settings: Settings, source: Source) -> str:
+        """By whose trainer of Ray's they grow."""
+        return self.build_model(settings, source).library
+
+    def build_model(self, settings: Settings, source: Source) -> Trees:
+        trees: Trees = self._module.build_trees(settings, source)
+        return trees
+
+    def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        return build_nothing(settings)
+
+    def schedule(self, step: int, total_steps: int) -> float:
+        return 1.0
+
+    def loss(self, model: Trees, batch: Batch) -> tuple[torch.Tensor, Batch]:
+        return rate(model(batch), batch["label"])
+
+    def predict(self, model: Trees, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = model({"image": images})
+        return scores
+
+    def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
+        """The features that gained most."""
+        gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
+        names, whole = names_of(rows), sum(gain for _, gain in gains)
+        return {
+            "Features by gain": [{"feature": names[number], "share": gain / whole} for number, gain in gains[:SHOWN]]
+        }
+
+
+def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
+    """The loss of each row, [B]: its log loss, with the accuracy, or without classes its squared error."""
+    if scores.ndim == 1:
+        return (scores - labels).square(), {}
+    return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}
+
+
+def without_stack(error: Exception) -> Exception:
+    """XGBoost's errors have the stack in their text."""
+    return type(error)(re.split(r"\s*Stack trace:", str(error))[0])
+
+
+def names_of(batch: Batch) -> list[str]:
+    """The name of each feature: of its column, with its place there if it has several."""
+    names = list[str]()
+    for name, column in batch.items():
+        if name not in ("row", "label"):
+            size = math.prod(column.shape[1:])
+            names += [f"{name}[{place}]" for place in range(size)] if column.ndim > 1 else [name]
+    return names
+
+
+def features_of(batch: Batch) -> np.ndarray:
+    """All columns but `row` and `label` side by side: float32 [B, features]."""
+    columns = [column for name, column in batch.items() if name not in ("row", "label")]
+    sizes = [math.prod(column.shape[1:]) for column in columns]
+    flat = [column.reshape(len(column), size).float() for column, size in zip(columns, sizes, strict=True)]
+    return torch.cat(flat, dim=1).numpy()

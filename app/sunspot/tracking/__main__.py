@@ -1,0 +1,186 @@
+"""`python -m sunspot.tracking RUN`: deliver a run to MLflow or Weights & Biases."""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+import time
+
+from sunspot.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import read_attempts
+from sunspot.run.history import Journal
+from sunspot.run.status import STATUS_EVERY_S, read_status
+from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
+from sunspot.storage.retry import pause_after
+from sunspot.tracking.delivery import Delivery
+from sunspot.tracking.process import command, refuse_unusable
+
+DESCRIPTION = """\
+Deliver to MLflow or Weights & Biases whatever of a run has not been delivered yet, and nothing twice.
+
+With SUNSPOT_TRACKING the driver starts such a process; by hand, it delivers what was missed while the service was away.
+"""
+
+END_TIMEOUT_S = 30
+"""How long to retry delivering the end of a run while the service is away."""
+
+
+def main() -> int:
+    """Deliver once, or follow the run until standard input ends."""
+    arguments = _parse()
+    given = {"STORAGE_PATH": arguments.storage} if arguments.storage else {}
+    settings = load_settings(given)
+    run = open_run(settings.storage_path, arguments.run)
+    if not settings.tracking:
+        settings = _recorded_service(run, settings)
+    refuse_unusable(settings)
+    delivery = Delivery(run, settings.tracking, settings.tracking_project, _print, arguments.follow or "")
+    if arguments.follow is not None:
+        follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
+        return 0
+    if not read_attempts(run):
+        raise NotFoundError(f"{run.location}: no such run, or no worker of it has begun")
+    delivery.finish()
+    sent = delivery.delivered
+    print(f"tracking: {sent.records} records delivered, {sent.refused} refused{_at(delivery)}")
+    return 0
+
+
+def follow(delivery: Delivery, every_s: float, later: str) -> None:
+    """Deliver what is new every `every_s` seconds until standard input ends, then the end of the run.
+
+    `later` is the command that delivers the rest by hand.
+    """
+    outage = Outage(delivery)
+    try:
+        _follow(delivery, outage, every_s)
+        _finish(delivery, outage, later)
+    except SupersededError as error:
+        _print(f"the new owner's process delivers the rest: {error}")
+        delivery.leave()
+
+
+def _follow(delivery: Delivery, outage: Outage, every_s: float) -> None:
+    delivered: object = None
+    pause = 0.0
+    while not select.select([sys.stdin], [], [], pause)[0]:
+        pause = every_s
+        try:
+            status = read_status(delivery.run)
+            newest = status and (status.attempt, status.checkpoint, outage.tries)
+            if newest != delivered:
+                delivery.deliver()
+                delivered = status and (status.attempt, status.checkpoint, 0)
+                outage.end()
+        except TrackingError as error:
+            pause = pause_after(outage.tries)
+            outage.add_failure(error)
+        except StorageError:
+            continue  # the run itself reports that
+
+
+def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
+    deadline = time.monotonic() + END_TIMEOUT_S
+    tries = 0
+    while True:
+        try:
+            delivery.finish()
+            outage.end()
+            if delivery.place:
+                lost = f", {delivery.delivered.refused} refused" if delivery.delivered.refused else ""
+                _print(f"{delivery.delivered.records} records delivered{lost}{_at(delivery)}")
+            return
+        except (TrackingError, StorageError) as error:
+            if isinstance(error, TrackingError):
+                outage.add_failure(error)
+            if time.monotonic() >= deadline:
+                _print(f"warning: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
+                return
+        time.sleep(min(pause_after(tries), max(0.0, deadline - time.monotonic())))
+        tries += 1
+
+
+class Outage:
+    """Reports once that the service is away, and once that it is back: on the terminal and in the run's events."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self.tries = 0
+        "Failed tries in a row."
+        self._since = 0.0
+        self._number = 0
+        self._journal: Journal | None = None
+        "For the attempt of that number."
+
+    def add_failure(self, error: TrackingError) -> None:
+        """Count a failed try; the first one begins the outage."""
+        self.tries += 1
+        if self.tries == 1:
+            self._since = time.time()
+            self._record("tracking behind", f"since step {max(0, self._delivery.delivered.step)}: {error}")
+
+    def end(self) -> None:
+        """End the outage, if there is one: a try has succeeded."""
+        if self.tries:
+            self._record("tracking goes on", f"after {time.time() - self._since:.0f} s, {self.tries} tries")
+            self.tries = 0
+
+    def _record(self, what: str, detail: str) -> None:
+        _print(f"{what}: {detail}")
+        step, number = max(0, self._delivery.delivered.step), self._delivery.attempt
+        try:
+            if self._journal is None or number != self._number:
+                self._number = number
+                self._journal = Journal(self._delivery.run, "events", number)
+            self._journal.append({"step": step, "time": time.time(), "event": what, "detail": detail})
+            self._journal.flush()
+        except StorageError:
+            pass  # it is in the driver's output
+
+
+def _recorded_service(run: Run, settings: Settings) -> Settings:
+    """The settings with the tracking service of the run's last attempt."""
+    attempts = read_attempts(run)
+    recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
+    service = recorded.get(f"{PREFIX}TRACKING", "")
+    if attempts and not service:
+        raise SettingsError(f"{run.location} was not tracked; set {PREFIX}TRACKING to mlflow or wandb")
+    project = recorded.get(f"{PREFIX}TRACKING_PROJECT", settings.tracking_project)
+    return settings.model_copy(update={"tracking": service, "tracking_project": project})
+
+
+def _missing(delivery: Delivery) -> str:
+    try:
+        return delivery.missing() or "how the run ended"
+    except StorageError:
+        return "an unknown part, as storage fails"
+
+
+def _at(delivery: Delivery) -> str:
+    return f": {delivery.place}" if delivery.place else ""
+
+
+def _print(text: str) -> None:
+    print(f"tracking: {text}", flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = CommandParser(
+        "sunspot.tracking", DESCRIPTION, ("storage_path", "tracking", "tracking_project", "report_every_s")
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's name")
+    parser.add_argument("--storage", help="where runs are kept (default: SUNSPOT_STORAGE_PATH)")
+    parser.add_argument(
+        "--follow",
+        metavar="DRIVER",
+        nargs="?",
+        const="",
+        help="deliver what comes until standard input ends, or the run is taken over from this start of a driver",
+    )
+    return parser.parse()
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

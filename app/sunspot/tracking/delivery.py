@@ -1,0 +1,319 @@
+"""Delivers to a tracking service whatever it does not have of a run yet."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, MinLen
+
+from sunspot.errors import DamageError, NotFoundError, TrackingError, shorten
+from sunspot.formatting import plural
+from sunspot.report import FILE
+from sunspot.run import Run, to_json
+from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_if_superseded, step_of
+from sunspot.run.checkpoints import Checkpoint, choose, classify, list_directories
+from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
+from sunspot.run.incidents import goodput, read_receipts
+from sunspot.run.objects import Count, Form, news, read, warn_once
+from sunspot.run.segments import Segment
+from sunspot.run.status import Status, read_status
+from sunspot.settings import PREFIX
+from sunspot.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
+
+RECORDS_AT_ONCE = 50
+"""Records in a request: MLflow takes 1,000 metrics, and a record has some 15."""
+
+NO_PARAMETERS = ("JOB_ID", "NOTICE_S", "TRACKING", "TRACKING_PROJECT")
+"""Settings of a single start of the run, or of its delivery."""
+
+NO_METRICS = ("step", "time", "steps")
+
+MODEL = "model.pt"
+
+
+class Delivery:
+    """Delivers one run to one service, resuming where an earlier delivery ended.
+
+    A record of the metric history is delivered once a checkpoint covers its step: a loss takes the run back no further,
+    so each step is shown once. Should even a checkpoint be lost, the steps that are repeated are not sent again.
+    """
+
+    def __init__(self, run: Run, name: str, project: str, log: Callable[[str], Any], driver: str = "") -> None:
+        """`driver` is the start of a driver for which it delivers; empty: whoever owns the run."""
+        self.run, self.name, self._project, self._log, self._driver = run, name, project, log, driver
+        self.delivered = read_delivered(run, name)
+        self.place = ""
+        "The tracking run's address; empty until `deliver` has opened it."
+        self.attempt = 0
+        "The run's newest attempt."
+        self._service: Service | None = None
+        self._segments: set[Segment] = set()
+        "Those of the metric history that have been delivered completely."
+        self._described = 0
+        "The attempt whose parameters the service has."
+        self._scratch = tempfile.TemporaryDirectory(prefix="sunspot-tracking-")
+
+    def deliver(self) -> None:
+        """Send what is not delivered yet. After `TrackingError` or `StorageError`, the next call sends the rest.
+
+        Raises `SupersededError` when the driver has lost the run.
+        """
+        attempts = read_attempts(self.run)
+        refuse_if_superseded(attempts, "", self._driver)
+        if not attempts:
+            return  # nothing to deliver yet
+        self.attempt = attempts[-1].number
+        service = self._open(attempts)
+        self._describe(service, attempts)
+        spans = lineage(attempts)
+        final = self._final_step(spans)
+        segments = list_journal(self.run, "metrics", spans)
+        self._segments &= set(segments)
+        for segment in segments:
+            if segment in self._segments:
+                continue
+            records = list(each_record(self.run, "metrics", spans, [segment]))
+            new = iter([record for record in records if self._is_new(record, final)])
+            while batch := list(islice(new, RECORDS_AT_ONCE)):
+                self._send(service, batch)
+            if all(record["step"] <= final for record in records):
+                self._segments.add(segment)
+
+    def finish(self) -> None:
+        """Send the rest and, if the run has ended, its report, best model and state. Raises like `deliver`."""
+        refuse_if_superseded(read_attempts(self.run), "", self._driver)
+        if self._service is None and not self.missing():
+            return  # opening it would show the tracking run as running again
+        self.deliver()
+        status, service = read_status(self.run), self._service
+        if status is None or service is None:
+            return
+        ended = _end_of(status)
+        if ended:
+            self._attach_report(service)
+            tags = {"sunspot.state": str(status.state), "sunspot.checkpoint": self._attach_model(service)}
+            service.describe({}, {**tags, **self._summarize(service, status)})
+        service.close(status.state if ended else None)
+        self._service = None
+        self._record(replace(self.delivered, ended=ended), arrived=True)
+
+    def leave(self) -> None:
+        """End this delivery as it stands; the tracking run goes on."""
+        if self._service:
+            with suppress(TrackingError):
+                self._service.close(None)
+
+    def missing(self) -> str:
+        """What has not been delivered, in words; empty if everything has. Raises `StorageError`."""
+        spans = lineage(read_attempts(self.run))
+        final = self._final_step(spans)
+        steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, final)]
+        status = read_status(self.run)
+        parts = [f"{plural(len(steps), 'record')} of the steps {steps[0]} to {steps[-1]}"] if steps else []
+        if spans and status and _end_of(status) not in ("", self.delivered.ended):
+            parts.append("what comes at the end (report, model, state)")
+        return "; ".join(parts)
+
+    def _open(self, attempts: list[Attempt]) -> Service:
+        if self._service is None:
+            first = attempts[0]
+            text = f"{self.run.location} {first.owner} {first.time}"
+            identity = RunIdentity(hashlib.sha256(text.encode()).hexdigest()[:16], self.run.name, self.run.location)
+            service = open_service(self.name, self._project, identity)
+            known = read_tracking_run(self.run, self.name)
+            if known is None:
+                mine = service.find_or_create()
+                known = claim_tracking_run(self.run, self.name, mine)
+                if known != mine:
+                    service.discard(mine)
+            self.place = service.open(known)
+            self._service, self._described = service, 0
+        return self._service
+
+    def _describe(self, service: Service, attempts: list[Attempt]) -> None:
+        newest = attempts[-1]
+        if self._described == newest.number:
+            return
+        settings: Mapping[str, str] = newest.metadata.get("settings", {})
+        named = {name.removeprefix(PREFIX): value for name, value in settings.items()}
+        parameters = {name.lower(): value for name, value in named.items() if value and name not in NO_PARAMETERS}
+        parameters |= {f"version.{name}": str(value) for name, value in newest.metadata.get("versions", {}).items()}
+        workers = [attempt.metadata.get("world_size", 0) for attempt in attempts]
+        sizes = [size for size, before in zip(workers, [None, *workers], strict=False) if size != before]
+        tags = {"sunspot.attempts": str(len(attempts)), "sunspot.workers": ", ".join(map(str, sizes))}
+        try:
+            service.describe(parameters, tags)
+        except RefusedError as error:
+            self._log(f"warning: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
+        self._described = newest.number
+
+    def _final_step(self, spans: list[Span]) -> int:
+        """The step of the newest checkpoint, up to which the history is final; -1: none."""
+        counted, _, _ = classify(list_directories(self.run), spans)
+        return step_of(counted[-1]) if counted else -1
+
+    def _is_new(self, record: dict[str, Any], final: int) -> bool:
+        step, attempt = record["step"], record["attempt"]
+        if _is_evaluation(record):
+            return (self.delivered.step, self.delivered.attempt) < (step, attempt) and step <= final
+        return self.delivered.step < step <= final
+
+    def _send(self, service: Service, records: list[dict[str, Any]]) -> None:
+        refused = 0
+        try:
+            service.send([to_point(record) for record in records])
+        except RefusedError as error:
+            if len(records) > 1:  # find the one that is refused
+                for record in records:
+                    self._send(service, [record])
+                return
+            refused = 1
+            self._log(f"warning: lost, as it is refused: the record of step {records[0]['step']}: {error}")
+        sent, last = self.delivered, records[-1]
+        now = replace(
+            sent,
+            step=last["step"],
+            attempt=last["attempt"],
+            records=sent.records + len(records) - refused,
+            refused=sent.refused + refused,
+        )
+        self._record(now, service.acknowledges)
+
+    def _attach_report(self, service: Service) -> None:
+        try:
+            content = self.run.storage.read(self.run.key(FILE))
+        except NotFoundError:
+            return
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != self.delivered.report:
+            file = Path(self._scratch.name, FILE)
+            file.write_bytes(content)
+            service.attach(file, "")
+            self._record(replace(self.delivered, report=digest), service.acknowledges)
+
+    def _attach_model(self, service: Service) -> str:
+        """Deliver the best model; returns its checkpoint's name, or '' if there is none."""
+        try:
+            best = choose(self.run, "best", self._log)
+            if MODEL not in best.files:  # sharded; only the last one has a whole model as well
+                best = choose(self.run, "newest", self._log)
+            if MODEL not in best.files:
+                raise NotFoundError(f"{best.name} has no {MODEL}")
+            if best.name != self.delivered.model:
+                service.attach(self._fetch(best), "model")
+                self._record(replace(self.delivered, model=best.name), service.acknowledges)
+        except (NotFoundError, DamageError, KeyError) as error:
+            self._log(f"warning: no model to deliver: {shorten(error)}")
+            return ""
+        return best.name
+
+    def _fetch(self, checkpoint: Checkpoint) -> Path:
+        """A verified local copy of a checkpoint's model."""
+        key, file = self.run.key("checkpoints", checkpoint.name, MODEL), Path(self._scratch.name, MODEL)
+        expected = checkpoint.files[MODEL]["sha256"]
+        with file.open("wb") as copy:
+            _, arrived = self.run.storage.digest(key, copy.write)
+        if arrived != expected:
+            raise DamageError(f"{self.run.storage.locate(key)}: does not match its manifest")
+        return file
+
+    def _summarize(self, service: Service, status: Status) -> dict[str, str]:
+        """Incidents as a tag; also sends the goodput as a metric, so that runs can be compared by it."""
+        attempts, receipts = read_attempts(self.run), read_receipts(read_journal(self.run, "events"))
+        share = goodput(attempts, receipts, status.time)
+        if share is not None:
+            service.send([Point(max(0, self.delivered.step), status.time, {"goodput": share})])
+        return {"sunspot.incidents": str(sum(receipt.cause.incident for receipt in receipts))}
+
+    def _record(self, delivered: Delivered, arrived: bool) -> None:
+        self.delivered = delivered
+        if arrived:
+            write_delivered(self.run, self.name, delivered)
+
+
+def _end_of(status: Status) -> str:
+    """Identifies the end of this start of the run; empty while it runs."""
+    return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
+
+
+def to_point(record: dict[str, Any]) -> Point:
+    """The metrics of a record; of an evaluation only those of held-out rows, as an earlier record has the others."""
+    values = {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and name not in NO_METRICS
+        if name.startswith(HELD_OUT) or not _is_evaluation(record)
+    }
+    return Point(record["step"], record.get("time") or 0.0, values)
+
+
+def _is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a record is only the evaluation of an epoch that an earlier attempt had completed."""
+    return record.get("steps") == 0
+
+
+@dataclass(frozen=True)
+class TrackingRun:
+    """The run of a tracking service that shows this one; `<service>.json` in the run."""
+
+    id: Annotated[str, MinLen(1)]
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """How much of a run a tracking service has; `<service>-delivered.json` in the run."""
+
+    step: Annotated[int, Ge(-1)] = -1
+    "All records up to this step have been delivered or refused."
+    attempt: Count = 0
+    "The attempt of the last of them: a later attempt may add an evaluation of the same step."
+    records: Count = 0
+    "Records that the service has."
+    refused: Count = 0
+    "Records that it refused."
+    report: str = ""
+    "SHA-256 of its copy of the report."
+    model: str = ""
+    "The checkpoint of its model."
+    ended: str = ""
+    "The end that it has recorded (`_end_of`)."
+
+
+def read_tracking_run(run: Run, service: str) -> str | None:
+    """The id of the tracking run; None if there is none yet, or it is damaged. Raises `StorageError`."""
+    found = _read(run, TrackingRun, f"{service}.json")
+    return found.id if found else None
+
+
+def claim_tracking_run(run: Run, service: str, identity: str) -> str:
+    """Make `identity` the id of the tracking run unless it has one that can be read; returns the id that it has."""
+    file, content = f"{service}.json", to_json(asdict(TrackingRun(identity)))
+    if not run.storage.create(run.key("tracking", file), content):
+        if known := _read(run, TrackingRun, file):
+            return known.id
+        run.storage.write(run.key("tracking", file), content)
+    return identity
+
+
+def read_delivered(run: Run, service: str) -> Delivered:
+    """The delivery's progress; raises `StorageError`. When it is damaged, all is delivered again."""
+    return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
+
+
+def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
+    """Record the delivery's progress; raises `StorageError`, after which later data is delivered again."""
+    run.storage.write(run.key("tracking", f"{service}-delivered.json"), to_json(asdict(delivered)))
+
+
+def _read(run: Run, form: type[Form], file: str) -> Form | None:
+    try:
+        return news(lambda: read(run, form, "tracking", file), None, warn_once)
+    except NotFoundError:
+        return None

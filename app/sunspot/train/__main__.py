@@ -1,0 +1,30 @@
+"""`python -m sunspot.train`: train the run that the SUNSPOT_ settings describe, from wherever it stands."""
+
+import os
+from collections.abc import Sequence
+
+from sunspot.errors import SettingsError, run_and_exit
+from sunspot.search_space import find_dimensions
+from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
+from sunspot.tracking.process import refuse_unusable
+from sunspot.train.driver import train_run
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Read the settings, and train the run that they describe."""
+    CommandParser(
+        "sunspot.train", "Train the run that the settings describe, from where it stands.", Settings.model_fields
+    ).parse(words)
+    if space := find_dimensions(os.environ):
+        given = ", ".join(f"{PREFIX}{dimension.name}={dimension.text}" for dimension in space)
+        raise SettingsError(
+            f"{given}: one run takes one value; `python -m sunspot.tune` trains a run for each of several"
+        )
+    settings = load_settings()
+    refuse_unusable(settings)
+    train_run(settings)
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main, "interrupted: what was committed is safe; the same command goes on from there")

@@ -1,0 +1,151 @@
+"""Leaves out nodes whose GPUs cannot be used: when a run starts, when they join it, and when one breaks as it trains.
+
+A node is left out by draining it: nothing begins there any more, and it ends once it is idle.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import ray
+
+from sunspot.background import Background
+from sunspot.elastic.control import CONTROL_TIMEOUT_S
+from sunspot.elastic.failures import Suspects
+from sunspot.elastic.gpu import find_gpu_problem
+from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, find_room
+from sunspot.errors import SunspotError
+from sunspot.formatting import plural
+from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes, staying_nodes
+from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_nodes, list_problems
+
+OF_HARDWARE = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
+"""CUDA's codes of errors that no program makes, after which a GPU may still answer."""
+
+SUSPECT_TIMEOUT_S = 30.0
+"""How long a node may take to answer after a loss, as the others wait. Ray finds one that is gone in half of that."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What a run needs of the nodes that stay."""
+
+    per_worker: dict[str, float]
+    "Resources of each worker."
+    least: int
+    "The fewest workers."
+
+    def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], told: str) -> None:
+        """Raise `SunspotError`, which begins with `told`, unless the run does without the broken ones of these nodes.
+
+        It cannot do without this one, the head.
+        """
+        if ray.get_runtime_context().get_node_id() in broken:
+            raise SunspotError(f"{told}; the head cannot be left out")
+        room = sum(find_room([dict(node) for node in nodes if node["NodeID"] not in broken], self.per_worker).values())
+        if room < self.least:
+            raise SunspotError(
+                f"{told}; the other nodes have room for {room} of at least {plural(self.least, 'worker')}"
+            )
+
+
+def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> Problems:
+    """What is wrong with the GPUs that these nodes promise."""
+    promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
+    return ask_nodes("their GPUs", find_gpu_problem, promised, 1, timeout_s)
+
+
+def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> list[str]:
+    """Leave out the nodes with broken GPUs, and return a line on each; raises like `Needed.refuse_loss`."""
+    problems = find_broken_gpus(nodes)
+    if not problems:
+        return []
+    promising = sum(bool(node["Resources"].get("GPU")) for node in nodes)
+    told = f"{count_nodes(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
+    needed.refuse_loss(_nodes_in(problems), nodes, f"{told}: {list_problems(problems)}")
+    verb = "are" if count_nodes(problems) > 1 else "is"
+    print(f"warning: {told}, and {verb} left out: {list_problems(problems)}", flush=True)
+    return _leave_out(problems)
+
+
+@contextmanager
+def new_nodes_tried(
+    control: Any, nodes: Sequence[Mapping[str, Any]]
+) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
+    """Leave out nodes that join with broken GPUs while the context lasts; `nodes` have been tried before.
+
+    Yields a filter for nodes (as in `ray.nodes()`) that are reachable and have been tried: with it, a group grows by no
+    others. That costs the training nothing. A node is asked as it joins, which takes it a few seconds, while the others
+    train, and room for more workers must last as long anyway (`nodes.SETTLED_S`). A group that waits for nodes does not
+    wait for this: Ray may start it on one that turns out to be broken, and starts it again without.
+    """
+    tried = {str(node["NodeID"]) for node in nodes}
+
+    def look() -> None:
+        draining = draining_nodes()
+        known = {*tried, *draining}
+        joined = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known]
+        if not joined:
+            return
+        try:
+            if problems := find_broken_gpus(joined):
+                lines = _leave_out(problems)
+                control.leave_out.remote(lines)
+                print(f"warning: {'; '.join(lines)}", flush=True)
+        finally:
+            tried.update(str(node["NodeID"]) for node in joined)
+
+    def usable(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [node for node in reachable_nodes(nodes) if node["NodeID"] in tried]
+
+    with Background(NODE_CHECK_EVERY_S, look):
+        yield usable
+
+
+@dataclass(frozen=True)
+class BrokenInTraining:
+    """Leaves out the nodes on which a GPU has ended a rank; for Ray Train's controller, before the next group."""
+
+    control: Any
+    needed: Needed
+
+    def __call__(self, suspects: Suspects) -> list[str]:
+        """Leave out those of these nodes whose GPU is broken, and return a line on each.
+
+        An error of CUDA may be the program's, too, and a process may be lost for any reason. So the driver of such a
+        node is asked, as at the start. That takes seconds, where a process was lost and its node was not. Raises like
+        `Needed.refuse_loss`, where a GPU had an error and cannot be used any more; one that still answers is tried
+        again instead, and so is one without a word, whose node may be going.
+        """
+        told = {id: f"its GPU had {OF_HARDWARE[code]}" for id, code in suspects.items() if code and code in OF_HARDWARE}
+        nodes, draining = ray.nodes(), draining_nodes()
+        asked = [node for node in nodes if node["NodeID"] in suspects and node["NodeID"] not in draining]
+        asked = reachable_nodes([node for node in asked if node["Resources"].get("GPU") or node["NodeID"] in told])
+        problems = find_broken_gpus(asked, SUSPECT_TIMEOUT_S)
+        dead = _nodes_in(problems)
+        for node in asked:
+            id = node["NodeID"]
+            if id in told and id not in dead:
+                problems.setdefault(told[id], []).append(id)
+        if not problems:
+            return []
+        try:
+            self.needed.refuse_loss(_nodes_in(problems), staying_nodes(), f"a GPU broke: {list_problems(problems)}")
+        except SunspotError:
+            if any(suspects[id] is not None for id in dead):
+                raise
+            return []
+        # Before it drains: to a group that still counted, that would be a notice.
+        ray.get(self.control.over.remote(), timeout=CONTROL_TIMEOUT_S)
+        return _leave_out(problems)
+
+
+def _leave_out(problems: Problems) -> list[str]:
+    drain_nodes(_nodes_in(problems), "its GPU cannot be used")
+    return [f"node {node[:12]} left out: {problem}" for problem, nodes in problems.items() for node in nodes]
+
+
+def _nodes_in(problems: Problems) -> list[str]:
+    return [node for nodes in problems.values() for node in nodes]

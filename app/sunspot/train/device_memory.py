@@ -1,0 +1,53 @@
+"""Waits until the worker group before has given back the memory of a GPU."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import torch
+
+from sunspot.elastic.control import CONTROL_TIMEOUT_S
+from sunspot.formatting import as_bytes, in_words
+
+DEVICE_WAIT_S = 20.0
+"""How long a GPU's memory is waited for, as long as the host's (data/shared_rows.py). When its processes are gone,
+the driver takes seconds more for contexts of tens of GB and for registered pages of the host. What lasts longer is
+another program's."""
+
+LOOK_EVERY_S = 0.25
+
+SLACK = 0.02
+"""The share of a GPU's memory that need not come back: contexts of CUDA and buffers of NCCL are not always alike."""
+
+
+def await_device_memory(
+    device: torch.device, node: str, control: Any, finish: Callable[[Callable[[], None]], None]
+) -> None:
+    """Return once as much of the GPU is free as when the group before began on it, or DEVICE_WAIT_S later.
+
+    For all workers together, before any of them allocates: `finish` runs a function, and returns once it has returned
+    on all. A first group waits for nothing. What another program keeps is waited for once: the next group expects no
+    more than this one has found.
+    """
+    if device.type == "cuda":
+        finish(lambda: _await(device, node, control))
+
+
+def _await(device: torch.device, node: str, control: Any) -> None:
+    gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
+    before: int = ray.get(control.free_memory.remote(gpu), timeout=CONTROL_TIMEOUT_S)
+    free, total = torch.cuda.mem_get_info(device)
+    until, told = time.monotonic() + DEVICE_WAIT_S, False
+    while free < before - SLACK * total and time.monotonic() < until:
+        if not told:
+            told = True
+            there = f"{as_bytes(free)} of its memory are free, {as_bytes(before)} were when the group before began"
+            print(
+                f"{device}: {there}; waiting up to {in_words(DEVICE_WAIT_S)} for the old processes' memory", flush=True
+            )
+        time.sleep(LOOK_EVERY_S)
+        free, _ = torch.cuda.mem_get_info(device)
+    if told:
+        print(f"{device}: {as_bytes(free)} of its memory are free", flush=True)
+    control.keep_free_memory.remote(gpu, free)

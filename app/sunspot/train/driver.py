@@ -1,0 +1,191 @@
+"""One start of a run: claim it, plan, train, record how it ended, and print the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from sunspot.errors import ConflictError, shorten
+from sunspot.formatting import visible
+from sunspot.observe.output import shipped_driver_output
+from sunspot.report import FILE, gather, render
+from sunspot.report.summary import describe
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
+from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
+from sunspot.run.identity import Rows, keep_identity
+from sunspot.run.outcome import RECORD_S, Outcome, recorded_outcome
+from sunspot.run.overview import read_state
+from sunspot.run.status import (
+    RunState,
+    new_driver,
+    own_status,
+    read_status,
+    refuse_if_deleted,
+    stop_requested,
+)
+from sunspot.settings import IDENTITY, Settings
+from sunspot.storage.deadline import within
+from sunspot.tracking.process import tracked
+
+if TYPE_CHECKING:
+    from sunspot.elastic.control import StopRequest
+    from sunspot.plan import Plan
+
+
+def train_run(
+    settings: Settings, owner: str = "", stop_request: StopRequest | None = None, identity: Iterable[str] = IDENTITY
+) -> RunState:
+    """Train a run from where it stands, and record in its storage how that ended.
+
+    `owner` trains it (default: the job, or this process), a `stop_request` of the caller's stops it, and `identity`
+    names the settings that it may never change. Raises what ended the run.
+    """
+    from sunspot.plan import with_absolute_paths  # here, so that a wrong setting is reported before numpy is imported
+
+    settings = with_absolute_paths(settings)
+    run = open_run(settings.storage_path, settings.run_name)
+    limit_s = settings.storage_timeout_s
+    within(limit_s, "proving the storage", lambda: run.storage.prove(run.name))
+    within(limit_s, "reading the run", lambda: refuse_if_deleted(run))
+    within(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
+    driver = new_driver()
+
+    def find_start() -> tuple[str, Checkpoint | None, tuple[PassedOver, ...]]:
+        attempts = read_attempts(run)
+        claimant = owner or new_owner(run, settings.job_id)
+        refuse_if_superseded(attempts, claimant)
+        checkpoint, skipped = find_newest_good(run, attempts, trust_listing=True)  # who loads it reads it
+        if checkpoint and checkpoint.finished:  # maybe nobody will
+            checkpoint, skipped = find_newest_good(run, attempts)
+        return claimant, checkpoint, skipped
+
+    with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
+        owner, checkpoint, skipped = within(limit_s, "reading the newest checkpoint", find_start)
+        print(f"run {run.name} in {run.location}")
+        for each in skipped:
+            print(f"warning: skipped {visible(str(each))}")
+        with recorded_outcome(run, owner, driver, checkpoint, settings.max_driver_starts) as outcome:
+            origin = describe_origin(settings, checkpoint, skipped)
+            outcome.state = train(settings, run, owner, driver, checkpoint, origin, outcome, stop_request, identity)
+    return outcome.state
+
+
+def train(
+    settings: Settings,
+    run: Run,
+    owner: str,
+    driver: str,
+    checkpoint: Checkpoint | None,
+    origin: str,
+    outcome: Outcome,
+    stop_request: StopRequest | None,
+    identity: Iterable[str],
+) -> RunState:
+    """Plan, and train from the newest `checkpoint` (`origin`: for people).
+
+    `driver` identifies this start, and `outcome` is how it goes.
+    """
+    # Here, as torch and Ray take seconds to import.
+    from sunspot.plan import make_plan
+    from sunspot.predict.held_out import keep_predictions
+    from sunspot.predict.shown import keep_shown
+    from sunspot.ray_session import ray_session
+    from sunspot.tasks import load_task
+    from sunspot.train.trainer import fit
+
+    limit_s = settings.storage_timeout_s
+    fatal, stopped = within(limit_s, "reading the run", lambda: (fatal_error(run, owner), stop_requested(run)))
+    if fatal:
+        raise fatal  # this job has failed for good: a retry of it does not train either
+    if stopped:
+        print(f"  stopped; `sunspot resume {run.name}` lets it train again")
+        return RunState.STOPPED
+    plan = make_plan(settings, load_task(settings))
+    rows = identify_rows(plan)
+    within(limit_s, "writing its identity", lambda: keep_identity(run, settings.environment(), identity, rows))
+
+    def finish(checkpoint: Checkpoint) -> RunState:
+        if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
+            print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
+            return RunState.STOPPED
+        outcome.finishing()
+        keep_predictions(plan, run, checkpoint, driver)
+        keep_shown(plan, run, checkpoint, driver)
+        return RunState.SUCCEEDED
+
+    if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
+        print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
+        return finish(checkpoint)
+    for reason in plan.reasons:
+        print(f"  {reason}")
+    print(f"  from: {origin}", flush=True)
+    with ray_session():  # one for both
+        return finish(fit(plan, run, owner, driver, stop_request))
+
+
+def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[PassedOver]) -> str:
+    """What the training is to go on from, as far as storage tells; nodes may have something newer in memory."""
+    if checkpoint:
+        return checkpoint.name + (", or what a node has newer in memory" if settings.snapshot_cost else "")
+    if any(each.kind is Unusable.DAMAGED for each in skipped):
+        return "a copy in a node's memory, if there is one: no checkpoint is whole"
+    return settings.init_from or "the beginning"
+
+
+def identify_rows(plan: Plan) -> Rows:
+    """What identifies the rows that the plan trains on, and their order; raises `StorageError`."""
+    import numpy
+
+    return Rows(
+        data=plan.source.fingerprint,
+        rows=plan.steps.rows,
+        steps_per_epoch=plan.steps.per_epoch,
+        order=plan.order,
+        shuffled_by=f"NumPy {numpy.__version__}",
+    )
+
+
+def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
+    """Print the result of the run, and write its report, when the context ends (`on_exit`)."""
+    return on_exit(lambda error: _report(run, driver, error))
+
+
+@contextmanager
+def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
+    """Call `report` when the context ends, with the error that ended it, if any.
+
+    Not after a `ConflictError`, as the run is not this driver's, and not when interrupted.
+    """
+    try:
+        yield
+    except ConflictError:
+        raise
+    except Exception as error:
+        report(error)
+        raise
+    report(None)
+
+
+def _report(run: Run, driver: str, error: Exception | None) -> None:
+    try:
+        within(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
+    except Exception as trouble:  # how the run ended does not depend on its report
+        print(f"warning: the report could not be written: {shorten(trouble)}", flush=True)
+
+
+def _write_report(run: Run, driver: str, error: Exception | None) -> None:
+    status = read_status(run)
+    if status is None or status.driver != driver:
+        return  # it never began, was deleted meanwhile, or is another process's by now
+    report = gather(run, status.state, status.reason)
+    for line in describe(run, report, error):
+        print(visible(line))
+    page = render(report)
+    if not own_status(run, driver):
+        return
+    run.storage.write(run.key(FILE), page)
+    if not own_status(run, driver):  # frozen in the middle of that, it may have replaced the new owner's page
+        run.storage.write(run.key(FILE), render(gather(run, *read_state(run))))
+    print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)

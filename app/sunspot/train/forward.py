@@ -1,0 +1,71 @@
+"""A forward pass: the task's loss of each row, in the run's precision, through the model as it is or compiled."""
+
+import os
+import shutil
+import socket
+from contextlib import AbstractContextManager
+
+import torch
+
+from sunspot.data.source import Batch
+from sunspot.errors import SettingsError
+from sunspot.parallel import find_blocks, has_several, is_fsdp
+from sunspot.plan import Plan
+from sunspot.train.worker import Worker
+
+COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
+"""By kind of device: the variable that names the compiler for what torch.compile writes, and where else to look."""
+
+
+def in_precision(worker: Worker) -> AbstractContextManager[None]:
+    """Autocast, as PRECISION says."""
+    return torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.plan.settings.precision == "bf16")
+
+
+def row_losses(worker: Worker, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """The task's loss of each row of a batch, [B], and its metrics, [B] each.
+
+    Under COMPILE every pass has the same number of rows, so that one graph serves all: what is missing of them are the
+    batch's own rows again, of which no loss is returned. Only where rows see each other (batch norm) do these count.
+    """
+    rows = len(batch["row"])
+    missing = worker.plan.pass_rows(worker.world_size) - rows
+    if missing > 0:
+        again = torch.arange(rows + missing, device=batch["row"].device) % rows
+        batch = {name: column[again] for name, column in batch.items()}
+    with in_precision(worker):
+        losses, metrics = worker.task.loss(model, batch)
+    if missing > 0:
+        losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
+    return losses, metrics
+
+
+def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
+    """Have a model compile itself in its first passes, as COMPILE says; in place, so that its names stay as they are.
+
+    Under fsdp it is the blocks that do, each by itself: between them parameters are gathered. Raises `SettingsError`
+    where there is no compiler.
+    """
+    settings = plan.settings
+    if settings.compile == "off":
+        return
+    if problem := find_compiler_problem(device):
+        raise SettingsError(f"SUNSPOT_COMPILE={settings.compile}: {problem}")
+    mode: str = settings.compile
+    if mode == "max-autotune" and (is_fsdp(model) or plan.passes(world_size) > 1):
+        # CUDA graphs want parameters to stay where they are, and gradients to be used before the next pass.
+        mode = "max-autotune-no-cudagraphs"
+    blocks = list(find_blocks(model)) if is_fsdp(model) else list(model.children()) if has_several(model) else []
+    for module in blocks or [model]:
+        module.compile(mode=mode, dynamic=False)
+
+
+def find_compiler_problem(device: torch.device) -> str:
+    """Why torch.compile would fail here; empty if it would not."""
+    variable, *names = COMPILERS[device.type]
+    if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
+        return ""
+    return (
+        f"torch.compile needs {' or '.join(names)}, and {socket.gethostname()} has none; install it in the image (or "
+        f"name one in {variable}), or set it to off"
+    )

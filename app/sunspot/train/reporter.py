@@ -1,0 +1,283 @@
+"""Reports a run's progress while it trains: to the terminal, the metric history, the status and the receipts."""
+
+import math
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from sunspot.background import Background, Timer
+from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint.manager import exceeds_notice
+from sunspot.data.source import rows_in
+from sunspot.elastic.claim import Start
+from sunspot.elastic.control import CONTROL_TIMEOUT_S
+from sunspot.elastic.receipts import Phases, make_receipt
+from sunspot.elastic.restore import State
+from sunspot.errors import StorageError
+from sunspot.formatting import plural
+from sunspot.observe.metrics import MetricWindow
+from sunspot.observe.progress import PROGRESS_EVERY_S
+from sunspot.observe.prometheus import RunGauges
+from sunspot.observe.ranks import RankHistory
+from sunspot.plan import Plan
+from sunspot.run import Run
+from sunspot.run.attempts import ensure_owner, step_of
+from sunspot.run.audit import tidy_audit
+from sunspot.run.history import Journal, tidy_journals
+from sunspot.run.incidents import Cause, describe, goodput, read_receipts
+from sunspot.run.ranks import Columns
+from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
+from sunspot.storage.deadline import within
+
+SHOW_CLAIM_S = 20.0
+"""Limit on the wait for storage to take an attempt's first status."""
+
+GOODPUT_EVERY_S = 60.0
+"""Between two computations of the exported goodput: with a thousand restarts, one takes a second."""
+
+
+class Reporter:
+    """Reports rank 0's progress."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        start: Start,
+        state: State,
+        control: Any,
+        journals: dict[str, Journal],
+        checkpoints: CheckpointManager,
+    ) -> None:
+        self._run, self._settings, self._start = run, plan.settings, start
+        self._state = replace(state, model=None, optimizer=None)  # only its tensors are large
+        self._control, self._journals, self._checkpoints = control, journals, checkpoints
+        self._ranks = RankHistory(run, start.attempt.number)
+        self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
+        "For the caller to enter."
+        self.phases = Phases()
+        "Of this group's start, for its receipt; the caller fills them in."
+        self._timer = Timer()
+        self._shown = 0.0
+        self._heartbeat: float | None = None
+        self._recovered = self._summarized = self._warned = self._tidied = False
+        self._status = replace(
+            first_status(start, plan), state=RunState.RUNNING, reason="", world_size=len(start.nodes)
+        )
+        if start.attempt.step >= plan.total_steps:  # of its last epoch, the evaluation is missing
+            self._finishing(start.attempt.step)
+        self._receipts = read_receipts(start.events)
+        self._interval_s: float | None = None
+        self._goodput: float | None = None
+        self._goodput_of: tuple[int, float] | None = None
+        "Number of receipts and minute that `_goodput` was computed for."
+        group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
+        self._test_rows = rows_in(plan.test) if plan.test else 0
+        origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}, from {state.tier}"
+        workers = len(start.nodes)
+        control.say.remote(f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
+        self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
+        for node in self._incident.get("left_out", []):
+            journals["events"].append({"event": "node left out", "step": start.attempt.step, **node})
+
+    def due(self) -> bool:
+        """Whether a record of the metric history is due."""
+        return self._timer.due(self._settings.report_every_s)
+
+    def heartbeat(self) -> None:
+        """Progress was made: a step, or some rows evaluated."""
+        self._heartbeat = time.time()
+
+    def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
+        """Close the incident after the first step, and show the newest step about once a second."""
+        self.heartbeat()
+        self._warn_of_notice()
+        if step >= self._status.total_steps:
+            self._finishing(step)
+        if not self._recovered:
+            self._close_incident()
+        if epoch_ends or time.monotonic() - self._shown >= PROGRESS_EVERY_S:
+            self._shown = time.monotonic()
+            newest = self._checkpoints.newest.name if self._checkpoints.newest else self._status.checkpoint
+            doing = f"evaluating {plural(self._test_rows, 'row')}" if epoch_ends and self._test_rows else ""
+            state = {
+                "doing": doing,
+                "step": step,
+                "loss": window.mean_loss,
+                "committed": step_of(newest) if newest else 0,
+            }
+            self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
+
+    def report(self, record: dict[str, Any], recent: dict[str, Any], ranks: Columns) -> None:
+        """Add a record to the metric history, with the numbers of each rank.
+
+        Status and terminal show the `recent` means (`RecentMeans`), as checkpoints have them: a record may be of one
+        step.
+        """
+        self._journals["metrics"].append(record)
+        self._ranks.append(record, ranks)
+        self._control.record.remote({**record, **recent})
+        self._summarize_copies()
+        self._status = replace(
+            self._status,
+            step=record["step"],
+            epoch=record["epoch"],
+            loss=recent.get("loss"),  # a loop of its own may log none
+            rows_per_s=record["rows_per_s"],
+            step_time_s=record["seconds"] / record["steps"],
+            save_s=self._checkpoints.commit_s,
+            notice_s=self._settings.notice_s or None,
+            memory_every=self._checkpoints.interval_steps,
+            warning=self._warn_of_notice(),
+        )
+        steps = min(self._settings.checkpoint_every_steps or math.inf, self._status.steps_per_epoch)
+        step_s, commit_s = record["seconds"] / record["steps"], self._checkpoints.commit_s or 0.0
+        self._interval_s = checkpoint_interval(self._checkpoints.save_every_s, steps * step_s, commit_s)
+
+    def add_evaluation(self, record: dict[str, Any]) -> None:
+        """Add the evaluation of an epoch whose steps another worker group took."""
+        self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
+        self._control.record.remote(record)
+        self._close_incident()
+
+    def _finishing(self, step: int) -> None:
+        """Show that no step is left: an evaluation and the last checkpoint may take long."""
+        reason = "all steps are taken; the last evaluation and checkpoint follow"
+        self._status = replace(self._status, state=RunState.FINISHING, reason=reason, step=step)
+        self.publisher.run_now()
+
+    def drain(self, time_left_s: float | None) -> None:
+        """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
+        self._control.note.remote(save_began=time.time())
+        if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
+            self._control.note.remote(committed=self._checkpoints.newest.time)
+
+    def publish(self) -> None:
+        """Write the newest numbers to storage; raises `SupersededError` when another process owns the run.
+
+        So does an attempt that its driver has ended, while this process was frozen or cut off.
+        """
+        ensure_owner(self._run, self._start.attempt)
+        refuse_if_ended(self._run, self._status)
+        for journal in self._journals.values():
+            journal.flush()
+        self._ranks.flush()
+        committed = self._checkpoints.newest
+        if committed:
+            self._status = replace(self._status, checkpoint=committed.name, checkpoint_time=committed.time)
+        write_status(self._run, replace(self._status, heartbeat=self._heartbeat))
+        if not self._tidied:
+            self._tidied = True
+            tidy_journals(self._run, self._start.attempt.number)
+            tidy_audit(self._run, self._start.attempt.number)
+
+    def end(self) -> None:
+        """From now on, let nothing wait that can be written."""
+        self._ranks.end()
+
+    def gauges(self) -> RunGauges:
+        """The whole run's figures to export; called by another thread."""
+        status, start, receipts = self._status, self._start, list(self._receipts)
+        attempts = [*start.before, start.attempt]
+        newest = self._checkpoints.newest or start.checkpoint
+        if self._goodput_of != (of := (len(receipts), time.time() // GOODPUT_EVERY_S)):
+            self._goodput_of, self._goodput = of, goodput(attempts, receipts, time.time())
+        known = {
+            "planned_steps": status.total_steps,
+            "workers": status.world_size,
+            "attempt": start.attempt.number,
+            "attempt_timestamp_seconds": start.attempt.time,
+            "loss": status.loss,
+            "goodput_ratio": self._goodput,
+            "checkpoint_timestamp_seconds": newest.time if newest else status.checkpoint_time or attempts[0].time,
+            "checkpoint_interval_seconds": self._interval_s,
+            "checkpoint_commit_seconds": self._checkpoints.commit_s,
+        }
+        causes = [receipt.cause for receipt in receipts]
+        return RunGauges(
+            {name: float(value) for name, value in known.items() if value is not None},
+            {cause: causes.count(cause) for cause in Cause if cause.incident},
+        )
+
+    def _close_incident(self) -> None:
+        self._recovered = True
+        receipt = make_receipt(self._start, self._state, self._incident, time.time(), self.phases)
+        self._journals["events"].append(receipt.record())
+        self._receipts.append(receipt)
+        self._control.recovered.remote()
+        if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
+            self._control.say.remote(describe(receipt))
+        self.publisher.run_now()
+
+    def _summarize_copies(self) -> None:
+        """Say once what copies in memory cost: a loss without notice goes back by as many steps as lie between two."""
+        if not self._summarized and (text := self._checkpoints.memory_summary):
+            self._summarized = True
+            self._control.say.remote(f"  copies in memory: {text}")
+
+    def _warn_of_notice(self) -> str:
+        """The status's warning; shown once on the terminal and in the events, too."""
+        text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
+        if text and not self._warned:
+            self._warned = True
+            self._control.say.remote(f"warning: {text}")
+            event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
+            self._journals["events"].append(event)
+        return text
+
+
+def warn_of_notice(save_s: float | None, notice_s: float) -> str:
+    """A warning when a save of `save_s` seconds takes longer than a notice (0: unknown); empty when it does not."""
+    if not exceeds_notice(save_s, notice_s):
+        return ""
+    return (
+        f"a checkpoint takes {save_s:.0f} s to commit, and a notice leaves {notice_s:.0f} s: if all nodes are "
+        "reclaimed at once, the run goes back to the checkpoint before. Faster storage or a longer notice helps"
+    )
+
+
+def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> float:
+    """The longest expected time between two checkpoints, in seconds.
+
+    One is due every `every_s` (0: never) and after steps that take `steps_s`; the next waits for its commit of
+    `commit_s`.
+    """
+    return max(min(every_s or math.inf, steps_s), commit_s)
+
+
+def first_status(start: Start, plan: Plan) -> Status:
+    """The status of a worker group that has claimed its attempt, and has not taken a step yet."""
+    attempt = start.attempt
+    before = start.status or Status(RunState.STARTING, attempt.owner)
+    return replace(
+        before,
+        state=RunState.STARTING,
+        reason=f"its workers load what attempt {attempt.number} starts from",
+        warning="",
+        owner=attempt.owner,
+        driver=attempt.driver,
+        attempt=attempt.number,
+        world_size=0,
+        step=attempt.step,
+        heartbeat=None,
+        checkpoint=start.checkpoint.name if start.checkpoint else before.checkpoint,
+        total_steps=plan.total_steps,
+        steps_per_epoch=plan.steps.per_epoch,
+    )
+
+
+def show_claim(run: Run, status: Status) -> None:
+    """Write the first status of a claimed attempt: from now on nobody looks at those of older attempts.
+
+    A failure is made up for by the reporter.
+    """
+
+    def show() -> None:
+        write_status(run, status)
+        delete_older_statuses(run, status.attempt)
+
+    with suppress(StorageError):
+        within(SHOW_CLAIM_S, "writing the status", show)

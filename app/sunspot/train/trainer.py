@@ -1,0 +1,248 @@
+"""Trains a plan with Ray Train's trainer, and judges how the training ended."""
+
+import functools
+import tempfile
+import time
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import ray
+import ray.data
+from ray.exceptions import RayError
+from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+
+from sunspot.background import start_thread
+from sunspot.data.ray_loader import StepStreams
+from sunspot.data.source import rows_in
+from sunspot.elastic.control import CONTROL_TIMEOUT_S, GroupEnd, StopRequest, open_control, watch_stop
+from sunspot.elastic.failures import FailureJudge, WorkersFailedError
+from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.nodes import NodeMonitor, wait_for_nodes, watch_nodes
+from sunspot.elastic.receipts import FailureRecorder
+from sunspot.errors import SunspotError
+from sunspot.observe.progress import shown_progress
+from sunspot.observe.prometheus import exported_run
+from sunspot.plan import Plan, Resources, choose_resources
+from sunspot.ray_internals.controller import asked_of_failures, end_groups_at_once, give_back, reserved_groups
+from sunspot.ray_internals.coordinator import install_coordinator
+from sunspot.ray_internals.nodes import reachable_nodes
+from sunspot.ray_internals.output import quiet_losses
+from sunspot.ray_session import ray_session
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import fatal_error, read_attempts
+from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
+from sunspot.run.incidents import Cause
+from sunspot.settings import Settings
+from sunspot.storage.retry import retry_storage
+from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
+from sunspot.train.library import choose_trainer
+from sunspot.train.loop import train_loop
+from sunspot.train.probe import probe_all_nodes
+from sunspot.warm import keeper
+
+DRIVER_TRIES = 3
+"""Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
+
+DRIVER_BACKOFF_S = 5
+
+COLLECTIVE_TIMEOUT_S = 300
+"""A worker that waits longer than this for the others in one all-reduce fails (torch's default is 30 minutes)."""
+
+AFTER_WATCHDOG_S = 60
+"""Added to HANG_TIMEOUT_S: no collective fails before the watchdogs have reported (sunspot/elastic/watchdog.py)."""
+
+NEVER_S = 1e9
+"""Ray would resize a worker group without asking it, and lose the steps since its last checkpoint: we scale up."""
+
+
+def first_step(storage_path: str, run_name: str) -> int:
+    """The step that the newest worker group starts from; called by Ray when it makes the group's streams."""
+    run = open_run(storage_path, run_name)
+    run.storage.refresh(run.key("attempts"))  # this node may have looked there for the group before
+    return read_attempts(run)[-1].step
+
+
+def fit(
+    plan: Plan,
+    run: Run,
+    owner: str,
+    driver: str = "",
+    stop_request: StopRequest | None = None,
+) -> Checkpoint:
+    """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
+
+    `driver` identifies this start of the driver (`status.new_driver`). The caller, too, may ask for a stop, through
+    `stop_request`. Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError`
+    with Ray's reason.
+    """
+    stop_request = StopRequest() if stop_request is None else stop_request  # an empty one is false
+    incident: dict[str, Any] = {}
+    failure: Exception | None = None
+    with ray_session():
+        for attempt in range(1, DRIVER_TRIES + 1):
+            reserved = reserved_groups()
+            try:
+                failure = None
+                fit_once(plan, run, owner, driver, stop_request, incident)
+            except ControllerError as error:
+                failure = error
+                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(run, owner, driver):
+                    print(
+                        f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
+                    )
+                    time.sleep(DRIVER_BACKOFF_S * attempt)
+                    # One that fails while it ends its workers leaves their places reserved: no new group would start.
+                    give_back(reserved_groups() - reserved)
+                    incident = {"cause": Cause.DRIVER_LOST, "detail": "Ray's controller failed"}
+                    continue
+            except (TrainingFailedError, WorkersFailedError) as error:
+                failure = error
+            break
+    return judge_end(plan, run, owner, driver, stop_request, failure)
+
+
+def judge_end(
+    plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, failure: Exception | None
+) -> Checkpoint:
+    """The newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
+
+    def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
+        fatal = fatal_error(run, owner, driver)
+        return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
+
+    fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end", print)
+    if fatal:
+        raise fatal
+    finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
+    if checkpoint and not failure and (finished or stop_request.marked):
+        return checkpoint
+    if checkpoint:
+        step = f"step {checkpoint.step} of {plan.total_steps}"
+        kept = f"{step} is kept in {run.location}, and the same command goes on there"
+    else:
+        kept = f"no checkpoint {'is whole' if skipped else 'was made'} in {run.location}"
+    if not failure:
+        stop_request.raise_signal(kept, plan.settings.job_id)
+    reason = failure or "the workers ended before the last step"
+    raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
+
+
+def fit_once(
+    plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: dict[str, Any]
+) -> None:
+    """Run one of Ray's trainers to its end; `incident` is what ended the one before, if there was one."""
+    settings = plan.settings
+    choice, lag_s = None, 0.0
+    if settings.num_workers.elastic or settings.node_groups:
+        lag_s = install_coordinator()
+    if settings.node_groups:
+        if lag_s:
+            raise SunspotError("several groups of nodes: Ray's own coordinator asks for any node; keep one group")
+        choice = GroupChoice(settings.node_groups, settings.num_workers.most)
+        per_worker = {name: float(amount) for name, amount in settings.resources_per_worker.items()}
+        wait_for_nodes(choice, per_worker, settings.num_workers, settings.nodes_timeout_s)
+    nodes = reachable_nodes(ray.nodes())  # a node that was just lost stays in Ray's list for a while
+    probe_all_nodes(settings.storage_path, settings.run_name, nodes)
+    resources = choose_resources(settings, ray.cluster_resources(), len(nodes))
+    for reason in resources.reasons:
+        print(f"  {reason}", flush=True)
+    needed = Needed(resources.per_worker, settings.num_workers.least)
+    left_out = leave_out_at_start(nodes, needed) if resources.use_gpu else []
+    with (
+        exported_run(settings.run_name),
+        open_control() as control,
+        shown_progress(control, plan.total_steps, plan.steps.per_epoch),
+        watch_stop(run, control, stop_request),
+        new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
+        watch_nodes(control, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        control.note.remote(**incident)
+        control.leave_out.remote(left_out)
+        trainer = make_trainer(plan, owner, driver, resources, control, scratch)
+        try:
+            judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed))
+            with quiet_losses(), asked_of_failures(judge):
+                # Not in the main thread, where Ray would abort the workers at the first SIGINT.
+                start_thread(trainer.fit, "trainer").result()
+        finally:  # workers know more of their end than Ray does
+            end = ask_end(control)
+            if end.fatal:
+                raise end.fatal
+            if end.gave_up:
+                raise WorkersFailedError(end.gave_up)
+
+
+def ask_end(control: Any) -> GroupEnd:
+    """How the last worker group ended; nothing, if the control channel cannot tell: then what Ray has raised stands."""
+    with suppress(RayError):  # it is gone, or hangs
+        end: GroupEnd = ray.get(control.group_end.remote(), timeout=CONTROL_TIMEOUT_S)
+        return end
+    return GroupEnd()
+
+
+def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> Any:
+    """Ray's trainer for the plan. Ray keeps nothing that a run needs, only its own files in `scratch`.
+
+    Its uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
+    resuming are ours (sunspot/checkpoint).
+    """
+    settings, workers = plan.settings, plan.settings.num_workers
+    warm_key = choose_warm_key(settings)
+    collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
+    sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
+    trainer, backend = choose_trainer(plan, int(collective_timeout_s))
+    return trainer(
+        train_loop,
+        train_loop_config={
+            "plan": plan,
+            "owner": owner,
+            "driver": driver,
+            "control": control,
+            "threads": resources.threads,
+            "warm_key": warm_key,
+            "collective_timeout_s": collective_timeout_s,
+        },
+        scaling_config=ScalingConfig(
+            num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
+            elastic_resize_monitor_interval_s=NEVER_S,
+            use_gpu=resources.use_gpu,
+            resources_per_worker=resources.per_worker,
+        ),
+        run_config=RunConfig(
+            name=settings.run_name,
+            storage_path=scratch,
+            failure_config=FailureConfig(max_failures=settings.max_failures),
+            logging_config=LoggingConfig(log_level="WARNING"),
+            callbacks=[FailureRecorder(control), *end_groups_at_once()],
+            worker_runtime_env={"py_executable": keeper.executable(warm_key)} if warm_key else None,
+        ),
+        # Row ids stand for the rows; the streams put them in order and read them.
+        datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
+        dataset_config=make_streams(plan, resources) if sources else None,
+        **backend,
+    )
+
+
+def choose_warm_key(settings: Settings) -> str:
+    """What the nodes' servers of this training are known by (sunspot/warm); empty: workers are not forked."""
+    if not settings.warm_restart_after_s:
+        return ""
+    if hindrance := keeper.find_hindrance(ray.get_runtime_context().runtime_env):
+        print(f"warning: no warm restarts: {hindrance}", flush=True)
+        return ""
+    return keeper.new_key()
+
+
+def make_streams(plan: Plan, resources: Resources) -> StepStreams:
+    """What gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
+    settings = plan.settings
+    return StepStreams(
+        plan.source,
+        plan.test,
+        plan.steps,
+        settings.seed,
+        plan.total_steps,
+        functools.partial(first_step, settings.storage_path, settings.run_name),
+        resources.reading_cpus,
+    )

@@ -1,0 +1,13 @@
+"""`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint."""
+
+from sunspot.errors import run_and_exit
+from sunspot.settings import CommandParser, Settings
+from sunspot.tune.search import main
+
+DESCRIPTION = """\
+Train a run for each of several settings drawn from a search space, and keep the best one's checkpoint.
+A setting with an expression in the place of its value spans the space: SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2)"""
+
+if __name__ == "__main__":
+    CommandParser("sunspot.tune", DESCRIPTION, Settings.model_fields).parse()
+    run_and_exit(main, "interrupted: what the trials committed is safe; the same command goes on from there")

@@ -1,0 +1,96 @@
+"""Makes the best trial's checkpoint the search's own: copied file by file, verified, the manifest last."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sunspot.checkpoint import versions
+from sunspot.checkpoint.files import upload
+from sunspot.errors import ConflictError, DamageError, NotFoundError
+from sunspot.run import Run
+from sunspot.run.attempts import (
+    CLAIM_TRIES,
+    Attempt,
+    attempt_of,
+    checkpoint_name,
+    claim,
+    ensure_owner,
+    new_nonce,
+    read_attempts,
+)
+from sunspot.run.checkpoints import (
+    Checkpoint,
+    delete_checkpoint,
+    find_newest_good,
+    list_directories,
+    read_manifest,
+    write_manifest,
+)
+
+
+def begin_attempt(run: Run, owner: str, environment: Mapping[str, str], origin: Checkpoint | None) -> Attempt:
+    """Take the search over, starting from the checkpoint `origin`, if any, until there is a better one.
+
+    Raises `SupersededError` if another process has taken it over since.
+    """
+    for _ in range(CLAIM_TRIES):
+        attempts = read_attempts(run)
+        attempt = Attempt(
+            number=attempts[-1].number + 1 if attempts else 1,
+            owner=owner,
+            starts_from=origin.name if origin else None,
+            step=origin.step if origin else 0,
+            metadata={
+                "host": socket.gethostname(),
+                "nodes": {},
+                "world_size": 0,
+                "tier": "storage" if origin else "beginning",
+                "settings": dict(environment),
+                "versions": versions(),
+            },
+            nonce=new_nonce(),
+        )
+        if claim(run, attempts, attempt):
+            return attempt
+    raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes of this search")
+
+
+def promote(run: Run, owner: str, environment: Mapping[str, str], trial: Run, name: str) -> Checkpoint:
+    """Make the checkpoint `name` of `trial`, trained with `environment`, the only one of the search.
+
+    Idempotent, and safe to repeat after a kill. Raises `DamageError` if it does not match its manifest, `NotFoundError`
+    if it was deleted, `StorageError`, and `SupersededError` if another process has taken the search over.
+    """
+    wanted = read_manifest(trial, name)
+    if wanted is None:
+        raise NotFoundError(f"{trial.storage.locate(trial.key('checkpoints', name))}: deleted meanwhile")
+    if wanted.damage:
+        raise DamageError(f"{name}: {wanted.damage}")
+    current, _ = find_newest_good(run, read_attempts(run))
+    if current and _content(current) == _content(wanted):
+        return current
+    attempt = begin_attempt(run, owner, environment, None)  # from step 0: the better checkpoint may be an earlier one
+    name = checkpoint_name(wanted.step, attempt.number, attempt.nonce)
+    promoted = replace(wanted, name=name, attempt=attempt.number)
+    files = {file: _copy(trial, wanted, run, promoted.name, file) for file in wanted.files}
+    ensure_owner(run, attempt)
+    promoted = replace(promoted, files=files)
+    write_manifest(run, promoted)
+    for directory in list_directories(run):
+        if attempt_of(directory) < attempt.number:
+            delete_checkpoint(run, directory)
+    return promoted
+
+
+def _content(checkpoint: Checkpoint) -> Any:
+    return checkpoint.step, {file: entry["sha256"] for file, entry in checkpoint.files.items()}
+
+
+def _copy(trial: Run, wanted: Checkpoint, run: Run, name: str, file: str) -> dict[str, Any]:
+    """Copy one file; returns its entry for the manifest."""
+    key, expected = trial.key("checkpoints", wanted.name, file), wanted.files[file]
+    copied = upload(run, name, file, lambda writer: trial.storage.digest(key, writer.write))
+    if (copied["size"], copied["sha256"]) != (expected["size"], expected["sha256"]):
+        raise DamageError(f"{trial.storage.locate(key)}: does not match its manifest")
+    return copied

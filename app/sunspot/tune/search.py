@@ -1,0 +1,191 @@
+"""`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint.
+
+A search is itself a run, with a status, logs, results and, at its end, one checkpoint. Its trials are runs beside it
+called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search.
+"""
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from sunspot.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
+from sunspot.run.checkpoints import Checkpoint, find_newest_good
+from sunspot.run.identity import keep_identity
+from sunspot.run.status import (
+    STATUS_EVERY_S,
+    RunState,
+    Status,
+    new_driver,
+    read_status,
+    refuse_if_deleted,
+    stop_requested,
+    write_status,
+)
+from sunspot.search_space import Search, load_search
+from sunspot.storage.retry import retry_storage
+from sunspot.tracking.process import refuse_unusable
+from sunspot.tune.results import Progress, collect_results, print_plan, print_trial, publish_results
+
+
+def main() -> int:
+    """Read the search, open its run, train the trials, and promote the best one's checkpoint."""
+    search = load_search(os.environ)
+    if not search.dimensions:
+        raise SettingsError(
+            "there is nothing to search: no setting is an expression, such as "
+            "SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2); `python -m sunspot.train` trains one run"
+        )
+    refuse_unusable(search.settings)
+
+    # Imported late, as torch and Ray take seconds: a wrong setting is reported at once.
+    from sunspot.observe.output import shipped_driver_output
+    from sunspot.plan import with_absolute_paths
+    from sunspot.run.attempts import new_owner
+    from sunspot.run.outcome import recorded_outcome
+    from sunspot.train.driver import on_exit
+
+    trials = tuple(map(with_absolute_paths, search.trials))
+    search = replace(search, settings=with_absolute_paths(search.settings), trials=trials)
+    settings = search.settings
+    run = open_run(settings.storage_path, settings.run_name)
+    run.storage.prove(run.name)
+    refuse_if_deleted(run)
+    give_up_damaged(run, settings.environment())
+    progress = Progress()
+    driver = new_driver()
+    with shipped_driver_output(run), on_exit(lambda _: publish_results(search, run, driver, progress)):
+        attempts = read_attempts(run)
+        owner = new_owner(run, settings.job_id)
+        refuse_if_superseded(attempts, owner)
+        promoted, skipped = find_newest_good(run, attempts)
+        print(f"search {run.name} in {run.location}")
+        for each in skipped:
+            print(f"warning: skipped {each}")
+        # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
+        starts = settings.max_driver_starts * settings.trials
+        with recorded_outcome(run, owner, driver, promoted, starts) as outcome:
+            outcome.state = train_and_promote(search, run, owner, driver, promoted, progress)
+    return 0
+
+
+def train_and_promote(
+    search: Search, run: Run, owner: str, driver: str, promoted: Checkpoint | None, progress: Progress
+) -> RunState:
+    """Train the trials that have not ended, and promote the best one's checkpoint; fills in `progress`."""
+    import ray
+
+    from sunspot.background import Background
+    from sunspot.elastic.control import StopRequest, open_control, watch_stop
+    from sunspot.ray_internals.nodes import reachable_nodes
+    from sunspot.ray_session import ray_session
+    from sunspot.run.attempts import fatal_error
+    from sunspot.tune.concurrency import await_nodes
+    from sunspot.tune.promotion import begin_attempt
+    from sunspot.tune.trials import run_trials
+
+    if fatal := fatal_error(run, owner):
+        raise fatal
+    if stop_requested(run):
+        print(f"  stopped; `sunspot resume {run.name}` lets it go on")
+        return RunState.STOPPED
+    environment = {**search.settings.environment(), **search.given}
+    keep_identity(run, environment, search.identity)
+    attempt = begin_attempt(run, owner, environment, promoted)
+    stop_request = StopRequest()
+    with ray_session():
+        at_once, trials, concurrency = await_nodes(
+            search.trials, lambda: (ray.cluster_resources(), len(reachable_nodes(ray.nodes())))
+        )
+        print_plan(search, concurrency)
+        with open_control() as control, watch_stop(run, control, stop_request):
+            monitor = SearchMonitor(run, attempt, driver, control, progress, len(trials))
+
+            def stopped() -> bool:
+                return bool(stop_request or monitor.superseded)
+
+            def on_trial_end(number: int, error: str) -> None:
+                progress.errors[number] = error
+                print_trial(search, number, error)
+
+            with Background(STATUS_EVERY_S, monitor.update):
+                run_trials(trials, search.identity, owner, at_once, control, stopped, on_trial_end)
+    if fatal := monitor.superseded or fatal_error(run, owner):
+        raise fatal
+    kept = f"its trials are kept, and the same command resumes it: {run.location}"
+    stop_request.raise_signal(kept, search.settings.job_id)
+    if stop_request.marked:
+        print(f"  stopped; `sunspot resume {run.name}` lets it go on")
+        return RunState.STOPPED
+    promote_best(search, run, owner, driver, progress)
+    return RunState.SUCCEEDED
+
+
+def promote_best(search: Search, run: Run, owner: str, driver: str, progress: Progress) -> None:
+    """Copy the best checkpoint of all trials into the search; raises `SunspotError` when there is none."""
+    from sunspot.tune.promotion import promote
+
+    settings = search.settings
+    metric, limit_s = settings.checkpoint_metric, settings.storage_timeout_s
+    ranking = retry_storage(lambda: collect_results(search, progress), limit_s, "reading the trials", print).ranking
+    if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
+        lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
+        raise SunspotError(f"no trial succeeded:\n{lines}")
+    for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
+        environment = next(s for s in search.trials if s.run_name == trial.run).environment()
+        copy = partial(promote, run, owner, environment, Run(run.storage, trial.run), str(trial.checkpoint))
+        try:
+            checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint", print)
+        except (DamageError, NotFoundError) as error:
+            print(f"warning: {trial.run} skipped: {error}", flush=True)
+            continue
+        status = read_status(run, driver)
+        if status:
+            write_status(run, _promoted_status(status, checkpoint))
+        progress.promoted = trial.run
+        print(f"  checkpoint: {run.storage.locate(run.key('checkpoints', checkpoint.name))}, the best of {trial.run}")
+        return
+    raise SunspotError(
+        f"no checkpoint of a trial has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC) as a number; set another, and "
+        "the same command promotes the best without training again"
+    )
+
+
+def _promoted_status(status: Status, checkpoint: Checkpoint) -> Status:
+    return replace(
+        status,
+        attempt=checkpoint.attempt,
+        step=checkpoint.step,
+        epoch=checkpoint.epoch,
+        total_steps=checkpoint.total_steps,
+        steps_per_epoch=checkpoint.steps_per_epoch,
+        checkpoint=checkpoint.name,
+        checkpoint_time=checkpoint.time,
+        loss=checkpoint.metrics.get("loss"),
+    )
+
+
+class SearchMonitor:
+    """Keeps the status of a running search up to date, and notices when another process takes it over."""
+
+    def __init__(self, run: Run, attempt: Attempt, driver: str, control: Any, progress: Progress, trials: int) -> None:
+        self._run, self._attempt, self._driver = run, attempt, driver
+        self._control, self._progress, self._trials = control, progress, trials
+        self.superseded: SupersededError | None = None
+
+    def update(self) -> None:
+        """A periodic task; raises `StorageError`."""
+        try:
+            ensure_owner(self._run, self._attempt)
+        except SupersededError as error:
+            self.superseded = error
+            self._control.stop.remote()
+            return
+        status = read_status(self._run, self._driver)
+        if status:
+            reason = f"{len(self._progress.errors)} of {self._trials} trials have ended"
+            write_status(
+                self._run, replace(status, state=RunState.RUNNING, attempt=self._attempt.number, reason=reason)
+            )

@@ -1,0 +1,278 @@
+"""The trials of a search: whole runs, each within a trial of Ray Tune, whose ASHA decides which of them go on.
+
+Tune stores nothing. A trial's state is in its run, as with every run: one that has ended is not trained again, its
+history is replayed to the scheduler, and the others resume from their checkpoints. A trial that ASHA gives up is not
+killed by Tune, but stopped as a user would stop it: it saves, and stays stopped.
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any
+
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, TrialScheduler
+
+from sunspot.elastic.control import CommandPoller, StopRequest
+from sunspot.elastic.nodes import HEAD
+from sunspot.errors import StorageError, SunspotError, shorten
+from sunspot.run import Run, open_run
+from sunspot.run.attempts import lineage, read_attempts
+from sunspot.run.history import HELD_OUT, each_record, list_journal
+from sunspot.run.identity import refuse_other_settings
+from sunspot.run.segments import Segment
+from sunspot.run.status import RunState, clear_stop, read_status, request_stop, stop_requested
+from sunspot.settings import PREFIX, Settings
+from sunspot.train.driver import train_run
+
+REDUCTION = 3
+"""At each comparison, ASHA lets the best third of the trials go on."""
+
+COMPARISONS = 2
+"""After a ninth and a third of a run: early enough that a bad trial has cost little."""
+
+WHOLE = REDUCTION**COMPARISONS
+"""A whole run in ASHA's unit of time. Trials may differ in steps and epochs: they are compared at the same share of
+their runs, where their learning rate schedules are equally far, too."""
+
+MIN_PART = 0.01
+"""Least share of a run between two reports to Tune: a history may be long, and Tune takes some 20 reports a second."""
+
+TRIAL_POLL_EVERY_S = 2.0
+"""How often a trial reads its run's history and the search's command."""
+
+TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the history is in the run
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # an interrupt ends the search
+    "RAY_AIR_NEW_OUTPUT": "0",  # so that verbose=0 prints nothing
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial's first and last reports have none
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+
+PART, SCORE, ERROR = "part", "score", "error"
+"""What a trial reports to Tune: how much of its run is done, of WHOLE; the metric of the search; and, at its end, its
+error, empty if it had none."""
+
+
+def run_trials(
+    trials: Sequence[Settings],
+    identity: Sequence[str],
+    owner: str,
+    at_once: int,
+    control: Any,
+    stopped: Callable[[], bool],
+    on_end: Callable[[int, str], None],
+) -> None:
+    """Train all trials, `at_once` at a time, until each has ended or the search is `stopped`.
+
+    `control` (elastic/control.py) tells the trials to stop. `on_end(number, error)` is called for each that has ended,
+    with its number from 1. A trial's error is passed to `on_end`, never raised: one failure must not stop the search.
+    """
+    settings = trials[0]
+    scheduler = StoppingAsha(settings.checkpoint_order, lambda number, by: stop_trial(trials[number - 1], by), on_end)
+    os.environ.update(TUNE_ENVIRONMENT)
+    trainable = tune.with_resources(
+        tune.with_parameters(run_trial, trials=list(trials), identity=tuple(identity), owner=owner, control=control),
+        # The trials' drivers run on the head, as workers' nodes may go; they are not counted as CPU.
+        tune.PlacementGroupFactory([{"CPU": 0, HEAD: 0.001}]),
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        tuner = tune.Tuner(
+            trainable,
+            param_space={"trial": tune.grid_search(list(range(1, len(trials) + 1)))},
+            tune_config=tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=at_once),
+            run_config=tune.RunConfig(
+                name="search",
+                storage_path=scratch,
+                verbose=0,
+                # For lost drivers only: `run_trial` raises no other error.
+                failure_config=tune.FailureConfig(max_failures=settings.max_failures),
+                stop=StopWhenIdle(scheduler, stopped),
+            ),
+        )
+        tuner.fit()
+
+
+def run_trial(
+    config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: Any
+) -> None:
+    """A trial for Tune: train its run, and report its history, old and new."""
+    settings = trials[config["trial"] - 1]
+    run = open_run(settings.storage_path, settings.run_name)
+    stop_request = StopRequest()
+    history = HistoryReplay(run, settings.checkpoint_metric)
+    tune.report({ERROR: ""})  # from now on the search waits for this trial
+    with CommandPoller(control) as commands, ThreadPoolExecutor(1, thread_name_prefix="train") as pool:
+        training = pool.submit(_train, settings, identity, owner, stop_request)
+        ended = False
+        while not ended:
+            ended = training.done()  # checked first, so that its last records are reported
+            stop_request.marked = stop_request.marked or commands.poll().stop
+            with suppress(StorageError):  # tried again the next time
+                for result in history.new():
+                    tune.report({ERROR: "", **result})
+            wait([training], timeout=TRIAL_POLL_EVERY_S)
+        tune.report({ERROR: training.result()})
+
+
+def _train(settings: Settings, identity: Sequence[str], owner: str, stop_request: StopRequest) -> str:
+    """Train the run; returns its error, or ''. The status has it too, unless another process owns the run."""
+    run = open_run(settings.storage_path, settings.run_name)
+    try:
+        refuse_other_settings(run, settings.environment(), identity)  # before anything else of it is believed
+        if has_ended(run, settings):
+            return ""
+        state = train_run(settings, owner, stop_request, identity)
+        if state is RunState.SUCCEEDED and stop_requested(run):
+            clear_stop(run)  # ASHA gave it up just as it ended
+    except SunspotError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {shorten(error)}"
+    return ""
+
+
+def has_ended(run: Run, settings: Settings) -> bool:
+    """Whether nothing is left to train: a driver would only count another start without a new checkpoint."""
+    status = read_status(run)
+    if status and status.state is RunState.STOPPED:
+        return stop_requested(run)
+    if not status or status.state is not RunState.SUCCEEDED:
+        return False
+    trained, wanted = read_attempts(run)[-1].metadata.get("settings", {}), settings.environment()
+    return all(trained.get(name) == wanted[name] for name in (PREFIX + "EPOCHS", PREFIX + "MAX_STEPS"))
+
+
+class HistoryReplay:
+    """Turns a run's history into results for the scheduler, each part of the run once."""
+
+    def __init__(self, run: Run, metric: str) -> None:
+        self._run, self._metric = run, metric
+        self._status_time = 0.0
+        "When the status that was read last was written."
+        self._part = self._read = 0.0
+        "The parts up to which results were given, and records read."
+        self._values: list[tuple[int, float]] = []
+        "Rows and metric of the records since the last result."
+        self._segments: set[Segment] = set()
+        "Those of the history that have been read: a long run has many."
+
+    def new(self) -> list[dict[str, float]]:
+        """The results since the last call; a small listing and a read if there are none."""
+        status = read_status(self._run)
+        if not status or not status.total_steps or status.time == self._status_time:
+            return []
+        segments = list_journal(self._run, "metrics")
+        fresh = [segment for segment in segments if segment not in self._segments]
+        records = list(each_record(self._run, "metrics", lineage(read_attempts(self._run)), fresh))
+        # Nothing below raises: no result is lost.
+        self._status_time, self._segments = status.time, set(segments)
+        found = []
+        for record in records:
+            part = WHOLE * record["step"] / status.total_steps
+            if self._metric not in record or part <= self._read:
+                continue
+            self._read = part
+            self._values.append((record.get("rows", 0), float(record[self._metric])))
+            if part >= self._part + MIN_PART * WHOLE or part >= WHOLE > self._part:
+                self._part = part
+                found.append({PART: part, SCORE: self._score()})
+                self._values = []
+        return found
+
+    def _score(self) -> float:
+        """The metric since the last result: the mean over its rows, as a record may be of one step; a test's newest."""
+        rows = sum(rows for rows, _ in self._values)
+        if self._metric.startswith(HELD_OUT) or not rows:
+            return self._values[-1][1]
+        return sum(rows * value for rows, value in self._values) / rows
+
+
+def stop_trial(settings: Settings, by: str) -> None:
+    """Ask a trial's run to save and stop, unless somebody else has; raises `StorageError`."""
+    run = open_run(settings.storage_path, settings.run_name)
+    if not stop_requested(run):
+        request_stop(run, by)
+
+
+class PickledEmpty:
+    """Tune saves a pickle of this that nobody reads: an empty one, as connections cannot be pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class StoppingAsha(PickledEmpty, ASHAScheduler):
+    """ASHA that stops a trial through its run; Tune is told that every trial goes on."""
+
+    def __init__(self, order: str, stop: Callable[[int, str], None], on_end: Callable[[int, str], None]) -> None:
+        super().__init__(
+            time_attr=PART,
+            metric=SCORE,
+            mode=order,
+            max_t=WHOLE,
+            grace_period=1,
+            reduction_factor=REDUCTION,
+            stop_last_trials=False,
+        )
+        self._stop, self._on_end = stop, on_end
+        self.running: set[int] = set()
+        "The numbers of trials that have begun and not ended: Tune may not end these."
+        self._given_up: set[int] = set()
+        self._to_stop: dict[int, str] = {}
+        "Trials that were given up and whose runs have no stop marker yet, with the reason."
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Take a trial's result, and stop the run of a trial that ASHA would end."""
+        number = trial.config["trial"]
+        self.running.add(number)
+        if number not in self._given_up and SCORE in result:
+            if not math.isfinite(result[SCORE]):
+                self._give_up(number, f"the search, as its metric was {result[SCORE]}")
+            elif super().on_trial_result(tune_controller, trial, result) == TrialScheduler.STOP:
+                done = f"{result[PART] / WHOLE:.0%}"
+                self._give_up(number, f"ASHA after {done} of its steps, as others were better by then")
+        for other, by in list(self._to_stop.items()):
+            with suppress(StorageError):  # tried again with the next result
+                self._stop(other, by)
+                del self._to_stop[other]
+        return str(TrialScheduler.CONTINUE)
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """The trial has ended, with or without an error."""
+        self._ended(trial, result.get(ERROR, ""))
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        """Tune has lost the trial's driver too often."""
+        self._ended(trial, "its driver was lost")
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        """Nothing to clean up."""
+
+    def _give_up(self, number: int, by: str) -> None:
+        self._given_up.add(number)
+        self._to_stop[number] = by
+
+    def _ended(self, trial: Any, error: str) -> None:
+        number = trial.config["trial"]
+        self.running.discard(number)
+        self._to_stop.pop(number, None)
+        self._on_end(number, error)
+
+
+class StopWhenIdle(PickledEmpty, tune.Stopper):
+    """Ends Tune when the search is stopped and every running trial has saved and ended, as Tune would kill it."""
+
+    def __init__(self, scheduler: StoppingAsha, stopped: Callable[[], bool]) -> None:
+        self._scheduler, self._stopped = scheduler, stopped
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Never ends a single trial."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Whether to end Tune."""
+        return self._stopped() and not self._scheduler.running
