@@ -26,7 +26,7 @@ from sunspot.formatting import visible
 
 MAX_FOREIGN_TEXT = 400
 
-LONGEST_MESSAGE = 10_000
+MAX_MESSAGE = 10_000
 """Characters of an error's message: a value that it names may be of any length."""
 
 HIDDEN = "***"
@@ -34,7 +34,7 @@ HIDDEN = "***"
 CREDENTIAL = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
 """Names of environment variables that hold a secret."""
 
-LEAST_SECRET = 8
+MIN_SECRET = 8
 """Characters of the shortest secret that is looked for: less would be found in ordinary words."""
 
 URL_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]+@")
@@ -56,9 +56,7 @@ class SunspotError(Exception):
 
     def __init__(self, message: str = "") -> None:
         text = visible(without_secrets(message))
-        super().__init__(
-            text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}... ({len(text)} characters)"
-        )
+        super().__init__(text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)")
 
 
 class DataError(SunspotError):
@@ -163,7 +161,7 @@ def _secrets() -> list[str]:
         else:
             within = re.search(r"//(.+)@", value)  # a password in a URL may itself have a '/'
             secret = within[1] if within else ""
-        if len(secret) >= LEAST_SECRET:
+        if len(secret) >= MIN_SECRET:
             found |= {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe="")}
     return sorted(found, key=len, reverse=True)
 

@@ -22,7 +22,7 @@ from scripts.bench.product import phases_of, train
 from scripts.bench.restart_task import STEPS
 from sunspot.errors import SunspotError
 from sunspot.ray_session import ray_session
-from sunspot.run import SHARED_MEMORY, Run, copies_of
+from sunspot.run import SHARED_MEMORY, Run, node_memory_directory
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.settings import load_settings
@@ -99,7 +99,7 @@ def find_faults(run: Run, phases: list[dict[str, float]], kills: int, before: Co
     while (left := find_processes() - set(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
     faults += [f"a process is left: {line[:100]}" for line in left]
-    copies = copies_of(run.location)
+    copies = node_memory_directory(run.location)
     stacks = SHARED_MEMORY.glob(f"sunspot-hang-{copies.name[:12]}-*")
     return faults + [f"{path} is left" for path in (copies, *stacks) if path.exists()]
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from sunspot.run import SHARED_MEMORY, copies_of
+from sunspot.run import SHARED_MEMORY, node_memory_directory
 from tests.harness.language_models import write_base, write_texts
 from tests.harness.program import Program
 from tests.harness.training import (
@@ -56,7 +56,7 @@ def test_forked_workers_end_with_the_same_bits_and_leave_nothing(
     for name, tensor in weights(the_run(program, "undisturbed")).items():
         assert torch.equal(tensor, weights(run)[name]), name
     wait_until(lambda: not server.is_running() and not worker_processes())
-    copies = copies_of(run.location)
+    copies = node_memory_directory(run.location)
     assert not copies.exists()
     assert not list(SHARED_MEMORY.glob(f"sunspot-hang-{copies.name[:12]}-*"))
 

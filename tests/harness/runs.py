@@ -16,7 +16,7 @@ from sunspot.run.audit import AuditWriter
 from sunspot.run.checkpoints import Checkpoint, write_manifest
 from sunspot.run.history import Journal, Kind, list_journal
 from sunspot.run.incidents import Cause, Receipt
-from sunspot.run.objects import seal
+from sunspot.run.objects import with_checksum
 from sunspot.run.ranks import to_columns
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
@@ -29,7 +29,7 @@ def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int =
     """Write what makes it a run."""
     settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": str(batch)}
     record = {"settings": settings, "data": "", "rows": rows, "steps_per_epoch": steps_per_epoch}
-    run.storage.write(run.key("run.json"), seal(record))
+    run.storage.write(run.key("run.json"), with_checksum(record))
     return run
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sunspot.errors import SupersededError
-from sunspot.run import Run, copies_of, open_run
+from sunspot.run import Run, node_memory_directory, open_run
 from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
 from sunspot.run.search import Results, Trial, write_results
 from sunspot.run.status import DELETION, RunState, Status, deletion_begun, mark_deletion, write_status
@@ -160,13 +160,13 @@ def test_a_local_run_leaves_no_folder(sunspot: Command, run: Run) -> None:
     root = run.storage.root
     (root / "run" / "checkpoints" / "empty").mkdir()
     (root / "run" / f".status.json.{'0' * 32}.tmp").write_text("killed while writing")
-    copy = copies_of(run.location) / "0" / "slot-0.data"
+    copy = node_memory_directory(run.location) / "0" / "slot-0.data"
     copy.parent.mkdir(parents=True)
     copy.write_bytes(b"x" * 1000)
     assert sunspot("delete", "run", "--yes") == 0
     assert "only what is in storage: no cluster" in sunspot.err
     assert os.listdir(root) == ["run-2"]
-    assert not copies_of(run.location).exists(), "the next run of this name would go on from it"
+    assert not node_memory_directory(run.location).exists(), "the next run of this name would go on from it"
     assert "copies in this machine's memory" in sunspot.out
 
 

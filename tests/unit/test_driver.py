@@ -28,7 +28,7 @@ from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_supersede
 from sunspot.run.failures import read_failures
 from sunspot.run.logs import (
     BURST,
-    MOST_WAITING,
+    MAX_WAITING,
     RANK_EVERY_S,
     SEGMENT_BYTES,
     LogWriter,
@@ -315,7 +315,7 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     log = LogWriter(run, stream)
     log.append(b"first line\n")
     log.flush()
-    chunks = [f"{number:09}\n".encode() * 10_000 for number in range(3 * MOST_WAITING // 100_000)]
+    chunks = [f"{number:09}\n".encode() * 10_000 for number in range(3 * MAX_WAITING // 100_000)]
     for chunk in chunks:
         log.append(chunk)
     log.append(b"last line\n")
@@ -324,7 +324,7 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     assert text.startswith(b"first line\n")
     assert text.endswith(b"last line\n")
     [gap] = re.finditer(rb"\n\.\.\. (.*) of output left out: more was printed than storage took in time \.\.\.\n", text)
-    assert len(text) <= MOST_WAITING + SEGMENT_BYTES
+    assert len(text) <= MAX_WAITING + SEGMENT_BYTES
     lost = len(b"first line\nlast line\n") + sum(map(len, chunks)) - (len(text) - len(gap[0]))
     assert gap[1].decode() == as_bytes(lost)
 
@@ -342,7 +342,7 @@ def test_of_output_without_end_the_first_part_and_the_newest_stay(run: Run, monk
     monkeypatch.setattr(run.storage, "write", count)
     for name, size in {"SEGMENT": 8000, "FIRST": 20_000, "NEWEST": 100_000}.items():
         monkeypatch.setattr(f"sunspot.run.logs.{name}_BYTES", size)
-    monkeypatch.setattr("sunspot.run.logs.MOST_WAITING", 200_000)
+    monkeypatch.setattr("sunspot.run.logs.MAX_WAITING", 200_000)
     monkeypatch.setattr("sunspot.run.logs.TokenBucket", partial(TokenBucket, clock=lambda: now))
     stream = rank_stream(1, 0)
     log = LogWriter(run, stream)

@@ -18,7 +18,7 @@ from sunspot.run.attempts import Attempt, lineage, newest_number, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.identity import Identity, Rows, keep_identity, read_identity
-from sunspot.run.objects import MOST_BYTES, parse, seal
+from sunspot.run.objects import MAX_BYTES, parse, with_checksum
 from sunspot.run.overview import list_runs, read_state
 from sunspot.run.search import read_trial
 from sunspot.run.status import RunState, Status, read_status, write_status
@@ -73,16 +73,16 @@ def test_fields_of_a_later_version_are_left_out(run: Run) -> None:
 
 def test_what_is_too_large_is_not_read(run: Run) -> None:
     with pytest.raises(DamageError, match="larger than 64 MiB"):
-        parse(Status, b" " * (MOST_BYTES + 1), "status.json")
+        parse(Status, b" " * (MAX_BYTES + 1), "status.json")
 
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
 def test_a_sealed_record_is_itself_and_no_other(record: dict[str, Any]) -> None:
     record.pop("sha256", None)
-    content = seal(record)
+    content = with_checksum(record)
     parse(dict[str, Any], content, "it")
     with pytest.raises(DamageError):
-        parse(dict[str, Any], seal({**record, "step": 41}).replace(b"41", b"40"), "it")
+        parse(dict[str, Any], with_checksum({**record, "step": 41}).replace(b"41", b"40"), "it")
 
 
 def test_a_changed_identity_is_refused(run: Run) -> None:

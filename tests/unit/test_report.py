@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sunspot.report import gather, render
 from sunspot.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
-from sunspot.report.history import MOST_RECORDS, Curves, Series
+from sunspot.report.history import MAX_RECORDS, Curves, Series
 from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.failures import Failure, record_failure
@@ -399,7 +399,7 @@ def test_of_a_hundred_thousand_records_few_stay_and_none_that_counts() -> None:
         loss = {50_123: 9.0, 70_007: 0.001, 99_998: math.nan}.get(number, 1.0 + number % 7 / 10)
         series.add({"step": number, "loss": loss, "other": -number % 1000})
     assert series.count == 100_000
-    assert 2 * BUCKETS < len(series) <= MOST_RECORDS
+    assert 2 * BUCKETS < len(series) <= MAX_RECORDS
     steps, losses = series.column("step"), series.column("loss")
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (0, 99_999)

@@ -41,7 +41,7 @@ from sunspot.run.checkpoints import (
     list_directories,
     verify,
 )
-from sunspot.run.objects import seal
+from sunspot.run.objects import with_checksum
 from tests.harness.runs import commit, consumed, record_audit, start
 
 
@@ -307,12 +307,14 @@ def test_a_manifest_of_a_later_version_with_more_fields_is_whole(run: Run) -> No
     key = run.key("checkpoints", checkpoint.name, MANIFEST)
     record = json.loads(run.storage.read(key))
     del record["sha256"]
-    for content in (seal({**record, "colour": {"red": [1]}}), to_json(record)):
+    for content in (with_checksum({**record, "colour": {"red": [1]}}), to_json(record)):
         run.storage.write(key, content)
         assert list_checkpoints(run) == [checkpoint]
-    run.storage.write(key, seal(record).replace(b"sha256", b"sha257", 1).replace(b'"sha256": "', b'"sha257": "'))
+    run.storage.write(
+        key, with_checksum(record).replace(b"sha256", b"sha257", 1).replace(b'"sha256": "', b'"sha257": "')
+    )
     assert list_checkpoints(run)[0].damage
-    run.storage.write(key, seal({**record, "colour": "red"}).replace(b"red", b"rot"))
+    run.storage.write(key, with_checksum({**record, "colour": "red"}).replace(b"red", b"rot"))
     assert [found.damage for found in list_checkpoints(run)] == [
         "manifest.json cannot be used: it was changed after it was written"
     ]

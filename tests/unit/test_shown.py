@@ -19,7 +19,7 @@ from sunspot.predict.shown import show, to_parts
 from sunspot.report import gather, render
 from sunspot.run import Run
 from sunspot.run.overview import read_state
-from sunspot.run.shown import MOST_IMAGES, MOST_ROWS, Part, Shown, read_shown, write_shown
+from sunspot.run.shown import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_exhibit, write_exhibit
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.texts import SHOWN
@@ -35,24 +35,24 @@ def page_of(run: Run) -> str:
 def test_texts_numbers_and_tables_become_parts() -> None:
     table = [{"name": "a", "loss": torch.tensor(0.5)}, {"loss": math.nan, "label": 3}]
     assert to_parts({"said": "yes", "perplexity": 12.34567, "rows": table}) == [
-        Part("said", text="yes"),
-        Part("perplexity", text="12.35"),
-        Part("rows", columns=["name", "loss", "label"], rows=[["a", 0.5, None], [None, "nan", 3.0]]),
+        Exhibit("said", text="yes"),
+        Exhibit("perplexity", text="12.35"),
+        Exhibit("rows", columns=["name", "loss", "label"], rows=[["a", 0.5, None], [None, "nan", 3.0]]),
     ]
     [part] = to_parts({"long": [{"text": "x" * 10**6}] * 1000})
-    assert (len(part.rows), len(str(part.rows[0][0]))) == (MOST_ROWS, 2000)
+    assert (len(part.rows), len(str(part.rows[0][0]))) == (MAX_ROWS, 2000)
 
 
 def test_images_become_pngs(run: Run) -> None:
-    pixels = torch.randint(0, 256, (MOST_IMAGES - 8, 3, 5, 4), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (MAX_IMAGES - 8, 3, 5, 4), dtype=torch.uint8)
     parts = to_parts({"first": pixels, "second": pixels[:, :1]})
-    assert [len(part.images) for part in parts] == [MOST_IMAGES - 8, 8]
+    assert [len(part.images) for part in parts] == [MAX_IMAGES - 8, 8]
     assert np.array_equal(Image.open(io.BytesIO(parts[0].images[3])), pixels[3].permute(1, 2, 0))
     assert np.array_equal(Image.open(io.BytesIO(parts[1].images[7])), pixels[7, 0])
     trained(run)
-    shown = Shown("step-00000188-attempt-0002", 188, parts)
-    write_shown(run, shown)
-    assert read_shown(run) == shown
+    shown = TaskExhibit("step-00000188-attempt-0002", 188, parts)
+    write_exhibit(run, shown)
+    assert read_exhibit(run) == shown
     assert 'alt="second: image 8"' in page_of(run)
 
 
@@ -73,9 +73,12 @@ def test_other_things_are_refused(found: Any, said: str) -> None:
 def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
     trained(run)
     before = page_of(run)
-    shown = [Part("Texts", text="<b>hello</b>\nthere"), Part("By loss", columns=["loss"], rows=[[0.25], [1.0, "odd"]])]
-    write_shown(run, Shown("step-00000188-attempt-0002", 188, shown))
-    assert read_shown(run) == Shown("step-00000188-attempt-0002", 188, shown)
+    shown = [
+        Exhibit("Texts", text="<b>hello</b>\nthere"),
+        Exhibit("By loss", columns=["loss"], rows=[[0.25], [1.0, "odd"]]),
+    ]
+    write_exhibit(run, TaskExhibit("step-00000188-attempt-0002", 188, shown))
+    assert read_exhibit(run) == TaskExhibit("step-00000188-attempt-0002", 188, shown)
     page = page_of(run)
     assert "&lt;b&gt;hello&lt;/b&gt;" in page
     assert "0.25" in page
@@ -88,7 +91,7 @@ def test_without_predictions_it_stands_in_their_place(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)
-    write_shown(run, Shown("step-00000188-attempt-0002", 188, [Part("Perplexity", text="7.5")]))
+    write_exhibit(run, TaskExhibit("step-00000188-attempt-0002", 188, [Exhibit("Perplexity", text="7.5")]))
     assert "No predictions are stored" not in page_of(run)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sunspot.checkpoint.slots import MemorySnapshot, Slot
 from sunspot.errors import DamageError
 from sunspot.parallel import any_rank
-from sunspot.run.objects import parse_truth, seal
+from sunspot.run.objects import parse_verified, with_checksum
 
 CHUNK = 16 << 20
 """Bytes of one message."""
@@ -74,7 +74,7 @@ class PartExchange:
         `snapshot` None: this worker has none. Returns whether each part is where it should be. Raises `RuntimeError`
         when a worker is gone, or does not answer.
         """
-        marker = bytearray(seal(asdict(snapshot)) if snapshot else b"")
+        marker = bytearray(with_checksum(asdict(snapshot)) if snapshot else b"")
         sizes = {ward.rank: bytearray(SIZES.size) for ward in self._wards}
         own = bytearray(SIZES.pack(len(marker), len(rest), slot.size))
         self._pass_on([own], {rank: [size] for rank, size in sizes.items()})
@@ -110,7 +110,9 @@ class PartExchange:
         """Mark what came from a ward; whether it is whole."""
         assert ward.next
         try:
-            ward.next.adopt(parse_truth(MemorySnapshot, bytes(marker), f"the marker of rank {ward.rank}"), bytes(rest))
+            ward.next.adopt(
+                parse_verified(MemorySnapshot, bytes(marker), f"the marker of rank {ward.rank}"), bytes(rest)
+            )
         except (DamageError, OSError):
             return False
         return True

@@ -17,7 +17,7 @@ from typing import IO
 from sunspot.cgroup import memory_left
 from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot, list_snapshots, position, read_snapshot
 from sunspot.errors import DamageError, shorten
-from sunspot.run import SHARED_MEMORY, copies_of
+from sunspot.run import SHARED_MEMORY, node_memory_directory
 from sunspot.run.objects import is_count, is_moment, warn_once
 
 MOST_PROCESSES = 64
@@ -130,7 +130,7 @@ def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
 
 def _root(location: str) -> Path:
     """The directory of a run's copies on this machine."""
-    return copies_of(location, SHARED_MEMORY)
+    return node_memory_directory(location, SHARED_MEMORY)
 
 
 def _claim_user_directory(path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from sunspot.errors import DamageError
 from sunspot.run.attempts import checkpoint_name, nonce_of
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.objects import Count, Moment, parse_truth, seal, warn_once
+from sunspot.run.objects import Count, Moment, parse_verified, warn_once, with_checksum
 from sunspot.shared_pages import Pages, map_pages
 
 
@@ -136,7 +136,7 @@ class Slot:
         assert self.file
         self.file.with_suffix(".rest").write_bytes(rest)
         temporary = self.file.with_suffix(".tmp")
-        temporary.write_bytes(seal(asdict(snapshot)))
+        temporary.write_bytes(with_checksum(asdict(snapshot)))
         temporary.rename(_marker(self.file))
 
 
@@ -188,7 +188,7 @@ def list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
 
 def _read_marker(marker: Path) -> MemorySnapshot:
     """The copy that a marker describes, which must be the one beside it; raises `OSError` or `DamageError`."""
-    snapshot: MemorySnapshot = parse_truth(MemorySnapshot, marker.read_bytes(), str(marker))
+    snapshot: MemorySnapshot = parse_verified(MemorySnapshot, marker.read_bytes(), str(marker))
     if snapshot.file != str(marker.with_suffix(".data")):
         raise DamageError(f"{marker} cannot be used: it describes another file")
     return snapshot

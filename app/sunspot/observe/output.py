@@ -28,7 +28,7 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
     """Ship what Python prints in this process, and the error that ends the context."""
     log = LogWriter(run, driver_stream())
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Copied(out, log), _Copied(err, log)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
     try:
         with Background(SHIP_EVERY_S, log.flush):
             try:
@@ -45,9 +45,9 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
         sys.stdout, sys.stderr = out, err
 
 
-def only_shipped() -> Callable[[str], None]:
+def log_only() -> Callable[[str], None]:
     """A function that ships text without printing it, while output is shipped; else it does nothing."""
-    return sys.stdout.copy if isinstance(sys.stdout, _Copied) else lambda text: None
+    return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def shipped_worker_output(run: Run, attempt: int, rank: int) -> Iterator[None]:
             log.end()
 
 
-class _Copied:
+class _Tee:
     """A text stream that also copies what is written to a log."""
 
     def __init__(self, stream: TextIO, log: LogWriter) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from sunspot.formatting import visible
-from sunspot.observe.output import only_shipped
+from sunspot.observe.output import log_only
 from sunspot.run.history import in_digits, measured
 
 PROGRESS_EVERY_S = 1.0
@@ -110,7 +110,7 @@ class _Terminal(_Lines):
         from rich.progress import BarColumn, Progress, TextColumn
 
         # On the terminal alone: a bar does not belong in a log.
-        self._ship = only_shipped()
+        self._ship = log_only()
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), console=Console(file=sys.__stdout__))
         self._task = self._bar.add_task("starting the workers", total=total_steps)
         self._bar.start()

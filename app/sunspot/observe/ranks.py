@@ -14,7 +14,7 @@ from sunspot.run import Run
 from sunspot.run.ranks import Columns
 from sunspot.run.segments import SIZES, SegmentWriter, new_stream
 
-LEAST_RECORDS, LEAST_BYTES = 64, SIZES[-1] // 4
+MIN_RECORDS, MIN_BYTES = 64, SIZES[-1] // 4
 """At least so many of the newest records, and bytes of them, stay as they are; the combined ones are half as many to as
 many."""
 
@@ -37,7 +37,7 @@ class RankHistory:
 
     def __init__(self, run: Run, attempt: int) -> None:
         self._attempt = attempt
-        self._stream = SegmentWriter(run.storage, run.key("ranks", new_stream(attempt)), thin)
+        self._stream = SegmentWriter(run.storage, run.key("ranks", new_stream(attempt)), downsample)
         self._waiting: list[tuple[dict[str, Any], Columns]] = []
         self._lock = threading.Lock()
         self._ends = False
@@ -63,18 +63,18 @@ class RankHistory:
         self._stream.flush()
 
 
-def thin(text: bytes) -> bytes:
+def downsample(text: bytes) -> bytes:
     """Combine older records: by powers of two, so that what is combined already stays together."""
     lines = text.splitlines()
     newest = size = 0
-    while newest < len(lines) and (newest < LEAST_RECORDS or size < LEAST_BYTES):
+    while newest < len(lines) and (newest < MIN_RECORDS or size < MIN_BYTES):
         newest += 1
         size += len(lines[-newest])
     if newest == len(lines):
         return text
     older = lines[:-newest]
     counts = [int(found[1]) if (found := COUNT.search(line)) else 1 for line in older]
-    room, width = max(LEAST_RECORDS, LEAST_BYTES * len(lines) // len(text)), 1
+    room, width = max(MIN_RECORDS, MIN_BYTES * len(lines) // len(text)), 1
     while sum(counts) > room * width:
         width *= 2
     begins = accumulate(counts, initial=0)

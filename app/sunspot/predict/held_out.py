@@ -20,10 +20,10 @@ from sunspot.ray_session import ray_session
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.predictions import (
-    MOST_MISTAKES,
-    MOST_PIXELS,
-    MOST_RIGHT,
-    MOST_SAMPLES,
+    MAX_MISTAKES,
+    MAX_PIXELS,
+    MAX_RIGHT,
+    MAX_SAMPLES,
     Example,
     Predictions,
     read_predictions,
@@ -38,7 +38,7 @@ LIMIT_S = 120
 READ_ROWS, READ_BYTES, PARTS_AT_ONCE = 1024, 16 << 20, 2
 """Most rows and bytes sent to the model at a time, and how many such parts are in flight."""
 
-MOST_CLASSES = 1000
+MAX_CLASSES = 1000
 """With more, nothing is stored: the confusion matrix alone would be megabytes."""
 
 SAMPLE_PLACES = 4
@@ -60,8 +60,8 @@ def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
             print(f"  no predictions for the report: {error}", flush=True)
         return
     try:
-        if plan.source.classes > MOST_CLASSES:
-            raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MOST_CLASSES}")
+        if plan.source.classes > MAX_CLASSES:
+            raise SunspotError(f"{plan.source.classes} classes; predictions are kept of at most {MAX_CLASSES}")
         print(f"  predicting {plural(rows, 'held-out row')}, for the report", flush=True)
         predictions = predict_held_out(plan, run, checkpoint, rows)
         if own_status(run, driver):
@@ -139,11 +139,11 @@ class Summary:
 
         for index in np.flatnonzero(labels != predictions):
             rank = (float(certainty[index]), -int(part["row"][index]))
-            if len(self._mistakes) < MOST_MISTAKES:
+            if len(self._mistakes) < MAX_MISTAKES:
                 heapq.heappush(self._mistakes, (*rank, example(index)))
             elif rank > self._mistakes[0][:2]:
                 heapq.heapreplace(self._mistakes, (*rank, example(index)))
-        most = math.ceil(MOST_RIGHT / self._classes)
+        most = math.ceil(MAX_RIGHT / self._classes)
         for index in np.flatnonzero(labels == predictions):
             kept = self._right.setdefault(int(labels[index]), [])
             if len(kept) < most:
@@ -160,7 +160,7 @@ class Summary:
             classes=self._classes,
             confusion=self._confusion.tolist(),
             mistakes=[example for _, _, example in sorted(self._mistakes, key=lambda one: one[:2], reverse=True)],
-            right=right[:MOST_RIGHT],
+            right=right[:MAX_RIGHT],
             samples=samples,
         )
 
@@ -168,7 +168,7 @@ class Summary:
 def sample_rows(source: Source) -> list[Example]:
     """Training rows from SAMPLE_PLACES places."""
     rows = rows_in(source)
-    each = min(MOST_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
+    each = min(MAX_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_PLACES)}
     parts = [read_rows(source, first, min(first + each, rows)) for first in sorted(firsts)]
     return [
@@ -179,9 +179,9 @@ def sample_rows(source: Source) -> list[Example]:
 
 
 def to_png(image: np.ndarray) -> bytes:
-    """A PNG of uint8 [C, H, W], shrunk to MOST_PIXELS if larger."""
+    """A PNG of uint8 [C, H, W], shrunk to MAX_PIXELS if larger."""
     picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
-    picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    picture.thumbnail((MAX_PIXELS, MAX_PIXELS))
     content = io.BytesIO()
     picture.save(content, "PNG", optimize=True)
     return content.getvalue()

@@ -18,14 +18,14 @@ from sunspot.ray_session import ray_session
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.shown import (
-    MOST_CHARACTERS,
-    MOST_IMAGES,
-    MOST_PARTS,
-    MOST_ROWS,
-    Part,
-    Shown,
-    read_shown,
-    write_shown,
+    MAX_CHARACTERS,
+    MAX_IMAGES,
+    MAX_PARTS,
+    MAX_ROWS,
+    Exhibit,
+    TaskExhibit,
+    read_exhibit,
+    write_exhibit,
 )
 from sunspot.run.status import own_status
 from sunspot.tasks import load_task
@@ -36,7 +36,7 @@ ROWS = 256
 LIMIT_S = 120
 
 
-def keep_shown(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
+def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
     """Store what the task shows of a finished run, once; a failure is only a warning.
 
     Nothing is stored when this start of a `driver` has lost the run meanwhile.
@@ -45,7 +45,7 @@ def keep_shown(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -
     if not finished or not plan.settings.predict_rows or not hasattr(load_task(plan.settings), "show"):
         return
     try:
-        kept = read_shown(run)
+        kept = read_exhibit(run)
         if kept and kept.checkpoint == checkpoint.name:
             return
         with ray_session():
@@ -55,12 +55,12 @@ def keep_shown(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -
             task = ray.remote(show).options(num_cpus=cpus, num_gpus=gpus, resources=wanted)
             parts = get_result(task.remote(plan, run.name, checkpoint.name), LIMIT_S, "what the task shows")
         if own_status(run, driver):
-            write_shown(run, Shown(checkpoint.name, checkpoint.step, parts))
+            write_exhibit(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
         print(f"warning: the task shows nothing in the report: {shorten(error)}", flush=True)
 
 
-def show(plan: Plan, run: str, checkpoint: str) -> list[Part]:
+def show(plan: Plan, run: str, checkpoint: str) -> list[Exhibit]:
     """What the task shows of a checkpoint's model; runs in a task of Ray's."""
     settings = plan.settings
     device = choose_device("auto")
@@ -72,39 +72,39 @@ def show(plan: Plan, run: str, checkpoint: str) -> list[Part]:
         return to_parts(task.show(model, {name: torch.from_numpy(column).to(device) for name, column in rows.items()}))
 
 
-def to_parts(found: Any) -> list[Part]:
+def to_parts(found: Any) -> list[Exhibit]:
     """The parts of what a task's `show` has returned, cut to the limits; raises `SettingsError` for anything else."""
     if not isinstance(found, Mapping):
         raise SettingsError(
             f"show returned a {type(found).__name__}; return a dict of texts, numbers, tables and images by title"
         )
-    parts: list[Part] = []
-    for title, value in list(found.items())[:MOST_PARTS]:
-        room = MOST_IMAGES - sum(len(part.images) for part in parts)
-        parts.append(_to_part(str(title)[:MOST_CHARACTERS], value, room))
+    parts: list[Exhibit] = []
+    for title, value in list(found.items())[:MAX_PARTS]:
+        room = MAX_IMAGES - sum(len(part.images) for part in parts)
+        parts.append(_to_part(str(title)[:MAX_CHARACTERS], value, room))
     return parts
 
 
-def _to_part(title: str, value: Any, room: int) -> Part:
+def _to_part(title: str, value: Any, room: int) -> Exhibit:
     if isinstance(value, str | int | float):
-        return Part(title, text=value[:MOST_CHARACTERS] if isinstance(value, str) else f"{value:.4g}")
+        return Exhibit(title, text=value[:MAX_CHARACTERS] if isinstance(value, str) else f"{value:.4g}")
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 4 and value.shape[1] in (1, 3):
         images: np.ndarray = value[:room].cpu().numpy()
-        return Part(title, images=[to_png(image) for image in images])
-    rows = list(value)[:MOST_ROWS] if isinstance(value, Sequence) else [value]
+        return Exhibit(title, images=[to_png(image) for image in images])
+    rows = list(value)[:MAX_ROWS] if isinstance(value, Sequence) else [value]
     if not all(isinstance(row, Mapping) for row in rows):
         raise SettingsError(
             f"show returned {title!r} as {type(value).__name__}; "
             "give a text, a number, a list of dicts, or images: a uint8 tensor [N, C, H, W] of 1 or 3 channels"
         )
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return Part(
+    return Exhibit(
         title, columns=[str(name) for name in columns], rows=[[_to_cell(row.get(n)) for n in columns] for row in rows]
     )
 
 
 def _to_cell(value: Any) -> str | float | None:
     if value is None or isinstance(value, str):
-        return value and value[:MOST_CHARACTERS]
+        return value and value[:MAX_CHARACTERS]
     number = float(value)  # tensors, too
     return number if math.isfinite(number) else str(number)

@@ -27,13 +27,13 @@ BUCKETS = 240
 NUMBER_ROOM = 14
 """Marks closer than this to the one before have no number, which would overlap."""
 
-MOST_DOTS = 60
+MAX_DOTS = 60
 """A line with more points has no dots."""
 
 ALIKE = 1e-6
 """Relative difference below which values are drawn as one: an axis between them would have no numbers."""
 
-LEAST = 1e-100
+MIN_DRAWN = 1e-100
 """The lowest number with a place on a logarithmic axis: logarithms of lower ones overflow floats."""
 
 Item = TypeVar("Item", "Point", "Range")
@@ -85,7 +85,7 @@ class Axis:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
-class Across(NamedTuple):
+class XAxis(NamedTuple):
     """The x axis: the position of each record of the history, and of the restarts."""
 
     label: str
@@ -95,14 +95,14 @@ class Across(NamedTuple):
     "Records of different groups are not joined: no work in between counts."
 
 
-def over_steps(report: Report) -> Across:
+def over_steps(report: Report) -> XAxis:
     """By optimizer step."""
     marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
     series = report.history.series
-    return Across("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
+    return XAxis("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
 
 
-def over_time(report: Report, series: Series) -> Across:
+def over_time(report: Report, series: Series) -> XAxis:
     """By time since the first start of the workers, pauses included."""
     times = series.column("time")
     known = [time for time in times if time is not None]
@@ -114,10 +114,10 @@ def over_time(report: Report, series: Series) -> Across:
     )
     places = [(time - begun) / seconds if time is not None else None for time in times]
     marks = [((attempt.time - begun) / seconds, str(attempt.number)) for attempt in report.attempts[1:]]
-    return Across(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
+    return XAxis(f"wall clock, {unit} since the first start", places, marks, series.column("attempt"))
 
 
-def points_of(across: Across, values: Sequence[float | None]) -> list[Point]:
+def points_of(across: XAxis, values: Sequence[float | None]) -> list[Point]:
     """The values of a column that can be drawn."""
     return [
         Point(x, y, group)
@@ -127,7 +127,7 @@ def points_of(across: Across, values: Sequence[float | None]) -> list[Point]:
 
 
 def chart(
-    title: str, across: Across, y: Axis, lines: Sequence[Line], band: Sequence[Range] = (), band_name: str = ""
+    title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Sequence[Range] = (), band_name: str = ""
 ) -> Html:
     """A figure: title and legend, then the drawing."""
     name = f"{title} over {across.label.partition(',')[0]}"
@@ -183,9 +183,9 @@ def line_chart(
     if band:
         parts.append(f'<path class="band" d="{_area(thin_ranges(band), across, down)}"/>')
     for line in lines:
-        points = thin(line.points)
+        points = downsample(line.points)
         parts.append(f'<path class="line {line.style}" d="{_path(points, across, down)}"/>')
-        dotted = points if line.style == "b" and len(points) <= MOST_DOTS else _alone(points)
+        dotted = points if line.style == "b" and len(points) <= MAX_DOTS else _alone(points)
         parts += [
             f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>' for p in dotted
         ]
@@ -215,7 +215,7 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
     low, high = _bounds(values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
-    largest = max(abs(low), abs(high), LEAST) if low or high else 1.0
+    largest = max(abs(low), abs(high), MIN_DRAWN) if low or high else 1.0
     if high - low < largest * ALIKE:
         low, high = (0.0, largest) if from_zero else (low - largest / 2, high + largest / 2)
     step = _round_step((high - low) / 5)
@@ -268,7 +268,7 @@ def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
 # --------------------------------------------------------------------------------------------------- points and paths
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
+def downsample(points: Sequence[Point]) -> list[Point]:
     """At most two points for each of BUCKETS sections of the x axis: the lowest and the highest, in order."""
     if len(points) <= 2 * BUCKETS:
         return list(points)

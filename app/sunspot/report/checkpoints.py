@@ -8,7 +8,7 @@ from sunspot.report.learning import results_first
 from sunspot.report.model import KeptCheckpoint, Report
 from sunspot.run.attempts import step_of
 
-MOST_RESULTS = 6
+MAX_RESULTS = 6
 """Columns of metrics."""
 
 
@@ -20,7 +20,7 @@ def show(report: Report) -> Html:
         parts.append(paragraph("No checkpoint is there."))
     else:
         found = {name for kept in report.checkpoints if kept.checkpoint for name in kept.checkpoint.metrics}
-        names = sorted((name for name in found if _is_shown(name, metric)), key=results_first)[:MOST_RESULTS]
+        names = sorted((name for name in found if _is_shown(name, metric)), key=results_first)[:MAX_RESULTS]
         rows = [_row(report, kept, names) for kept in reversed(report.checkpoints)]
         columns = ["step", "state", "which", "epoch", *names, "size", "committed (UTC)", "name"]
         parts.append(table("Checkpoints, the newest first", columns, rows))

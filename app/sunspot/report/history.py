@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 
 from sunspot.run.history import HELD_OUT
 
-MOST_RECORDS = 20_000
+MAX_RECORDS = 20_000
 """Records kept of a series: far more than a chart has room for."""
 
-MOST = 1e100
+MAX_DRAWN = 1e100
 """Numbers beyond have no place on an axis: their differences overflow floats."""
 
 
@@ -34,15 +34,15 @@ class Series:
         """Add one; numbers of names that others have may be None, or left out."""
         self._kept.append((self.count, record))
         self.count += 1
-        if len(self._kept) > MOST_RECORDS:
-            self._thin()
+        if len(self._kept) > MAX_RECORDS:
+            self._downsample()
 
     def column(self, name: str) -> list[Any]:
         """The values of a name in the records that are kept; None where one lacks it."""
         return [record.get(name) for _, record in self._kept]
 
-    def _thin(self) -> None:
-        while len(self._kept) > MOST_RECORDS // 2:
+    def _downsample(self) -> None:
+        while len(self._kept) > MAX_RECORDS // 2:
             stretches = groupby(self._kept, lambda each: each[0] // self._stretch)
             self._kept = [each for _, stretch in stretches for each in _extremes([*stretch])]
             self._stretch *= 2
@@ -59,7 +59,7 @@ def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
     """Whether a value has a position on an axis: NaN, infinities and huge values have none."""
-    return value is not None and abs(value) < MOST
+    return value is not None and abs(value) < MAX_DRAWN
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sunspot.formatting import as_bytes
 
-MOST_TEXT = 600
+MAX_TEXT = 600
 """Characters shown of one text; the run's events and logs have the rest."""
 
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -41,7 +41,7 @@ def text(value: Any) -> str:
     if isinstance(value, float):
         return text(Number(f"{value:.4g}", value))
     words = UNPRINTABLE.sub("�", str(value))
-    return html.escape(words if len(words) <= MOST_TEXT else words[: MOST_TEXT - 1] + "…", quote=True)
+    return html.escape(words if len(words) <= MAX_TEXT else words[: MAX_TEXT - 1] + "…", quote=True)
 
 
 def element(name: str, content: Any, **attributes: Any) -> Html:

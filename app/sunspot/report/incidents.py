@@ -8,10 +8,10 @@ from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
 from sunspot.run.incidents import TIER, Cause, Receipt
 
-MOST_ROWS = 100
+MAX_ROWS = 100
 """Rows of a table; `sunspot events` has all."""
 
-MOST_FAILURES = 20
+MAX_FAILURES = 20
 """Of many ranks, most fail because another one is gone."""
 
 
@@ -33,9 +33,9 @@ def show(report: Report) -> Html:
             ["Goodput ", percent(report.goodput, 1), ": the share of all worker-seconds that counts for the result."]
         )
         parts.append(paragraph(useful))
-    parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in report.gaps[:MOST_ROWS]]
+    parts += [paragraph(gap.capitalize() + ".", kind="trouble") for gap in report.gaps[:MAX_ROWS]]
     receipts = {receipt.attempt: receipt for receipt in report.receipts}
-    shown = report.attempts[-MOST_ROWS:]
+    shown = report.attempts[-MAX_ROWS:]
     of = f", the newest {len(shown)} of {len(report.attempts):,}" if len(shown) < len(report.attempts) else ""
     columns = ["attempt", "began (UTC)", "why", "steps again", "first step after", "state safe after"]
     columns += ["from step", "out of", "workers", "worker-seconds lost"]
@@ -83,7 +83,7 @@ def _failures(report: Report) -> Html:
     if not report.failures:
         return Html("")
     found = sorted(report.failures, key=lambda failure: failure.consequence)
-    shown = found[:MOST_FAILURES]
+    shown = found[:MAX_FAILURES]
     of = f", {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
     rows = [
         [
@@ -102,7 +102,7 @@ def _events(report: Report) -> Html:
     events = report.other_events
     if not events:
         return paragraph("No other event is recorded.", kind="note")
-    shown = events[-MOST_ROWS:]
+    shown = events[-MAX_ROWS:]
     of = f", the newest {len(shown)} of {len(events):,}" if len(shown) < len(events) else ""
     rows = [
         [

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from sunspot.formatting import plural
 from sunspot.report.charts import (
     BUCKETS,
-    LEAST,
+    MIN_DRAWN,
     Line,
     chart,
     linear_axis,
@@ -19,10 +19,10 @@ from sunspot.report.html import Html, Number, duration, element, join, paragraph
 from sunspot.report.model import Report
 from sunspot.run.history import HELD_OUT
 
-MOST_CURVES = 8
+MAX_CURVES = 8
 """Metrics with curves of their own: a loss, an accuracy, and those a task adds."""
 
-MOST_NUMBERS = 40
+MAX_NUMBERS = 40
 """Rows of the table of numbers; `sunspot metrics` has all."""
 
 LOG_FROM = 100.0
@@ -35,13 +35,13 @@ def show(report: Report) -> Html:
     if not history:
         return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
     bases = list(dict.fromkeys(name.removeprefix(HELD_OUT) for name in sorted(history.results, key=results_first)))
-    parts: list[Html] = [_curves(report, base) for base in bases[:MOST_CURVES]]
+    parts: list[Html] = [_curves(report, base) for base in bases[:MAX_CURVES]]
     if not bases:
         parts.append(paragraph("The records have no loss, no accuracy and nothing of held-out rows."))
-    if len(bases) > MOST_CURVES:
+    if len(bases) > MAX_CURVES:
         parts.append(
             paragraph(
-                f"Without curves here: {', '.join(bases[MOST_CURVES:])}. ",
+                f"Without curves here: {', '.join(bases[MAX_CURVES:])}. ",
                 element("code", f"sunspot metrics {report.run.name}"),
                 " has them.",
             )
@@ -74,7 +74,7 @@ def _curves(report: Report, base: str) -> Html:
     broken = [line for name in values for line in _not_finite(report, name)]
     if not finite:
         return join([paragraph(f"{title}: no number can be drawn."), *broken])
-    log = base.endswith("loss") and min(finite) >= LEAST and max(finite) / min(finite) >= LOG_FROM
+    log = base.endswith("loss") and min(finite) >= MIN_DRAWN and max(finite) / min(finite) >= LOG_FROM
     y = log_axis(finite) if log else linear_axis(finite)
     unit = " in %" if factor == 100.0 else " on a logarithmic axis" if log else ""
     charts = []
@@ -108,8 +108,8 @@ def _numbers(report: Report) -> Html:
         if not held_out or any(v is not None for v, name in zip(values, names, strict=True) if name in held_out)
     ]
     total, shown = history.evaluations if held_out else len(history), lines
-    if len(lines) > MOST_NUMBERS:
-        shown = [lines[round(n * (len(lines) - 1) / (MOST_NUMBERS - 1))] for n in range(MOST_NUMBERS)]
+    if len(lines) > MAX_NUMBERS:
+        shown = [lines[round(n * (len(lines) - 1) / (MAX_NUMBERS - 1))] for n in range(MAX_NUMBERS)]
     begun = report.begun
     rows = [
         [

@@ -17,13 +17,13 @@ from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
 from sunspot.run.predictions import Predictions, read_predictions
 from sunspot.run.ranks import each_rank_record, with_columns
-from sunspot.run.shown import Shown, read_shown
+from sunspot.run.shown import TaskExhibit, read_exhibit
 from sunspot.run.status import RunState, read_status
 
-MOST_CHECKPOINTS = 50
+MAX_CHECKPOINTS = 50
 """Only the newest are verified and shown: each costs a request."""
 
-Part = TypeVar("Part")
+ReportSection = TypeVar("ReportSection")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Report(RunView):
     checkpoints_left_out: dict[str, int]
     "Number of checkpoints not among them, by reason."
     predictions: Predictions | None
-    shown: Shown | None
+    shown: TaskExhibit | None
     "By the task itself."
     troubles: list[str]
     "Parts of the run that could not be read."
@@ -102,7 +102,7 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     """Read everything a report shows of a run in `state`. Raises `StorageError` when storage cannot be reached."""
     troubles: list[str] = []
 
-    def tried(read: Callable[[], Part], otherwise: Part, what: str) -> Part:
+    def tried(read: Callable[[], ReportSection], otherwise: ReportSection, what: str) -> ReportSection:
         """A part of the run, or `otherwise` when it is missing or damaged."""
         try:
             return read()
@@ -148,7 +148,7 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
         predictions=read_predictions(run, left_out("the predictions")),
-        shown=read_shown(run, left_out("what the task shows")),
+        shown=read_exhibit(run, left_out("what the task shows")),
         troubles=troubles,
     )
 
@@ -156,11 +156,11 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
 def _read_checkpoints(run: Run, spans: list[Span]) -> tuple[list[KeptCheckpoint], dict[str, int]]:
     directories = list_directories(run)
     counted, superseded, incomplete = classify(directories, spans)
-    shown = counted[-MOST_CHECKPOINTS:]
+    shown = counted[-MAX_CHECKPOINTS:]
     found = [KeptCheckpoint(c.name, c, tuple(faults)) for c, faults in verify(run, shown, directories)]
-    found += [KeptCheckpoint(name, None) for name in incomplete[-MOST_CHECKPOINTS:]]
+    found += [KeptCheckpoint(name, None) for name in incomplete[-MAX_CHECKPOINTS:]]
     left_out = {
-        "older": len(counted) - len(shown) + max(0, len(incomplete) - MOST_CHECKPOINTS),
+        "older": len(counted) - len(shown) + max(0, len(incomplete) - MAX_CHECKPOINTS),
         "of superseded attempts": len(superseded),
     }
     return sorted(found, key=lambda kept: kept.name), {why: number for why, number in left_out.items() if number}

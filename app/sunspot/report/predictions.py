@@ -9,12 +9,12 @@ from sunspot.report.model import Report
 from sunspot.run.predictions import Example, Predictions
 from sunspot.settings import PREFIX
 
-MOST_CLASSES = 20
+MAX_CLASSES = 20
 """With more classes, a matrix is unreadable, and the most confused pairs are shown instead."""
 
-MOST_PAIRS = 30
+MAX_PAIRS = 30
 
-MOST_IMAGE_BYTES = 1_000_000
+MAX_IMAGE_BYTES = 1_000_000
 """Of all images together, as encoded in the page, which stays below 2 MB."""
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -39,7 +39,7 @@ def show(report: Report) -> Html:
     if report.checkpoint and found.checkpoint != report.checkpoint.name:
         parts.append(paragraph(f"The run has gone on since: its newest checkpoint is {report.checkpoint.name}."))
     most = f", {len(found.mistakes)} of {wrong:,}" if len(found.mistakes) < wrong else ""
-    mistakes, room = _fit(found.mistakes, MOST_IMAGE_BYTES)
+    mistakes, room = _fit(found.mistakes, MAX_IMAGE_BYTES)
     rights, room = _fit(found.right, room)
     samples, room = _fit(found.samples, room)
     parts += [
@@ -84,7 +84,7 @@ def _example(example: Example) -> Html:
 
 
 def _confusion(found: Predictions) -> Html:
-    if found.classes > MOST_CLASSES:
+    if found.classes > MAX_CLASSES:
         return _pairs(found)
     classes = range(found.classes)
     caption = "Confusion matrix: labels down, predictions across"
@@ -102,7 +102,7 @@ def _pairs(found: Predictions) -> Html:
         for said, times in enumerate(row)
         if label != said and times
     ]
-    most = sorted(pairs, key=lambda pair: (-pair[0], *pair[1:]))[:MOST_PAIRS]
+    most = sorted(pairs, key=lambda pair: (-pair[0], *pair[1:]))[:MAX_PAIRS]
     caption = f"The pairs that are confused most often, {len(most)} of {len(pairs):,}; {found.classes} classes"
     return table(
         caption, ["label", "predicted", "rows"], [[str(label), str(said), whole(n)] for n, label, said in most]

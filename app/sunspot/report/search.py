@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sunspot.errors import NotFoundError
-from sunspot.report.charts import LEAST, Axis, Line, Point, figure, line_chart, linear_axis, log_axis
+from sunspot.report.charts import MIN_DRAWN, Axis, Line, Point, figure, line_chart, linear_axis, log_axis
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
 from sunspot.report.page import STATES, footer, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import each_record
-from sunspot.run.objects import news, warn_once
+from sunspot.run.objects import read_or_default, warn_once
 from sunspot.run.search import Results, Trial, read_results
 from sunspot.run.status import RunState
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 """Step and metric of each record, by the run of the trial."""
 
-MOST_NAMED = 24
+MAX_NAMED = 24
 """Characters of a value on an axis."""
 
 
@@ -51,7 +51,7 @@ def render_search(run: Run, results: Results, curves: Curves) -> bytes:
 
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
-    spans = news(lambda: lineage(read_attempts(run)), list[Span](), warn_once)
+    spans = read_or_default(lambda: lineage(read_attempts(run)), list[Span](), warn_once)
     values = [(record["step"], record.get(metric)) for record in each_record(run, "metrics", spans)]
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
 
@@ -128,11 +128,11 @@ def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]
         if isinstance(value, int | float) and not isinstance(value, bool) and can_draw(value)
     ]
     if len(numbers) == len(values) and not expression.startswith("choice"):
-        log = expression.startswith("loguniform") and min(numbers) >= LEAST
+        log = expression.startswith("loguniform") and min(numbers) >= MIN_DRAWN
         return (log_axis(numbers) if log else linear_axis(numbers)), numbers
     kinds = {_shown(value): value for value in values}
     in_order = sorted(kinds, key=lambda kind: (kinds[kind] if isinstance(kinds[kind], int | float) else math.inf, kind))
-    ticks = tuple((float(place), kind[:MOST_NAMED]) for place, kind in enumerate(in_order))
+    ticks = tuple((float(place), kind[:MAX_NAMED]) for place, kind in enumerate(in_order))
     return Axis(-0.5, len(kinds) - 0.5, ticks), [float(in_order.index(_shown(value))) for value in values]
 
 

@@ -9,7 +9,7 @@ from sunspot.report.model import Report
 from sunspot.run.attempts import Attempt
 from sunspot.settings import PREFIX, Settings, differences
 
-MOST_CHANGES = 100
+MAX_CHANGES = 100
 """Lines of changes from one attempt to the next."""
 
 
@@ -90,7 +90,7 @@ def _changes(what: str, recorded: list[tuple[int, dict[str, str]]]) -> Html:
     ]
     if not lines:
         return paragraph(f"Every attempt has had the same {what}.", kind="note") if len(recorded) > 1 else Html("")
-    shown = lines[-MOST_CHANGES:]
+    shown = lines[-MAX_CHANGES:]
     of = f", the newest {len(shown)} of {len(lines):,}" if len(shown) < len(lines) else ""
     return join(
         [element("h3", f"Changes of the {what}{of}"), element("ul", join(element("li", line) for line in shown))]

@@ -2,7 +2,7 @@
 
 from sunspot.report.html import Html, element, join, paragraph, picture, result, table
 from sunspot.report.model import Report
-from sunspot.run.shown import Part
+from sunspot.run.shown import Exhibit
 
 
 def show(report: Report) -> Html:
@@ -15,7 +15,7 @@ def show(report: Report) -> Html:
     return join([*older, *(_part(part) for part in found.parts)])
 
 
-def _part(part: Part) -> Html:
+def _part(part: Exhibit) -> Html:
     if part.images:
         titles = [f"{part.title}: image {number}" for number in range(1, len(part.images) + 1)]
         items = join(element("li", picture(*image)) for image in zip(part.images, titles, strict=True))

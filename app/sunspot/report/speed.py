@@ -8,7 +8,7 @@ from sunspot.report.history import RankTotal
 from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
 from sunspot.report.model import Report
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Rows of the table; with more ranks, it shows the slowest."""
 
 
@@ -60,7 +60,7 @@ def _spread(title: str, report: Report, name: str) -> Html:
 def _ranks(report: Report) -> Html:
     every = report.history.ranks.totals
     nodes = report.attempts[-1].metadata.get("nodes", {}) if report.attempts else {}
-    slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MOST_RANKS]
+    slowest = sorted(every, key=lambda rank: every[rank].step_time or 0.0, reverse=True)[:MAX_RANKS]
     limits = [edge for rank in slowest for edge in (every[rank].fastest, every[rank].slowest) if math.isfinite(edge)]
     low, high = min(limits, default=0.0), max(limits, default=1.0)
     rows = [

@@ -102,7 +102,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Where a node keeps copies of the training state between checkpoints."""
 
 
-def copies_of(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
+def node_memory_directory(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
     """The directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
     return shared_memory / f"sunspot-{os.getuid()}" / name

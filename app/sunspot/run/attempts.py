@@ -25,7 +25,7 @@ from annotated_types import Predicate
 from sunspot.errors import ConflictError, DamageError, NotFoundError, SupersededError, by_name
 from sunspot.formatting import as_time
 from sunspot.run import Run
-from sunspot.run.objects import MOST, CheckpointName, Count, Moment, Workers, check, read_truth, seal
+from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, check, read_verified, with_checksum
 from sunspot.run.status import refuse_if_deleted
 from sunspot.run.submissions import owner_of
 from sunspot.storage.base import map_parallel
@@ -42,7 +42,7 @@ METADATA = {
 }
 """What must have its form in `Attempt.metadata`; later versions may add to it."""
 
-MOST_KNOWN = 10_000
+MAX_ATTEMPTS_CACHED = 10_000
 """Attempts that a process remembers, of all runs: a few kB each."""
 
 CLAIM_TRIES = 20
@@ -94,7 +94,7 @@ def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
     """Like `recorded_setting`, a number; raises `DamageError` when it is none."""
     text = recorded_setting(attempts, name)
     with contextlib.suppress(ValueError):
-        if abs(number := float(text)) <= MOST:
+        if abs(number := float(text)) <= MAX_NUMBER:
             return number
     raise DamageError(f"attempt {attempts[-1].number} cannot be used: its {name.upper()}={text[:100]} is no number")
 
@@ -169,7 +169,7 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
 
 
-@functools.lru_cache(MOST_KNOWN)
+@functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
     """The attempt in a `version` of a file, which is read once: each commit asks for all, and none ever changes."""
     return _read_attempt(run, file)
@@ -177,7 +177,7 @@ def _read_version(run: Run, file: str, version: str) -> Attempt:
 
 def _read_attempt(run: Run, file: str) -> Attempt:
     """An attempt, which must be the one that its file is called after, and start from an earlier one."""
-    attempt, place = read_truth(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
+    attempt, place = read_verified(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
     for name, form in METADATA.items():
         if name in attempt.metadata:
             check(form, attempt.metadata[name], f"{place}: {name}")
@@ -196,7 +196,7 @@ def _read_attempt(run: Run, file: str) -> Attempt:
 def _to_json(attempt: Attempt) -> bytes:
     record = asdict(attempt)
     record["about"] = record.pop("metadata")  # its name on disk
-    return seal(record)
+    return with_checksum(record)
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
@@ -306,7 +306,7 @@ def ensure_owner(run: Run, attempt: Attempt) -> None:
 def record_error(run: Run, attempt: int, error: Exception) -> None:
     """Record the error that ended an attempt for good: later starts of the same job refuse to train."""
     record = {"type": type(error).__name__, "message": str(error), "time": time.time()}
-    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), seal(record))
+    run.storage.write(run.key("attempts", f"{attempt:04d}-error.json"), with_checksum(record))
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class Ended:
 def read_error(run: Run, attempt: int) -> Exception | None:
     """The error recorded for an attempt, as an exception of its class; raises `DamageError`."""
     try:
-        ended = read_truth(run, Ended, "attempts", f"{attempt:04d}-error.json")
+        ended = read_verified(run, Ended, "attempts", f"{attempt:04d}-error.json")
     except NotFoundError:
         return None
     return by_name(ended.type)(ended.message)

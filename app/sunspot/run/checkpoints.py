@@ -32,10 +32,10 @@ from sunspot.run.objects import (
     Moment,
     Whole,
     is_count,
-    parse_truth,
+    parse_verified,
     read,
     read_content,
-    seal,
+    with_checksum,
 )
 from sunspot.storage import open_storage
 from sunspot.storage.base import READS_IN_FLIGHT, Entry, map_parallel
@@ -111,7 +111,7 @@ class Checkpoint:
 def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
     """Commit: from here on the checkpoint exists."""
     record = {name: value for name, value in asdict(checkpoint).items() if name != "damage"}
-    run.storage.write(_key(run, checkpoint.name, MANIFEST), seal(record))
+    run.storage.write(_key(run, checkpoint.name, MANIFEST), with_checksum(record))
 
 
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
@@ -171,7 +171,9 @@ def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpo
 def read_manifest(run: Run, name: str) -> Checkpoint | None:
     """The checkpoint, with `damage` when its manifest is unusable; None when it does not exist (any more)."""
     try:
-        checkpoint: Checkpoint = parse_truth(Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST)
+        checkpoint: Checkpoint = parse_verified(
+            Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST
+        )
         if (checkpoint.name, checkpoint.step, checkpoint.attempt) != (name, step_of(name), attempt_of(name)):
             raise DamageError(f"{MANIFEST} cannot be used: it describes another checkpoint")
         if not checkpoint.files or not all(map(_is_file, checkpoint.files.values())):

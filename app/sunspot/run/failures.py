@@ -16,7 +16,7 @@ from typing import Any
 from sunspot.errors import format_trace, without_secrets
 from sunspot.run import Run, to_json
 from sunspot.run.logs import STREAM, driver_stream, rank_stream
-from sunspot.run.objects import Count, Moment, news, read, warn_once
+from sunspot.run.objects import Count, Moment, read, read_or_default, warn_once
 from sunspot.storage.base import map_parallel
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
@@ -27,7 +27,7 @@ OURS = re.compile(re.escape(f"{Path(__file__).resolve().parent.parent}/") + r"(?
 
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
-LONGEST_MESSAGE, LONGEST_TRACEBACK = 2000, 20_000
+MAX_MESSAGE, MAX_TRACEBACK = 2000, 20_000
 """Characters kept. A message may quote a page and a recursion has a thousand frames; the end says what happened."""
 
 LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer|ActorDied|actor died", re.IGNORECASE)
@@ -69,8 +69,8 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
         rank=rank,
         step=step,
         type=type(error).__name__,
-        message=without_secrets(str(error))[-LONGEST_MESSAGE:],
-        traceback=text[-LONGEST_TRACEBACK:],
+        message=without_secrets(str(error))[-MAX_MESSAGE:],
+        traceback=text[-MAX_TRACEBACK:],
         file=file,
         line=line,
         function=function,
@@ -95,5 +95,5 @@ def read_failures(run: Run, warn: Callable[[str], Any] = warn_once) -> list[Fail
     """All failures that can be read, oldest first; `warn` hears of the others. Raises `StorageError`."""
     files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("failures"))]
     ours = [file for file in files if STREAM.fullmatch(file.removesuffix(".json"))]
-    found = map_parallel(lambda file: news(lambda: read(run, Failure, "failures", file), None, warn), ours)
+    found = map_parallel(lambda file: read_or_default(lambda: read(run, Failure, "failures", file), None, warn), ours)
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)

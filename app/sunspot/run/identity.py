@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from sunspot.errors import ConflictError, NotFoundError
 from sunspot.run import Run
-from sunspot.run.objects import Count, read_truth, seal
+from sunspot.run.objects import Count, read_verified, with_checksum
 
 FILE = "run.json"
 
@@ -41,7 +41,7 @@ class Rows:
 
 def read_identity(run: Run) -> Identity:
     """What the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
-    return read_truth(run, Identity, FILE)
+    return read_verified(run, Identity, FILE)
 
 
 def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str], rows: Rows | None = None) -> None:
@@ -52,12 +52,12 @@ def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str]
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
     identity = Identity(settings, rows.data, rows.rows, rows.steps_per_epoch) if rows else Identity(settings)
-    if not run.storage.create(run.key(FILE), seal(asdict(identity))):
+    if not run.storage.create(run.key(FILE), with_checksum(asdict(identity))):
         refuse_other_settings(run, environment, names)
         if rows:
             _refuse_other_rows(run, read_identity(run), rows, environment)
-    if rows and not run.storage.create(run.key(ROWS), seal(asdict(rows))):
-        begun = read_truth(run, Rows, ROWS)
+    if rows and not run.storage.create(run.key(ROWS), with_checksum(asdict(rows))):
+        begun = read_verified(run, Rows, ROWS)
         _refuse_other_rows(run, begun, rows, environment)
         _refuse_other_order(run, begun, rows, environment)
 
@@ -83,7 +83,7 @@ def _refuse_other_order(run: Run, begun: Rows, rows: Rows, environment: Mapping[
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
     if accepts(environment, name := f"order-{rows.order}"):
         print(f"warning: the rows come in another order from here on ({change})", flush=True)
-        run.storage.write(run.key(ROWS), seal(asdict(rows)))
+        run.storage.write(run.key(ROWS), with_checksum(asdict(rows)))
         return
     raise ConflictError(
         f"{run.location}: its seed gives another order of the rows than when it was begun ({change}), so an epoch that "

@@ -21,7 +21,7 @@ from sunspot.storage.base import READS_IN_FLIGHT, map_parallel
 SEGMENT_BYTES = 128 << 10
 """Bounds the cost of writing the last segment again. One may have more, when much was printed between two writes."""
 
-MOST_WAITING = 4 << 20
+MAX_WAITING = 4 << 20
 """Bytes waiting for storage; of more than this, the middle is left out."""
 
 FIRST_BYTES, NEWEST_BYTES = 1 << 20, 4 << 20
@@ -72,8 +72,8 @@ class LogWriter:
         """Add output; it is durable after the next `flush`."""
         with self._lock:
             self._tail += data
-            begin, end = max(self._written, SEGMENT_BYTES), len(self._tail) - MOST_WAITING // 2
-            if end > begin + MOST_WAITING // 2:
+            begin, end = max(self._written, SEGMENT_BYTES), len(self._tail) - MAX_WAITING // 2
+            if end > begin + MAX_WAITING // 2:
                 lost = end - begin
                 if self._gap.begin >= begin:
                     lost += self._gap.lost - self._gap.length

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 Form = TypeVar("Form")
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Size of the largest object that is read whole: far more than any that we write."""
 
-MOST = 10**15
+MAX_NUMBER = 10**15
 """Highest count and largest measure: sums and products of them stay far below what floats and 64 bits hold."""
 
 LAST_MOMENT = 253_402_300_799
@@ -40,13 +40,13 @@ CHECKPOINT = re.compile(r"step-[0-9]{8,15}-attempt-[0-9]{4,9}(-[0-9a-f]{8})?")
 RUN = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 """The name of a run, with room for the number of a trial."""
 
-Count = Annotated[int, Ge(0), Le(MOST)]
+Count = Annotated[int, Ge(0), Le(MAX_NUMBER)]
 """A number of steps, rows or bytes."""
 
 Workers = Annotated[int, Ge(0), Le(10**6)]
 """A number of processes: few enough to iterate over."""
 
-Measure = Annotated[float, Ge(-MOST), Le(MOST)]
+Measure = Annotated[float, Ge(-MAX_NUMBER), Le(MAX_NUMBER)]
 """A finite number: seconds, a share, rows per second."""
 
 Moment = Annotated[float, Ge(0), Le(LAST_MOMENT)]
@@ -80,17 +80,17 @@ def read(run: Run, form: type[Form], *parts: str) -> Form:
     return found
 
 
-def read_truth(run: Run, form: type[Form], *parts: str) -> Form:
-    """Like `read`, for what is written sealed (`parse_truth`)."""
+def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
+    """Like `read`, for what is written sealed (`parse_verified`)."""
     key = run.key(*parts)
-    found: Form = parse_truth(form, read_content(run.storage, key), run.storage.locate(key))
+    found: Form = parse_verified(form, read_content(run.storage, key), run.storage.locate(key))
     return found
 
 
 def read_content(storage: Storage, key: str) -> bytes:
     """The bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that."""
     with storage.open(key) as stream:
-        return stream.read(MOST_BYTES + 1)
+        return stream.read(MAX_BYTES + 1)
 
 
 def parse(form: Any, content: bytes, place: str) -> Any:
@@ -101,8 +101,8 @@ def parse(form: Any, content: bytes, place: str) -> Any:
     from pydantic import ValidationError
     from pydantic_core import from_json
 
-    if len(content) > MOST_BYTES:
-        raise DamageError(f"{place} cannot be used: it is larger than {MOST_BYTES >> 20} MiB")
+    if len(content) > MAX_BYTES:
+        raise DamageError(f"{place} cannot be used: it is larger than {MAX_BYTES >> 20} MiB")
     try:
         found = adapter(form).validate_json(content, strict=True)
     except ValidationError as error:
@@ -114,7 +114,7 @@ def parse(form: Any, content: bytes, place: str) -> Any:
     return found
 
 
-def parse_truth(form: Any, content: bytes, place: str) -> Any:
+def parse_verified(form: Any, content: bytes, place: str) -> Any:
     """Like `parse`, for what is written sealed: only then may it have fields that the form does not know.
 
     Older versions sealed nothing and had no others, so a changed name, of the seal's own field too, is seen.
@@ -141,7 +141,7 @@ def check(form: Any, value: Any, what: str) -> None:
 
 def is_count(value: Any) -> bool:
     """Whether it is a `Count`."""
-    return type(value) is int and 0 <= value <= MOST
+    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def is_moment(value: Any) -> bool:
@@ -149,7 +149,7 @@ def is_moment(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= LAST_MOMENT
 
 
-def seal(record: dict[str, Any]) -> bytes:
+def with_checksum(record: dict[str, Any]) -> bytes:
     """How an object is written that must not change: with its own SHA-256 (older ones have none)."""
     return to_json({**record, DIGEST: digest(record)})
 
@@ -159,7 +159,7 @@ def digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(to_json(record)).hexdigest()
 
 
-def news(read: Callable[[], Form], otherwise: Form, warn: Callable[[str], Any]) -> Form:
+def read_or_default(read: Callable[[], Form], otherwise: Form, warn: Callable[[str], Any]) -> Form:
     """What `read` returns, or `otherwise` and a warning when that is damaged."""
     try:
         return read()

@@ -42,7 +42,7 @@ HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delet
 LOST_S = 3 * STATUS_EVERY_S + REQUEST_TRIES * READ_TIMEOUT_S
 """A run that is silent for this long is lost: two status writes may fail, and a request to slow storage takes long."""
 
-STILL_S, STILL_STEPS = 20.0, 10
+STALLED_S, STALLED_STEPS = 20.0, 10
 """A run that trains is said to take no steps after these seconds, and at least so many step times: a rank hangs, or
 its node is frozen, if it does not wait for storage."""
 
@@ -72,7 +72,7 @@ class RunSummary:
     "The status that counts."
 
 
-def is_there(run: Run) -> bool:
+def run_exists(run: Run) -> bool:
     """Whether the run was begun or submitted, or something is left of its deletion."""
     return (
         run.storage.exists(run.key("run.json"))
@@ -202,19 +202,19 @@ def describe_silence(seen: float, now: float) -> str:
     return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
 
 
-def describe_stillness(status: Status) -> str:
+def describe_stall(status: Status) -> str:
     """Since when its workers, which live, take no step and evaluate no rows; empty when they do, or none has yet."""
     if status.state is not RunState.RUNNING or not status.heartbeat:
         return ""
     still_s = status.time - status.heartbeat  # both by rank 0's clock
-    if still_s <= max(STILL_S, STILL_STEPS * (status.step_time_s or 0.0)):
+    if still_s <= max(STALLED_S, STALLED_STEPS * (status.step_time_s or 0.0)):
         return ""
     return f"no step since {as_time(status.heartbeat)}, for {in_words(still_s)}: it waits for storage, or a rank hangs"
 
 
 def describe_work(status: Status) -> str:
     """What a run that gives signs of life does, when its status has no reason; its step is told beside it."""
-    if still := describe_stillness(status):
+    if still := describe_stall(status):
         return still
     if not status.world_size:
         return "its driver has begun"

@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, news, read, warn_once
+from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default, warn_once
 
 FILE = "predictions.json"
 
 EXAMPLES = ("mistakes", "right", "samples")
 
-MOST_MISTAKES, MOST_RIGHT, MOST_SAMPLES = 48, 24, 24
+MAX_MISTAKES, MAX_RIGHT, MAX_SAMPLES = 48, 24, 24
 """Images kept of each kind; with them the report stays far below 2 MB."""
 
-MOST_PIXELS = 64
+MAX_PIXELS = 64
 """Largest width and height of a kept image: enough to see what it shows."""
 
 
@@ -33,7 +33,7 @@ class Example:
     probability: Measure | None
     "Of the predicted class."
     image: bytes
-    "A PNG of at most MOST_PIXELS each way."
+    "A PNG of at most MAX_PIXELS each way."
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_predictions(run: Run, warn: Callable[[str], Any] = warn_once) -> Predic
     Raises `StorageError`.
     """
     try:
-        return news(lambda: _read(run), None, warn)
+        return read_or_default(lambda: _read(run), None, warn)
     except NotFoundError:
         return None
 

@@ -10,7 +10,7 @@ from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
-from sunspot.run.objects import CheckpointName, Count, Moment, RunName, news, read, warn_once
+from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_or_default, warn_once
 from sunspot.run.status import RunState, read_status, read_stop
 
 FILE = "search.json"
@@ -69,7 +69,7 @@ def read_results(run: Run, warn: Callable[[str], Any] = warn_once) -> Results | 
     Raises `StorageError`.
     """
     try:
-        return news(lambda: _read(run), None, warn)
+        return read_or_default(lambda: _read(run), None, warn)
     except NotFoundError:
         return None
 
@@ -95,7 +95,9 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
     if state is RunState.STOPPED:
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
-    best = news(lambda: best_of(run, metric, order), None, warn_once)  # one damaged trial does not end a search
+    best = read_or_default(
+        lambda: best_of(run, metric, order), None, warn_once
+    )  # one damaged trial does not end a search
     return Trial(
         run=run.name,
         settings=dict(settings),

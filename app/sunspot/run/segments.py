@@ -105,12 +105,12 @@ class Merger:
         storage: Storage,
         key: Callable[[int, int, bytes], str],
         join: Join = b"".join,
-        thin: Callable[[bytes], bytes] | None = None,
+        downsample: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`key`: that of a segment, by its first and last line and its content. `thin` makes less of the whole stream,
-        each time it has grown to twice as much.
+        """`key`: that of a segment, by its first and last line and its content. `downsample` shortens the
+        whole stream, each time it has grown to twice as much.
         """
-        self._storage, self._key, self._join, self._thin = storage, key, join, thin
+        self._storage, self._key, self._join, self._downsample = storage, key, join, downsample
         self._thin_at = SIZES[-1]
         self.open: list[_Written] = []
         "What may be merged."
@@ -130,14 +130,14 @@ class Merger:
                 self._merged = []
 
     def _merge(self) -> None:
-        for size in SIZES[:-1] if self._thin else SIZES:
+        for size in SIZES[:-1] if self._downsample else SIZES:
             small = list(takewhile(lambda each: len(each.content) < size, reversed(self.open)))[::-1]  # noqa: B023
             if len(small) > 1 and sum(len(each.content) for each in small) >= size:
                 self._replace(small, self._join([each.content for each in small]))
-        if not self._thin:
+        if not self._downsample:
             self.open = [each for each in self.open if len(each.content) < SIZES[-1]]
         elif sum(len(each.content) for each in self.open) >= self._thin_at:
-            self._replace(self.open, text := self._thin(self._join([each.content for each in self.open])))
+            self._replace(self.open, text := self._downsample(self._join([each.content for each in self.open])))
             self._thin_at = max(SIZES[-1], 2 * len(text))
 
     def _replace(self, parts: Sequence[_Written], content: bytes) -> None:
@@ -155,9 +155,9 @@ class Merger:
 class SegmentWriter:
     """Writes a stream of lines."""
 
-    def __init__(self, storage: Storage, key: str, thin: Callable[[bytes], bytes] | None = None) -> None:
-        """`key`: that of the stream. `thin` makes less of the whole stream, each time it has grown to twice as much."""
-        self._segments = Merger(storage, lambda first, last, _: _name(key, first, last), thin=thin)
+    def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
+        """`key`: that of the stream. `downsample` as of `Merger`."""
+        self._segments = Merger(storage, lambda first, last, _: _name(key, first, last), downsample=downsample)
         self._lines: list[bytes] = []
         "Not in storage yet."
         self._next = 0

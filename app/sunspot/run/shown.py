@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 
 from sunspot.errors import NotFoundError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, news, read, warn_once
+from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default, warn_once
 
 FILE = "shown.json"
 
-MOST_PARTS, MOST_ROWS, MOST_CHARACTERS, MOST_IMAGES = 20, 50, 2000, 48
+MAX_PARTS, MAX_ROWS, MAX_CHARACTERS, MAX_IMAGES = 20, 50, 2000, 48
 """Parts, rows of a table, characters of a text or a cell, and all images: so the report stays far below 2 MB."""
 
 
 @dataclass(frozen=True)
-class Part:
+class Exhibit:
     """A text, a table, or images."""
 
     __pydantic_config__: ClassVar = {"val_json_bytes": "base64"}
@@ -31,15 +31,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shown:
+class TaskExhibit:
     """What the task showed of a checkpoint's model."""
 
     checkpoint: CheckpointName
     step: Count
-    parts: list[Part]
+    parts: list[Exhibit]
 
 
-def write_shown(run: Run, shown: Shown) -> None:
+def write_exhibit(run: Run, shown: TaskExhibit) -> None:
     """Replace what the run shows. Raises `StorageError`."""
     record = asdict(shown)
     for part in record["parts"]:
@@ -47,9 +47,9 @@ def write_shown(run: Run, shown: Shown) -> None:
     run.storage.write(run.key(FILE), to_json(record))
 
 
-def read_shown(run: Run, warn: Callable[[str], Any] = warn_once) -> Shown | None:
+def read_exhibit(run: Run, warn: Callable[[str], Any] = warn_once) -> TaskExhibit | None:
     """What the run shows; None without it, or when it is damaged, of which `warn` hears. Raises `StorageError`."""
     try:
-        return news(lambda: read(run, Shown, FILE), None, warn)
+        return read_or_default(lambda: read(run, TaskExhibit, FILE), None, warn)
     except NotFoundError:
         return None

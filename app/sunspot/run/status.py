@@ -23,10 +23,10 @@ from sunspot.run.objects import (
     Measure,
     Moment,
     Workers,
-    news,
     parse,
     read,
     read_content,
+    read_or_default,
     warn_once,
 )
 from sunspot.storage.base import Entry, Storage
@@ -225,7 +225,7 @@ def _read(run: Run, choose: Callable[[list[Entry]], Entry | None], warn: Callabl
 
 def usable_status(storage: Storage, entry: Entry, warn: Callable[[str], Any] = warn_once) -> Status | None:
     """Like `load_status`; None when it is damaged, of which `warn` hears."""
-    return news(lambda: load_status(storage, entry), None, warn)
+    return read_or_default(lambda: load_status(storage, entry), None, warn)
 
 
 def load_status(storage: Storage, entry: Entry) -> Status:
@@ -275,7 +275,7 @@ class Mark:
 def read_stop(run: Run, warn: Callable[[str], Any] = warn_once) -> Mark | None:
     """The request to stop, if there is one. It holds even when it is damaged, of which `warn` hears."""
     try:
-        return news(lambda: read(run, Mark, STOP), Mark(), warn)
+        return read_or_default(lambda: read(run, Mark, STOP), Mark(), warn)
     except NotFoundError:
         return None
 

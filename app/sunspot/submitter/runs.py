@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.run import Run
-from sunspot.run.overview import is_there, list_runs
+from sunspot.run.overview import list_runs, run_exists
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Unfinished
 from sunspot.submitter.output import warn
@@ -19,7 +19,7 @@ MOST_NAMED = 5
 def find_run(name: str, storage_path: str | None = None) -> Run:
     """The run `name` in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
     run = named_run(name, storage_path)
-    if not is_there(run):
+    if not run_exists(run):
         raise NotFoundError(
             f"no run {run.name} in {run.storage.locate('').rstrip('/')}{_name_others(run.storage, run.name)}"
         )

@@ -21,7 +21,7 @@ from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_i
 from sunspot.run.checkpoints import Checkpoint, choose, classify, list_directories
 from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
-from sunspot.run.objects import Count, Form, news, read, warn_once
+from sunspot.run.objects import Count, Form, read, read_or_default, warn_once
 from sunspot.run.segments import Segment
 from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX
@@ -314,6 +314,6 @@ def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
 
 def _read(run: Run, form: type[Form], file: str) -> Form | None:
     try:
-        return news(lambda: read(run, form, "tracking", file), None, warn_once)
+        return read_or_default(lambda: read(run, form, "tracking", file), None, warn_once)
     except NotFoundError:
         return None

@@ -90,7 +90,7 @@ def train(
     # Here, as torch and Ray take seconds to import.
     from sunspot.plan import make_plan
     from sunspot.predict.held_out import keep_predictions
-    from sunspot.predict.shown import keep_shown
+    from sunspot.predict.shown import save_exhibit
     from sunspot.ray_session import ray_session
     from sunspot.tasks import load_task
     from sunspot.train.trainer import fit
@@ -112,7 +112,7 @@ def train(
             return RunState.STOPPED
         outcome.finishing()
         keep_predictions(plan, run, checkpoint, driver)
-        keep_shown(plan, run, checkpoint, driver)
+        save_exhibit(plan, run, checkpoint, driver)
         return RunState.SUCCEEDED
 
     if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:

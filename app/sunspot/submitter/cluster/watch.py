@@ -13,7 +13,7 @@ from typing import Any
 from sunspot.errors import ClusterError, ConflictError, NotFoundError, StorageError
 from sunspot.formatting import in_words
 from sunspot.run import Run
-from sunspot.run.overview import HALF_DELETED, is_there, read_fresh_status, read_parts, read_state
+from sunspot.run.overview import HALF_DELETED, read_fresh_status, read_parts, read_state, run_exists
 from sunspot.run.status import RunState, Status, deletion_begun, stop_requested
 from sunspot.run.submissions import owner_of
 from sunspot.settings import PREFIX
@@ -323,7 +323,7 @@ def _read_storage(run: Run, job: JobView | None) -> dict[str, Any]:
             "stop_wanted": stop_wanted,
             "deleting": deleting,
             "owner": owner_of(run, job.name) if job else "",
-            "stored_state": read_state(run, status) if not job and (status or is_there(run)) else None,
+            "stored_state": read_state(run, status) if not job and (status or run_exists(run)) else None,
             "storage_trouble": "",
         }
     except StorageError as error:

@@ -21,7 +21,7 @@ from sunspot.run.checkpoints import MANIFEST, classify, list_directories, verify
 from sunspot.run.history import list_journal, newest_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts, without_receipts
-from sunspot.run.objects import MOST
+from sunspot.run.objects import MAX_NUMBER
 from sunspot.storage.base import map_parallel
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.output import doing, print_json, print_table, warn
@@ -186,7 +186,7 @@ def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set
     """
     segments, starts = list_journal(run, "metrics"), {attempt.number: attempt.step for attempt in attempts}
     newest = map_parallel(lambda number: newest_record(run, [Span(number, starts[number], None)], segments), starts)
-    saved = {attempt_of(name) for name in committed if step_of(name) > starts.get(attempt_of(name), MOST)}
+    saved = {attempt_of(name) for name in committed if step_of(name) > starts.get(attempt_of(name), MAX_NUMBER)}
     return saved | {record["attempt"] for record in newest if record}
 
 

@@ -27,7 +27,7 @@ from sunspot.errors import (
     SunspotError,
 )
 from sunspot.formatting import as_bytes, in_words, plural
-from sunspot.run import Run, copies_of
+from sunspot.run import Run, node_memory_directory
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
@@ -177,7 +177,7 @@ def find_remains(cluster: Cluster | None, run: Run, cluster_error: str) -> Remai
         )
     _refuse_link(run)
     entries = tuple(_list(run))
-    copies = tuple(path for path in copies_of(run.location).rglob("*") if path.is_file())
+    copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
     results = read_results(run)
     trials = tuple(trial.run for trial in results.trials) if results else ()
     return Remains(run, snapshot, entries, tuple(list_unfinished(run)), copies, _find_dataset(run, entries), trials)
@@ -218,7 +218,7 @@ def _remove(cluster: Cluster | None, remains: Remains) -> None:
             )
     with doing("removing it from storage"):
         _empty(run)
-    shutil.rmtree(copies_of(run.location), ignore_errors=True)
+    shutil.rmtree(node_memory_directory(run.location), ignore_errors=True)
     clear_deletion(run)
     run.storage.delete_folders(run.name)
     _refuse_if_back(run, run.storage.list(run.name))

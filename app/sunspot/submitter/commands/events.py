@@ -11,7 +11,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import Attempt, Ended, read_attempts
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import TIER, describe, read_receipts
-from sunspot.run.objects import read_truth
+from sunspot.run.objects import read_verified
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.output import doing, print_json, print_table, print_text, warn
 from sunspot.submitter.runs import find_run
@@ -79,7 +79,7 @@ def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
             continue
         event = {"attempt": int(number), "step": steps[number], "event": "failed for good"}
         try:
-            ended = read_truth(run, Ended, "attempts", file)
+            ended = read_verified(run, Ended, "attempts", file)
             yield {**event, "time": ended.time, "detail": f"{ended.type}: {ended.message}"}
         except (NotFoundError, DamageError):
             yield {**event, "time": entry.modified, "detail": "what it said cannot be read"}
