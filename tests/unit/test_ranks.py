@@ -11,7 +11,7 @@ import pytest
 
 from sunspot.background import TokenBucket
 from sunspot.observe import ranks
-from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, thin
+from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, downsample
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage
 from sunspot.run.ranks import each_rank_record, newest_rank_records, to_rows
@@ -79,7 +79,7 @@ def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytes
 
 def test_few_records_are_left_alone() -> None:
     text = b"".join(json.dumps(record(number)).encode() + b"\n" for number in range(64))
-    assert thin(text) == text
+    assert downsample(text) == text
 
 
 def test_they_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

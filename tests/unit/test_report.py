@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.report import gather, render
-from sunspot.report.charts import BUCKETS, Point, linear_axis, log_axis, thin
+from sunspot.report.charts import BUCKETS, Point, downsample, linear_axis, log_axis
 from sunspot.report.history import MAX_RECORDS, Curves, Series
 from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST
@@ -437,7 +437,7 @@ def test_thinned_points_are_few_and_keep_the_extremes(number: int, seed: int, ev
     draw = random.Random(seed)
     places = range(number) if evenly else sorted(draw.uniform(0, 1e6) for _ in range(number))
     given_points = [Point(float(place), draw.gauss(0, 1)) for place in places]
-    few = thin(given_points)
+    few = downsample(given_points)
     assert len(few) <= 2 * BUCKETS
     assert [point for point in given_points if point in set(few)] == few, "in their order"
     assert min(p.y for p in few) == min(p.y for p in given_points)
