@@ -41,15 +41,11 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
     It is read back unless storage has verified what it got. Returns its entry in the manifest; raises `DamageError`
     when it is not there, or other bytes are.
     """
-    with run.storage.writer(run.key("checkpoints", name, file)) as writer:
-        write(writer)
-    return describe_arrived(run, name, file, writer.size, writer.sha256, verified=writer.verified)
-
-
-def describe_arrived(run: Run, name: str, file: str, size: int, sha256: str, *, verified: bool) -> dict[str, Any]:
-    """The manifest's entry of a file that was uploaded, like `upload`."""
     key = run.key("checkpoints", name, file)
-    if not verified and run.storage.digest(key) != (size, sha256):
+    with run.storage.writer(key) as writer:
+        write(writer)
+    size, sha256 = writer.size, writer.sha256
+    if not writer.verified and run.storage.digest(key) != (size, sha256):
         raise DamageError(f"{run.storage.locate(key)}: other bytes came back than the {size} that were written")
     listed = [entry for entry in run.storage.list(key) if entry.key == key]
     if not listed or listed[0].size != size:

@@ -4,7 +4,7 @@ training thread   `save` lists the state's tensors and goes on; `wait_for_copy` 
 copy thread       copies the tensors to the node's shared memory (snapshot.py, memory.py)
 seal thread       marks the copy there as complete, with its checksum; under FSDP another node gets it (neighbours.py)
 commit thread     uploads the copy, verifies it and writes the manifest (commit.py; files.py for a whole state,
-                  shared_upload.py for one that all nodes upload, sharded.py for one worker's part of it)
+                  sharded.py for one worker's part of it)
 """
 
 import dataclasses
@@ -31,10 +31,9 @@ from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.names import parameter_names
 from sunspot.checkpoint.neighbours import PartExchange
 from sunspot.checkpoint.sharded import PartWriter
-from sunspot.checkpoint.shared_upload import SharedWriter, ShareSender
 from sunspot.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
 from sunspot.checkpoint.weights import MoreFiles, refuse_other_than_tensors, write_with_more, write_with_weights
-from sunspot.parallel import MOST_STEPS, StepActions, any_rank, finish_together, gather_objects, sync_buffers
+from sunspot.parallel import MOST_STEPS, StepActions, any_rank, finish_together, sync_buffers
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name
@@ -52,9 +51,8 @@ COPIES_MEASURED = 3
 class CheckpointManager:
     """Saves the state of a worker group; every worker has one.
 
-    Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy, of
-    which the others upload a share. Under FSDP each copies and commits its part. Workers call `save` and `close`
-    together.
+    Under DDP each worker has the whole state: one on each node copies it to memory, and rank 0 commits its copy. Under
+    FSDP each copies and commits its part. Workers call `save` and `close` together.
     """
 
     def __init__(
@@ -102,17 +100,10 @@ class CheckpointManager:
         self._interval = SnapshotInterval(self._settings.snapshot_cost, attempt.step)
         self._timer = Timer(overdue=attempt.metadata.get(TIER) == "memory")  # storage is behind what was recovered
         self._committer: CheckpointCommitter | None = None
-        self._sender: ShareSender | None = None
-        helpers: list[int] = []
-        if group and run.storage.is_bucket and not self._sharded:
-            helpers = [other for other, helps in enumerate(gather_objects(rank > 0 and self.in_memory, group)) if helps]
-            if rank in helpers:
-                self._sender = ShareSender(run, rank, self._settings.storage_timeout_s, warn)
-        write_states: Callable[[Run, Snapshot], Files] = SharedWriter(helpers, warn) if helpers else write_whole
-        write: Callable[[Run, Snapshot], Files | None] = write_states
+        write: Callable[[Run, Snapshot], Files | None] = write_whole
         if self._settings.weights == "safetensors":
             refuse_other_than_tensors(model)
-            write = partial(write_with_weights, write_states)
+            write = partial(write_with_weights, write_whole)
         if more_files:
             write = partial(write_with_more, write, more_files)
         order = CommitOrder(group if self._sharded else None)
@@ -175,14 +166,12 @@ class CheckpointManager:
             self._beside | {"ledger": windows},
             stepped=self._stepped.ids or (),
             needed=to_storage,
-            for_storage=to_storage and (committer is not None or self._sender is not None),
+            for_storage=committer is not None,
             average=self._average,
         )
         self._snapshots.charge(spent_s)
         if committer and snapshot:
             committer.commit(snapshot)
-        elif snapshot and self._sender and to_storage:
-            self._sender.offer(snapshot)
 
     def wait_for_copy(self) -> None:
         """Return when parameters may change; raises the error that ended commits for good, if there was one.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket, parts
-from sunspot.storage.azure_upload import BlockUpload, latest_of
+from sunspot.storage.azure_upload import BlockUpload, latest_of, make_token
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
 from sunspot.storage.deadline import moved
@@ -80,7 +80,10 @@ class AzureStorage(Bucket):
             return False
         return True
 
-    def upload(self, key: str, token: str = "") -> BlockUpload:
+    def _begin_upload(self, key: str) -> BlockUpload:
+        return self._open_upload(key, make_token())
+
+    def _open_upload(self, key: str, token: str) -> BlockUpload:
         errors = functools.partial(self._errors, "upload", key)
         return BlockUpload(self._container.get_blob_client(self._full(key)), errors, token)
 
@@ -116,7 +119,7 @@ class AzureStorage(Bucket):
             )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self.upload(unfinished.key, unfinished.token).remove_blocks()
+        self._open_upload(unfinished.key, unfinished.token).remove_blocks()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):

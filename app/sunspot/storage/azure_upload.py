@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +19,15 @@ class BlockUpload(PartUpload):
     blocks of the other, which then fails. Checkpoints have names of their own, so that only happens to tries of one.
     """
 
-    def __init__(self, blob: Any, errors: Errors, token: str = "") -> None:
-        """Begins it, unless another process has begun the one with this `token`."""
+    def __init__(self, blob: Any, errors: Errors, token: str) -> None:
+        """`token` tells its blocks from those of other uploads of the blob (`make_token`)."""
         self._blob, self._errors = blob, errors
-        self.token = token or f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"  # latest_of
+        self._token = token
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
             self._blob.stage_block(self._block(number), bytes(body), validate_content="md5")
-        return Part(number, "", zlib.crc32(body))
+        return Part(number, "")
 
     def complete(self, parts: Sequence[Part], size: int) -> bool:
         from azure.core.exceptions import HttpResponseError
@@ -58,7 +57,12 @@ class BlockUpload(PartUpload):
             self._blob.delete_blob(etag=empty["etag"], match_condition=MatchConditions.IfNotModified)
 
     def _block(self, number: int) -> str:
-        return f"{self.token}-{number:05d}"
+        return f"{self._token}-{number:05d}"
+
+
+def make_token() -> str:
+    """A token for a new upload, which begins with the time."""
+    return f"{int(time.time()):010d}{uuid.uuid4().hex[:22]}"
 
 
 def latest_of(blocks: Sequence[Any]) -> tuple[float, str]:

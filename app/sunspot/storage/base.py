@@ -14,14 +14,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from sunspot.background import start_thread
 from sunspot.errors import StorageError
 from sunspot.storage.deadline import moved
-
-if TYPE_CHECKING:
-    from sunspot.storage.parts import PartUpload
 
 CHUNK = 1 << 20
 """Bytes of a large object that are read or written at a time."""
@@ -149,10 +146,6 @@ class Storage(ABC):
     @abstractmethod
     def writer(self, key: str) -> contextlib.AbstractContextManager[Writer]:
         """Stream a large object; a reader sees what was there before until the context ends without error."""
-
-    def upload(self, key: str, token: str = "") -> PartUpload | None:
-        """An upload in parts, begun here unless `token` names one; None where several cannot write one object."""
-        return None
 
     @abstractmethod
     def list(self, prefix: str) -> list[Entry]:

@@ -88,7 +88,8 @@ class Bucket(Storage):
         """Write an object if there is none; False when that was refused."""
 
     @abstractmethod
-    def upload(self, key: str, token: str = "") -> PartUpload: ...
+    def _begin_upload(self, key: str) -> PartUpload:
+        """Begin an upload in parts."""
 
     @abstractmethod
     def _list_pages(self, prefix: str) -> Iterator[Page]:
@@ -157,7 +158,7 @@ class Bucket(Storage):
             with self._errors("upload", key):
                 self._put(key, body)
 
-        with completed(PartWriter(lambda: self.upload(key), put)) as writer:
+        with completed(PartWriter(lambda: self._begin_upload(key), put)) as writer:
             yield writer
 
     def list(self, prefix: str) -> list[Entry]:

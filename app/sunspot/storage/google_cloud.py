@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -102,7 +103,10 @@ class GoogleStorage(Bucket):
             return False
         return True
 
-    def upload(self, key: str, token: str = "") -> ComposedUpload:
+    def _begin_upload(self, key: str) -> ComposedUpload:
+        return self._open_upload(key, uuid.uuid4().hex)
+
+    def _open_upload(self, key: str, token: str) -> ComposedUpload:
         errors = functools.partial(self._errors, "upload", key)
         return ComposedUpload(self._bucket, self._full(key), errors, self._limits, token)
 
@@ -130,7 +134,7 @@ class GoogleStorage(Bucket):
         )
 
     def discard(self, unfinished: Unfinished) -> None:
-        self.upload(unfinished.key, unfinished.token).remove_parts()
+        self._open_upload(unfinished.key, unfinished.token).remove_parts()
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFoundError), self._errors("delete", key):

@@ -9,8 +9,6 @@ import base64
 import contextlib
 import io
 import re
-import uuid
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,15 +29,15 @@ PART_OBJECT = re.compile(r"\.(?P<token>[0-9a-f]{32})\.\d-\d{5}\.part$")
 class ComposedUpload(PartUpload):
     """An upload in parts."""
 
-    def __init__(self, bucket: Any, name: str, errors: Errors, limits: dict[str, Any], token: str = "") -> None:
-        """Begins it, unless another process has begun the one with this `token`."""
+    def __init__(self, bucket: Any, name: str, errors: Errors, limits: dict[str, Any], token: str) -> None:
+        """`token` tells its parts from those of other uploads of the object."""
         self._bucket, self._name, self._errors, self._limits = bucket, name, errors, limits
-        self.token = token or uuid.uuid4().hex
+        self._token = token
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         with self._errors():
             generation = put(self._bucket.blob(self._part_name(0, number)), body, self._limits)
-        return Part(number, generation, zlib.crc32(body))
+        return Part(number, generation)
 
     def complete(self, parts: Sequence[Part], size: int) -> bool:
         sources = [(self._part_name(0, part.number), part.version) for part in sorted(parts)]
@@ -80,10 +78,10 @@ class ComposedUpload(PartUpload):
                 blob.delete(**self._limits)
 
         with self._errors():
-            map_parallel(delete, list(self._bucket.list_blobs(prefix=f"{self._name}.{self.token}.", **self._limits)))
+            map_parallel(delete, list(self._bucket.list_blobs(prefix=f"{self._name}.{self._token}.", **self._limits)))
 
     def _part_name(self, level: int, number: int) -> str:
-        return f"{self._name}.{self.token}.{level}-{number:05d}{PART_SUFFIX}"  # PART_OBJECT
+        return f"{self._name}.{self._token}.{level}-{number:05d}{PART_SUFFIX}"  # PART_OBJECT
 
 
 def put(blob: Any, body: bytes | bytearray, limits: dict[str, Any], **condition: int) -> str:

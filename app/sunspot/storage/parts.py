@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from sunspot.background import start_thread
-from sunspot.storage.base import Writer, map_parallel
+from sunspot.storage.base import Writer
 
 PART, EVEN_PARTS, GROWTH = 16 << 20, 1000, 136 << 10
 """Bytes of a part, for so many parts (16 GiB); from there on each has GROWTH more than the one before, so that the
@@ -28,13 +28,12 @@ class Part(NamedTuple):
     "Counted from 1."
     version: str
     "What storage calls this content of the part: S3's ETag, Google's generation."
-    crc32: int
+    crc32: int = 0
+    "Of its bytes, where the service wants it again in the end (S3)."
 
 
 class PartUpload(ABC):
-    """A large object on its way in parts, which any process that knows its `token` may send."""
-
-    token: str
+    """A large object on its way in parts."""
 
     @abstractmethod
     def send(self, number: int, body: bytes | bytearray) -> Part:
@@ -47,14 +46,6 @@ class PartUpload(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Remove the parts, as far as storage allows; raises nothing."""
-
-    def part_size(self, number: int) -> int:
-        """Bytes of a part; the last one may have fewer."""
-        return part_size(number)
-
-    def send_all(self, numbers: Iterable[int], read: Callable[[int], bytearray]) -> list[Part]:
-        """Send several parts, a few at once, each with the bytes that `read` returns."""
-        return map_parallel(lambda number: self.send(number, read(number)), numbers, PARTS_IN_FLIGHT)
 
 
 class PartWriter(Writer):

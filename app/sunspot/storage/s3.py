@@ -107,9 +107,9 @@ class S3Storage(Bucket):
             return False
         return True
 
-    def upload(self, key: str, token: str = "") -> MultipartUpload:
+    def _begin_upload(self, key: str) -> MultipartUpload:
         errors = functools.partial(self._errors, "upload", key)
-        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._verification, token)
+        return MultipartUpload(self._transfers, self.bucket, self._full(key), errors, self._verification)
 
     def _list_pages(self, prefix: str) -> Iterator[Page]:
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):

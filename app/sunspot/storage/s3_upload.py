@@ -42,19 +42,13 @@ class Verification:
 class MultipartUpload(PartUpload):
     """A multipart upload."""
 
-    def __init__(
-        self, client: BaseClient, bucket: str, key: str, errors: Errors, verification: Verification, token: str = ""
-    ) -> None:
-        """Begins it, unless another process has begun the one with this `token`."""
+    def __init__(self, client: BaseClient, bucket: str, key: str, errors: Errors, verification: Verification) -> None:
         self._client: Any = client
         self._target, self._errors = {"Bucket": bucket, "Key": key}, errors
-        self._verifies: Future[bool] | None = None
-        self.token = token
-        if not token:
-            with errors():
-                upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
-            self.token = upload["UploadId"]
-            self._verifies = verification.prove(self._refuses_damage)
+        with errors():
+            upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
+        self._id = upload["UploadId"]
+        self._verifies = verification.prove(self._refuses_damage)
 
     def send(self, number: int, body: bytes | bytearray) -> Part:
         checksum = zlib.crc32(body)
@@ -64,7 +58,7 @@ class MultipartUpload(PartUpload):
 
     def _upload_part(self, number: int, body: bytes | bytearray, checksum: int) -> Any:
         return self._client.upload_part(
-            **self._target, UploadId=self.token, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum)
+            **self._target, UploadId=self._id, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum)
         )
 
     def _refuses_damage(self) -> bool:
@@ -82,7 +76,7 @@ class MultipartUpload(PartUpload):
     def complete(self, parts: Sequence[Part], size: int) -> bool:
         from botocore.exceptions import ClientError
 
-        verified = bool(self._verifies and self._verifies.result())
+        verified = self._verifies.result()
         listed = [
             {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
             for number, etag, checksum in sorted(parts)
@@ -90,7 +84,7 @@ class MultipartUpload(PartUpload):
         with self._errors():  # not begun when the upload was given up meanwhile
             try:
                 self._client.complete_multipart_upload(
-                    **self._target, UploadId=self.token, MultipartUpload={"Parts": listed}
+                    **self._target, UploadId=self._id, MultipartUpload={"Parts": listed}
                 )
             except ClientError as error:
                 # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is.
@@ -106,10 +100,9 @@ class MultipartUpload(PartUpload):
         return False
 
     def abort(self) -> None:
-        if self._verifies:
-            wait([self._verifies])
+        wait([self._verifies])
         with contextlib.suppress(Exception):  # if that fails too, the bucket's lifecycle rules have to free the space
-            self._client.abort_multipart_upload(**self._target, UploadId=self.token)
+            self._client.abort_multipart_upload(**self._target, UploadId=self._id)
 
 
 def as_base64(checksum: int) -> str:
