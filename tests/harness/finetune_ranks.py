@@ -24,7 +24,9 @@ from sunspot.checkpoint.files import load_state, load_weights
 from sunspot.checkpoint.sharded import is_sharded, load_parts, read_contents
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
-from sunspot.parallel import build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
+from sunspot.parallel.collectives import gather_objects
+from sunspot.parallel.gradients import prepare
+from sunspot.parallel.sharding import build_without_values, shard_model, shard_optimizer_state
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts

@@ -30,7 +30,9 @@ from sunspot.checkpoint.slots import as_bytes
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
 from sunspot.elastic.copies import Machine, choose_copy, without_copies
-from sunspot.parallel import any_rank, build_without_values, gather_objects, prepare, shard_model, shard_optimizer_state
+from sunspot.parallel.collectives import any_rank, gather_objects
+from sunspot.parallel.gradients import prepare
+from sunspot.parallel.sharding import build_without_values, shard_model, shard_optimizer_state
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
@@ -48,7 +50,7 @@ BATCH = 25
 """Rows of a step: shares, and the number of passes that they take, differ among the ranks."""
 
 ARGUMENTS = {"layers": 2, "width": 50, "heads": 2, "context": 16}
-"""50 is no multiple of three, and a block has more parameters than `LEAST_BLOCK`."""
+"""50 is no multiple of three, and a block has more parameters than `MIN_BLOCK_PARAMETERS`."""
 
 
 SHARD_BYTES = 100_000

@@ -21,7 +21,7 @@ from sunspot.elastic.claim import Found, begin_attempt
 from sunspot.elastic.copies import Machine
 from sunspot.elastic.restore import State, load_start
 from sunspot.observe.metrics import MetricWindow
-from sunspot.parallel import part_of
+from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt

@@ -38,7 +38,8 @@ from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
 from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
-from sunspot.parallel import Place, find_blocks, gradient_sync, part_of, shard_model
+from sunspot.parallel.gradients import gradient_sync
+from sunspot.parallel.sharding import Place, find_blocks, part_of, shard_model
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim, lineage, read_attempts

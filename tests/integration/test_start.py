@@ -18,7 +18,7 @@ RANK = """
 import os, signal, sys, time
 from types import SimpleNamespace
 import ray, ray.train, torch, torch.distributed as dist
-import sunspot.parallel as parallel
+import sunspot.parallel.collectives as parallel
 from sunspot.elastic import claim, watchdog as hang
 from sunspot.settings import Settings
 from sunspot.train import setup

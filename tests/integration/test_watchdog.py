@@ -336,7 +336,7 @@ ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "
             RANKS,
             "/w/sunspot/metrics.py",
         ),
-        (["/w/sunspot/parallel.py", "/w/sunspot/train/loop.py"], RANKS, "/w/sunspot/parallel.py"),
+        (["/w/sunspot/parallel/decisions.py", "/w/sunspot/train/loop.py"], RANKS, "/w/sunspot/parallel/decisions.py"),
         (["/v/site-packages/torch/autograd/graph.py", "/w/sunspot/train/loop.py"], RANKS, "/w/sunspot/train/loop.py"),
         (["/w/my_layer.py", "/v/site-packages/torch/autograd/graph.py", "/w/a.py"], "", "/w/my_layer.py"),
         (

@@ -42,7 +42,7 @@ from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.restore import load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
-from sunspot.parallel import Place
+from sunspot.parallel.sharding import Place
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, lineage, read_attempts

@@ -10,7 +10,7 @@ import pytest
 
 from sunspot.elastic import nodes
 from sunspot.elastic.control import Command
-from sunspot.parallel import StepActions
+from sunspot.parallel.decisions import StepActions
 from sunspot.settings import Workers
 from sunspot.train.worker import Worker
 from tests.harness.waiting import wait_until

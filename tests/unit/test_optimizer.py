@@ -33,7 +33,8 @@ from torch.optim.lr_scheduler import (
 from sunspot.checkpoint.snapshot import map_tensors
 from sunspot.elastic.restore import State
 from sunspot.errors import SettingsError
-from sunspot.parallel import clip_gradients, shard_model
+from sunspot.parallel.gradients import clip_gradients
+from sunspot.parallel.sharding import shard_model
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.defaults import MAKERS_OF_RATES, build_optimizer, can_jump, fill_in, jump, learning_rate_factor
@@ -186,7 +187,7 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
 @pytest.mark.parametrize("fused", [None, True])
 def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
-    monkeypatch.setattr("sunspot.parallel.CHANNELS_LAST", ("cpu",))
+    monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
     module, settings, state = ModuleType("mine"), Settings(), State()
     module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)  # type: ignore[attr-defined]
     images, losses = torch.rand(5, 3, 8, 8), []

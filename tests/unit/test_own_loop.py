@@ -19,7 +19,7 @@ from torch import nn
 import sunspot.baseline.train
 from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
-from sunspot.parallel import shard_model
+from sunspot.parallel.sharding import shard_model
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.tasks import gan, load_task

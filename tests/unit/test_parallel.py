@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 import sunspot.checkpoint.commit
-import sunspot.parallel
+import sunspot.parallel.collectives
+import sunspot.parallel.decisions
 from sunspot.background import start_thread
 from sunspot.checkpoint import CheckpointManager
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
-from sunspot.parallel import MOST_STEPS, StepActions, StepConsensus, any_rank, build_without_values, finish_together
+from sunspot.parallel.collectives import any_rank, run_on_all_ranks
+from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions, StepDecisionBroadcast
+from sunspot.parallel.sharding import build_without_values
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.checkpoints import list_checkpoints
@@ -51,9 +54,9 @@ def slowly() -> str:
 
 
 def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel, "ROUND_S", LIMIT_S / 10)
+    monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
     ranks = run_ranks(
-        lambda group: finish_together(group, slowly), lambda group: finish_together(group, lambda: "quick")
+        lambda group: run_on_all_ranks(group, slowly), lambda group: run_on_all_ranks(group, lambda: "quick")
     )
     assert [rank.result(30) for rank in ranks] == ["slow", "quick"]
     late, waiting = run_ranks(
@@ -66,7 +69,7 @@ def test_a_rank_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatc
 
 def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes the model as one file, say, while the others have nothing to do."""
-    monkeypatch.setattr(sunspot.parallel, "ROUND_S", LIMIT_S / 10)
+    monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
     run, plan = open_run(str(tmp_path), "run"), Plan(Settings(), EmptySource((2,), 2), None, Steps(20, 2), 10)
     attempt, write_manifest = start(run, "me"), sunspot.checkpoint.commit.write_manifest
     monkeypatch.setattr(sunspot.checkpoint.commit, "write_manifest", lambda *about: (slowly(), write_manifest(*about)))
@@ -88,12 +91,14 @@ def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monke
 
 
 def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel, "ROUND_S", LIMIT_S / 10)
+    monkeypatch.setattr(sunspot.parallel.collectives, "ROUND_S", LIMIT_S / 10)
 
     def fail() -> None:
         raise ValueError("mine")
 
-    failing, other = run_ranks(lambda group: finish_together(group, fail), lambda group: finish_together(group, slowly))
+    failing, other = run_ranks(
+        lambda group: run_on_all_ranks(group, fail), lambda group: run_on_all_ranks(group, slowly)
+    )
     with pytest.raises(ValueError, match="mine"):
         failing.result(30)
     with pytest.raises(RuntimeError):  # and not for ever
@@ -101,7 +106,7 @@ def test_the_error_of_one_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_worker_alone_waits_for_nobody() -> None:
-    assert finish_together(None, lambda: 3) == 3
+    assert run_on_all_ranks(None, lambda: 3) == 3
 
 
 def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[list[int], list[StepActions]]:
@@ -112,7 +117,7 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
     asked: list[int] = []
 
     def run(group: dist.ProcessGroup, rank: int) -> list[StepActions]:
-        consensus, agreed = StepConsensus(group), list[StepActions]()
+        consensus, agreed = StepDecisionBroadcast(group), list[StepActions]()
 
         def decide(step: int) -> StepActions:
             if rank:
@@ -132,18 +137,18 @@ def agree_for(lengths: list[float], wishes: dict[int, StepActions]) -> tuple[lis
 
 
 def test_steps_that_are_fast_are_not_asked_after_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)  # however busy the machine is
     asked, agreed = agree_for([0.0] * 70, {20: StepActions(save=True), 40: StepActions(copy=True, next_in=3)})
     assert asked[:7] == [1, 3, 7, 15, 31, 47, 50]
     assert asked[7] == 56, "as after a pause"
     assert [step for step, actions in enumerate(agreed, start=1) if actions.save] == [32]
     assert [step for step, actions in enumerate(agreed, start=1) if actions.copy] == [48]
     assert not any(actions.stop for actions in agreed)
-    assert max(later - before for before, later in itertools.pairwise(asked)) == MOST_STEPS
+    assert max(later - before for before, later in itertools.pairwise(asked)) == MAX_STEPS_BETWEEN
 
 
 def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == list(range(1, 13))
     assert [actions.restart for actions in agreed].index(True) == 8
@@ -151,8 +156,8 @@ def test_steps_that_are_slow_are_asked_after_each(monkeypatch: pytest.MonkeyPatc
 
 
 def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(sunspot.parallel, "AT_ONCE_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
     asked, agreed = agree_for([0.02] * 12, {5: StepActions(busy=True), 8: StepActions(restart=True)})
     assert asked == [1, *range(3, 13)]
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == [5]
@@ -161,8 +166,8 @@ def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_what_was_decided_is_done_when_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two ways, nothing is lost and nothing done twice."""
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(sunspot.parallel, "AT_ONCE_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
     wishes = {step: StepActions(save=True) for step in range(1, 9)}
     _, agreed = agree_for([*[0.0] * 5, *[0.02] * 5, *[0.0] * 60], wishes)
     assert not wishes
@@ -170,7 +175,7 @@ def test_what_was_decided_is_done_when_steps_get_longer_and_shorter(monkeypatch:
 
 
 def test_until_rank_0_is_asked_again_a_commit_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 60.0)
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 60.0)
     _, agreed = agree_for([0.0] * 16, {7: StepActions(busy=True)})
     assert [step for step, actions in enumerate(agreed, start=1) if actions.busy] == list(range(8, 16))
 

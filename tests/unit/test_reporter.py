@@ -21,7 +21,7 @@ from sunspot.elastic.claim import Start
 from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.progress import _Lines, _watch, epoch_line
-from sunspot.parallel import StepActions, StepConsensus
+from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, lineage
@@ -67,7 +67,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
         **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": commands},
         **{"watchdog": MagicMock(), "telemetry": telemetry, "reporter": reporter, "average": MagicMock()},
     )
-    consensus, window = StepConsensus(group), worker.open_window()
+    consensus, window = StepDecisionBroadcast(group), worker.open_window()
     with reporter.publisher:
         for step in range(1, 13):
             window.add_step([{name: torch.tensor([step, step + 1.0])}], 0.25, 0.125)

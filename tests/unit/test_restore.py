@@ -655,13 +655,13 @@ def test_all_ranks_begin_with_what_rank_0_chose_of_a_live_run(
     settings = Settings(storage_path=str(tmp_path), init_from="run:other")
     chosen: list[Checkpoint | str] = []
 
-    def from_rank_0(group: Any, choose: Callable[[], Checkpoint | str]) -> Checkpoint | str:
+    def broadcast_from_rank0(group: Any, choose: Callable[[], Checkpoint | str]) -> Checkpoint | str:
         if not chosen:
             chosen.append(choose())
             commit_weights(other, 2)
         return chosen[0]
 
-    monkeypatch.setattr(sunspot.elastic.restore, "from_rank_0", from_rank_0)
+    monkeypatch.setattr(sunspot.elastic.restore, "broadcast_from_rank0", broadcast_from_rank0)
     ranks = [read_init(settings, None, print)["weight"].item() for _ in range(2)]
     assert ranks == [1, 1]
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import sunspot.parallel
+import sunspot.parallel.decisions
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
 from sunspot.elastic.control import Command
 from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow, RecentMeans
-from sunspot.parallel import StepActions, StepConsensus
+from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.plan import Plan
 from sunspot.settings import Settings
 from sunspot.train.loop import take_step
@@ -108,7 +108,7 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
     parallel: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though only rank 0 hears of it, and the other one has more rows than it will ever see."""
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[bool, bool, bool]:
         slowly = ({"row": torch.full((4,), time.sleep(0.001) or number)} for number in range(20_000))
@@ -123,7 +123,7 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
 
 def test_who_has_no_rows_left_is_alive_while_others_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As held-out rows may be uneven, and an evaluation may take longer than HANG_TIMEOUT_S."""
-    monkeypatch.setattr(sunspot.parallel, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
         rows = range(20) if dist.get_rank() == 0 else range(1)
@@ -169,7 +169,7 @@ def test_an_epochs_end_is_kept_before_its_evaluation(
     worker.commands.poll = lambda: calls.append("evaluates") or command
     window = MetricWindow(group, worker.device, RecentMeans(1000, {}))
     window.add_step([{"loss": torch.ones(2)}], 0.1, 0.1)
-    stopped = after_step(worker, StepConsensus(group), window, 25, None, 0.1)
+    stopped = after_step(worker, StepDecisionBroadcast(group), window, 25, None, 0.1)
     assert stopped == command.stop
     assert [*dict.fromkeys(calls)] == [("save", 25, False, False), "evaluates", *left]
     [record] = worker.records
@@ -213,7 +213,7 @@ def test_an_evaluation_has_the_buffers_that_a_checkpoint_has(tmp_path: Path) -> 
 def test_a_checkpoint_that_can_wait_does_so_while_one_is_committed(group: dist.ProcessGroup) -> None:
     calls: list[Any] = []
     worker = kept_of(calls, evaluating(group, 1, parallel="fsdp", checkpoint_every_steps=2))
-    window, consensus = MetricWindow(group, worker.device, RecentMeans(1000, {})), StepConsensus(group)
+    window, consensus = MetricWindow(group, worker.device, RecentMeans(1000, {})), StepDecisionBroadcast(group)
     for busy in (True, False):
         worker.due = lambda *_, busy=busy: StepActions(busy=busy)
         calls.clear()

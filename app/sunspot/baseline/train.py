@@ -13,7 +13,7 @@ import torch
 from sunspot.data.source import Batch
 from sunspot.data.torch_loader import load_rows
 from sunspot.errors import SettingsError
-from sunspot.parallel import clip_gradients
+from sunspot.parallel.gradients import clip_gradients
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.storage import open_storage

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from sunspot.parallel import is_fsdp, parameters_of, part_of
+from sunspot.parallel.sharding import is_fsdp, parameters_of, part_of
 
 TRAINED = "trained"
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sunspot.checkpoint.files import Files, refuse_unloadable
 from sunspot.checkpoint.snapshot import Snapshot
 from sunspot.errors import DamageError, NotFoundError, StorageError
-from sunspot.parallel import any_rank
+from sunspot.parallel.collectives import any_rank
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, ensure_owner, lineage, read_attempts
 from sunspot.run.checkpoints import (

@@ -14,7 +14,7 @@ import pyarrow
 import torch
 import torch.distributed as dist
 
-from sunspot.parallel import gather_objects
+from sunspot.parallel.collectives import gather_objects
 from sunspot.run import Run
 from sunspot.run.audit import AuditWriter
 

@@ -33,7 +33,8 @@ from sunspot.checkpoint.neighbours import PartExchange
 from sunspot.checkpoint.sharded import PartWriter
 from sunspot.checkpoint.snapshot import Snapshot, Snapshots, SteppedParameters
 from sunspot.checkpoint.weights import MoreFiles, refuse_other_than_tensors, write_with_more, write_with_weights
-from sunspot.parallel import MOST_STEPS, StepActions, any_rank, finish_together, sync_buffers
+from sunspot.parallel.collectives import any_rank, run_on_all_ranks, sync_buffers
+from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions
 from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name
@@ -141,7 +142,7 @@ class CheckpointManager:
             and self._stepped.ids is not None
             and self._interval.due(step, step_s, self._snapshots.costs),
             busy=busy,
-            next_in=self._interval.left(step) if self.in_memory else MOST_STEPS,
+            next_in=self._interval.left(step) if self.in_memory else MAX_STEPS_BETWEEN,
         )
 
     def save(self, step: int, metrics: dict[str, Any], *, evaluated: bool = True, to_storage: bool = True) -> None:
@@ -194,7 +195,7 @@ class CheckpointManager:
         """
         with self._paused():
             if finished:  # other ranks may wait long for rank 0, which writes the model as one file in the end
-                finish_together(self._group, self._committer.close if self._committer else lambda: None)
+                run_on_all_ranks(self._group, self._committer.close if self._committer else lambda: None)
             self._snapshots.wait_until_complete()
             self._barrier()
             if finished:

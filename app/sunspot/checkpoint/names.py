@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sunspot.checkpoint.snapshot import map_tensors
-from sunspot.parallel import parameters_of
+from sunspot.parallel.sharding import parameters_of
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

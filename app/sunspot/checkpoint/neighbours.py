@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sunspot.checkpoint.slots import MemorySnapshot, Slot
 from sunspot.errors import DamageError
-from sunspot.parallel import any_rank
+from sunspot.parallel.collectives import any_rank
 from sunspot.run.objects import parse_verified, with_checksum
 
 CHUNK = 16 << 20

@@ -21,7 +21,8 @@ from sunspot.checkpoint.sharded import load_pieces
 from sunspot.checkpoint.slots import MemorySnapshot, as_bytes, read_snapshot
 from sunspot.checkpoint.snapshot import padded, tensors_in
 from sunspot.errors import DamageError, shorten
-from sunspot.parallel import Place, gather_objects
+from sunspot.parallel.collectives import gather_objects
+from sunspot.parallel.sharding import Place
 from sunspot.run.objects import warn_once
 from sunspot.shared_pages import Pages, map_pages
 

@@ -13,7 +13,7 @@ from sunspot.checkpoint.files import load_checked
 from sunspot.checkpoint.neighbours import CHUNK, TIMEOUT_S
 from sunspot.checkpoint.sharded import is_sharded
 from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot, as_bytes
-from sunspot.parallel import finish_together, gather_objects
+from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 from sunspot.shared_pages import Pages, map_pages
@@ -72,7 +72,7 @@ class NodeState:
         def load(file: str) -> Any:
             return load_checked(self._run, checkpoint, file, paths[file])
 
-        states = finish_together(self._group, lambda: {file.removesuffix(".pt"): load(file) for file in STATES})
+        states = run_on_all_ranks(self._group, lambda: {file.removesuffix(".pt"): load(file) for file in STATES})
         self.close()
         return states
 

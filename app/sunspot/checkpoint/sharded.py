@@ -38,7 +38,7 @@ from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_meta
 from sunspot.checkpoint.snapshot import Snapshot, tensors_in
 from sunspot.checkpoint.weights import MoreFiles, plan_shards, upload_index, upload_more, upload_shard
 from sunspot.errors import DamageError
-from sunspot.parallel import Place, parameters_of
+from sunspot.parallel.sharding import Place, parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings

@@ -27,7 +27,7 @@ from sunspot.checkpoint.copying import Pairs, QueueWait, copy, mark_queue
 from sunspot.checkpoint.memory import NodeMemory
 from sunspot.checkpoint.neighbours import PartExchange
 from sunspot.checkpoint.slots import Slot
-from sunspot.parallel import Place, find_places, parameters_of, part_of
+from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of
 from sunspot.run.checkpoints import Checkpoint
 
 ALIGNMENT = 64

@@ -17,7 +17,7 @@ from sunspot.checkpoint.shared_memory import find_heartbeats, find_parts, find_s
 from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot
 from sunspot.elastic.copies import Machine, choose_copy, without_copies, without_crashing
 from sunspot.errors import ConflictError, DamageError, SupersededError
-from sunspot.parallel import finish_together, from_rank_0, gather_objects
+from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Run
 from sunspot.run.attempts import (
     AFTER,
@@ -104,7 +104,7 @@ def agree_on_start(
     nodes = gather_objects(node, group)
     state, node_parts = NodeState(run, group, nodes), NodeParts(group, nodes)
     looks = settings.snapshot_cost and state.reads
-    found = finish_together(group, lambda: find_snapshot(run.location) if looks else None)  # which reads it
+    found = run_on_all_ranks(group, lambda: find_snapshot(run.location) if looks else None)  # which reads it
     parts = find_parts(run.location) if looks and settings.parallel == "fsdp" else ()
     held = found.held if found else None
     mine = Machine(socket.gethostname(), node, held, find_heartbeats(run.location), parts, sunspot.warm.forked)
@@ -136,7 +136,7 @@ def begin_attempt(
     limit_s = settings.storage_timeout_s
 
     def on_rank_0(act: Callable[[], Result]) -> Result:
-        return from_rank_0(group, lambda: retry_storage(act, limit_s, "beginning an attempt", warn))
+        return broadcast_from_rank0(group, lambda: retry_storage(act, limit_s, "beginning an attempt", warn))
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
         return retry_storage(
@@ -148,12 +148,12 @@ def begin_attempt(
     while attempt:
         start = on_rank_0(functools.partial(choose_start, run, attempt, machines, damaged))
         if start and (checkpoint := start.checkpoint):
-            seen = finish_together(group, functools.partial(find_damage, checkpoint))
+            seen = run_on_all_ranks(group, functools.partial(find_damage, checkpoint))
             if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
                 damaged[checkpoint.name] = list(dict.fromkeys(faults))
                 continue
         elif start and start.parts:
-            mine = finish_together(group, functools.partial(read_parts, start.parts))
+            mine = run_on_all_ranks(group, functools.partial(read_parts, start.parts))
             if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
                 machines = without_copies(machines, faulty)
                 continue

@@ -14,7 +14,7 @@ from sunspot.checkpoint.snapshot import in_buffer
 from sunspot.checkpoint.weights import read_weights
 from sunspot.elastic.claim import Found, Start
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
-from sunspot.parallel import finish_together, from_rank_0
+from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
@@ -80,14 +80,14 @@ def _load_sharded(
     def patiently(read: Callable[[], Any]) -> Any:
         return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint", warn)
 
-    contents = from_rank_0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
+    contents = broadcast_from_rank0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
 
     def load(*into: Any) -> None:
-        finish_together(group, lambda: patiently(lambda: load_parts(run, checkpoint, contents, *into)))
+        run_on_all_ranks(group, lambda: patiently(lambda: load_parts(run, checkpoint, contents, *into)))
 
     if settings.parallel == "fsdp":
         return {"load_parts": load}
-    return finish_together(group, lambda: patiently(lambda: load_whole(run, checkpoint, contents)))
+    return run_on_all_ranks(group, lambda: patiently(lambda: load_whole(run, checkpoint, contents)))
 
 
 def _load_snapshot(start: Start, found: Found) -> State:
@@ -117,8 +117,8 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None, warn: Callabl
     when it was replaced while they read it.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
-    chosen = from_rank_0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what, warn))
-    return finish_together(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what, warn))
+    chosen = broadcast_from_rank0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what, warn))
+    return run_on_all_ranks(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what, warn))
 
 
 def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:

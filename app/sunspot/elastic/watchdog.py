@@ -38,7 +38,7 @@ FIRST_STEP_S = 600
 """Added to the timeout of the first step, which waits for imports, compilation, and Ray Data's first rows."""
 
 START_S = 10
-"""Added to the timeout until an attempt is claimed: the others give a word of themselves each ROUND_S (parallel.py)."""
+"""Added to the timeout until an attempt is claimed: ranks that wait say each ROUND_S that they live (parallel/)."""
 
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the last heartbeat."""
@@ -61,7 +61,7 @@ COLLECTIVES = (
     "/torch/nn/parallel/",
     "/torch/autograd/graph.py",
     "/ray/train/",
-    "/sunspot/parallel.py",
+    "/sunspot/parallel/",
 )
 """In the paths of code that waits for other ranks; DDP exchanges gradients inside backward()."""
 

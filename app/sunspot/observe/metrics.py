@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sunspot.cgroup import memory_left, read_throttling, resident_memory
 from sunspot.data.source import Batch
 from sunspot.observe.ranks import to_column
-from sunspot.parallel import gather_objects
+from sunspot.parallel.collectives import gather_objects
 from sunspot.run.ranks import Columns
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
-from sunspot.parallel import find_blocks, has_several, is_fsdp
+from sunspot.parallel.sharding import find_blocks, has_several, is_fsdp
 from sunspot.plan import Plan
 from sunspot.train.worker import Worker
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sunspot.checkpoint.snapshot import map_tensors
 from sunspot.data.order import micro_batches
 from sunspot.data.source import Batch
-from sunspot.parallel import StepConsensus
+from sunspot.parallel.decisions import StepDecisionBroadcast
 from sunspot.tasks.lightning_adapter import LightningTask, defines, make_trainer
 from sunspot.train.step import after_step, make_up_evaluation, seed_generators, timed
 from sunspot.train.worker import Worker
@@ -163,7 +163,7 @@ class ReportCallback(Callback):
 
     def __init__(self, worker: Worker, task: LightningTask, shares: Shares) -> None:
         self._worker, self._task, self._shares = worker, task, shares
-        self._consensus = StepConsensus(worker.control_group)
+        self._consensus = StepDecisionBroadcast(worker.control_group)
         self._learning_rate = 0.0
         self._finished = True
 

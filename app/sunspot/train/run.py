@@ -9,7 +9,8 @@ import torch
 from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
-from sunspot.parallel import FiniteGradients, StepConsensus, clip_gradients, gradient_sync, prepare
+from sunspot.parallel.decisions import StepDecisionBroadcast
+from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare
 from sunspot.tasks.optimizers import optimizers_in
 from sunspot.train.augment import augment
 from sunspot.train.forward import in_precision, row_losses
@@ -34,7 +35,7 @@ class TrainingRun:
         self.model, self.optimizer = prepare(worker.model, self.settings), worker.optimizer
         self.position = worker.start
         self.weight = 0.0
-        self._consensus, self._window = StepConsensus(worker.control_group), worker.open_window()
+        self._consensus, self._window = StepDecisionBroadcast(worker.control_group), worker.open_window()
         self._shared: Batch | None = None
         "This worker's share of the step that is being taken; None between two steps."
         self._values: list[Batch] = []

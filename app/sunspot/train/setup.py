@@ -37,15 +37,8 @@ from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
 from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S, Telemetry
-from sunspot.parallel import (
-    build_without_values,
-    finish_together,
-    gather_objects,
-    has_several,
-    rounds_told_to,
-    shard_model,
-    shard_optimizer_state,
-)
+from sunspot.parallel.collectives import gather_objects, listening_to_rounds, run_on_all_ranks
+from sunspot.parallel.sharding import build_without_values, has_several, shard_model, shard_optimizer_state
 from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
@@ -88,7 +81,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     torch.set_num_threads(config["threads"])
     round_products(settings.precision == "tf32")
     quiet_ray_train()
-    # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `finish_together`).
+    # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `run_on_all_ranks`).
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
     phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
@@ -107,7 +100,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     with ExitStack() as stack:
         watchdog = Watchdog(run, rank, world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
-        stack.enter_context(rounds_told_to(watchdog.heartbeat))
+        stack.enter_context(listening_to_rounds(watchdog.heartbeat))
         memory = open_memory(run, settings, warn)
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
@@ -220,7 +213,7 @@ def make_worker(
     rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
     task = load_task(settings)
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
-        await_device_memory(device, start.nodes[rank], control, partial(finish_together, group))
+        await_device_memory(device, start.nodes[rank], control, partial(run_on_all_ranks, group))
         model = build_model(plan, task, state, attempt, world_size, device)
         optimizer, average = build_optimizer(settings, task, model, state)
         loader = make_loader(plan, world_size, rank, device, group)
@@ -344,7 +337,7 @@ def make_loader(
     workers = Workers(
         node=ray.get_runtime_context().get_node_id(),
         gather=lambda mine: gather_objects(mine, group),
-        finish=lambda act: finish_together(group, act),
+        finish=lambda act: run_on_all_ranks(group, act),
     )
     loader = TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank, device, workers)
     if device.type == "cuda":

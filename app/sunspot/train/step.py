@@ -12,7 +12,8 @@ import torch
 from sunspot.data.order import largest_pass
 from sunspot.data.source import Batch
 from sunspot.observe.metrics import MetricWindow, Sums, mean_over_workers
-from sunspot.parallel import EndConsensus, StepConsensus, sync_buffers
+from sunspot.parallel.collectives import sync_buffers
+from sunspot.parallel.decisions import EvaluationEnd, StepDecisionBroadcast
 from sunspot.train.forward import row_losses
 from sunspot.train.worker import Worker
 
@@ -48,7 +49,7 @@ def seed_generators(*seeds: int) -> None:
 
 def after_step(
     worker: Worker,
-    consensus: StepConsensus,
+    consensus: StepDecisionBroadcast,
     window: MetricWindow,
     step: int,
     rows: torch.Tensor | None,
@@ -117,7 +118,7 @@ def evaluate(worker: Worker) -> Evaluation:
     if not worker.plan.test:
         return Evaluation({})
     model, settings, sums = worker.model, worker.plan.settings, Sums()
-    end = EndConsensus(worker.control_group, together=settings.parallel == "fsdp")
+    end = EvaluationEnd(worker.control_group, together=settings.parallel == "fsdp")
     sync_buffers(model)  # a checkpoint has rank 0's
     if settings.ema:
         worker.checkpoints.wait_for_copy()  # the average takes the weights' place
@@ -145,7 +146,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _batches(worker: Worker, end: EndConsensus) -> Iterator[Batch]:
+def _batches(worker: Worker, end: EvaluationEnd) -> Iterator[Batch]:
     """This worker's held-out rows, until all have had theirs or are to leave; never more at once than it trains on.
 
     Under FSDP workers make each forward pass together: all get the same number of batches, {} when they have no rows.

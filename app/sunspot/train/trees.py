@@ -4,7 +4,7 @@ import time
 from typing import Any, cast
 
 from sunspot.errors import SettingsError
-from sunspot.parallel import StepConsensus
+from sunspot.parallel.decisions import StepDecisionBroadcast
 from sunspot.tasks.trees_adapter import Trees, rate
 from sunspot.train.step import after_step, make_up_evaluation
 from sunspot.train.worker import Worker
@@ -16,7 +16,7 @@ def train(worker: Worker) -> None:
     A round is a step and an epoch: it sees every row once, each on the same worker in all rounds of the group.
     """
     trees, total_steps = cast(Trees, worker.model), worker.plan.total_steps
-    consensus, window = StepConsensus(worker.control_group), worker.open_window()
+    consensus, window = StepDecisionBroadcast(worker.control_group), worker.open_window()
     [batch] = worker.loader.train(1, 0, 1)
     if worker.world_size > worker.plan.steps.rows:
         raise SettingsError(

@@ -21,7 +21,8 @@ from sunspot.elastic.control import CommandPoller
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
-from sunspot.parallel import StepActions, finish_together, from_rank_0
+from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
+from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.tasks import Task
@@ -136,12 +137,12 @@ class Worker:
         """
         with self.watchdog.paused():
             limit_s = self._drain_limit_s()
-            finish_together(self.control_group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
+            run_on_all_ranks(self.control_group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
             self.checkpoints.close(finished=False)
             restart = GroupRestartError()
             print(restart)  # how its log ends
-            left_s = from_rank_0(self.control_group, self._drain_limit_s)  # which alone knows of a notice
-            finish_together(self.control_group, lambda: self._close_outputs(left_s))
+            left_s = broadcast_from_rank0(self.control_group, self._drain_limit_s)  # which alone knows of a notice
+            run_on_all_ranks(self.control_group, lambda: self._close_outputs(left_s))
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()

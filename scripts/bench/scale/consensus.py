@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.scale import Figure
-from sunspot.parallel import StepActions, StepConsensus
+from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 
 RANKS = (2, 16, 64)
 
@@ -60,7 +60,7 @@ def seconds_of_step(ranks: int, make: Callable[[dist.ProcessGroup], Callable[[],
 
 
 def broadcast_at_times(group: dist.ProcessGroup) -> Callable[[], Any]:
-    consensus = StepConsensus(group)
+    consensus = StepDecisionBroadcast(group)
     return lambda: consensus.agree(StepActions)
 
 

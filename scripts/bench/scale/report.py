@@ -22,7 +22,7 @@ import torch.distributed as dist
 from scripts.bench.scale import Figure, timed
 from sunspot.observe.metrics import MetricWindow, RecentMeans, Reducer, Sums
 from sunspot.observe.ranks import to_column
-from sunspot.parallel import gather_objects
+from sunspot.parallel.collectives import gather_objects
 from sunspot.run.ranks import Columns
 
 RANKS, ROUNDS = 16, 30

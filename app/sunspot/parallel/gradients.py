@@ -1,0 +1,86 @@
+"""Averages a step's gradients over the workers, once for each optimizer step, and limits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from sunspot.parallel.sharding import has_several, is_dtensor, is_fsdp
+from sunspot.settings import Settings
+
+
+def prepare(model: nn.Module, settings: Settings) -> nn.Module:
+    """Return the model to train with, from `shard_model`'s: gradients are averaged over the workers, each model's."""
+    if is_fsdp(model) or dist.get_world_size() == 1 or not any(each.requires_grad for each in model.parameters()):
+        return model
+    if isinstance(model, nn.ModuleDict) and has_several(model):
+        return nn.ModuleDict({name: prepare(part, settings) for name, part in model.items()})
+    if has_several(model):
+        return nn.ModuleList(prepare(part, settings) for part in model.children())
+    # A static graph would only save a search for unused parameters, which is off, and forbid passes that differ.
+    prepared = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if settings.gradient_precision == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        prepared.register_comm_hook(None, bf16_compress_hook)
+    return prepared
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, now: bool) -> Iterator[None]:
+    """Surround a pass of a prepared model that averages gradients over workers `now`, or only adds them up locally."""
+    if is_fsdp(model):
+        model.set_requires_gradient_sync(now)
+        yield
+    else:
+        with ExitStack() as stack:
+            for part in model.children() if has_several(model) else [model]:
+                if isinstance(part, DistributedDataParallel) and not now:
+                    stack.enter_context(part.no_sync())
+            yield
+
+
+class FiniteGradients:
+    """Keeps what is not finite out of gradients while it is on, for passes over rows that do not count.
+
+    A weight of 0 is not enough: 0 times the infinite loss of a row is NaN, and the average brings it to all workers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def set(self, on: bool) -> None:
+        if not on:
+            while self._handles:
+                self._handles.pop().remove()
+        elif not self._handles:
+            gathered = [module for module in self._model.modules() if is_fsdp(module)]
+            self._handles = [module.register_forward_pre_hook(self._watch) for module in gathered]
+            if not gathered:
+                self._watch(self._model)
+
+    def _watch(self, module: nn.Module, *_: Any) -> None:
+        """Watch a module whose parameters are whole now."""
+        whole = [each for each in module.parameters() if each.requires_grad and not is_dtensor(each)]
+        self._handles += [parameter.register_hook(_without_infinite) for parameter in whole]
+
+
+def _without_infinite(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> None:
+    """Scale a step's gradient down to the norm `max_norm` (0: off), over all parameters and, under fsdp, all parts.
+
+    Call once for a step, when gradients are averaged, on all workers together; none waits for its device.
+    """
+    if max_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -1,0 +1,214 @@
+"""Cuts a model and its optimizer's state into parts, one for each worker, or moves all of it to each (ddp).
+
+What only fsdp needs is imported where it is used, as it takes seconds at the start of every process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sunspot.errors import SettingsError
+from sunspot.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+MIN_BLOCK_PARAMETERS = 10_000
+"""Blocks with fewer parameters (40 kB) are not gathered by themselves: they are not worth a message of their own."""
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Normalization layers of torch (`is_norm`); the base of its batch and instance norms has no public name."""
+CHANNELS_LAST = ("cuda",)
+"""Kinds of devices on which convolutions are faster in the layout [B, H, W, C]."""
+
+
+class Place(NamedTuple):
+    """Where a worker's part lies in the whole tensor."""
+
+    shape: tuple[int, ...]
+    "Shape of the whole tensor."
+    offset: tuple[int, ...]
+    "Index of the part's first element."
+
+
+def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """Return what `build` returns, with parameters on the meta device: they take no memory and no time to initialize.
+
+    For a model that gets its state_dict next. Returns None where the state_dict would not complete the model: it has
+    other tensors, which depend on the parameters' values or may be random.
+    """
+    metas = WeakTensorKeyDictionary()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None
+        if parameter not in metas:  # or else two modules share it
+            metas[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return metas[parameter]
+
+    before = torch.default_generator.get_state()
+    hook = register_module_parameter_registration_hook(on_meta)
+    try:
+        model = build()
+    except Exception:  # it needs the values, or fails with them, too
+        return None
+    finally:
+        hook.remove()
+    if not dict(model.named_parameters()).keys() <= model.state_dict().keys():
+        return None  # it keeps weights to itself that no state_dict brings, such as a frozen base
+    others = list(_outside_of_state(model))
+    drawn = not torch.equal(torch.default_generator.get_state(), before)
+    return None if others and (drawn or any(tensor.is_meta for tensor in others)) else model
+
+
+def _outside_of_state(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that modules hold and no state_dict has."""
+    for module in model.modules():
+        # No public API tells which buffers are not persistent.
+        held: list[Any] = [module._buffers[name] for name in module._non_persistent_buffers_set]
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                several = isinstance(value, (dict, list, tuple))
+                held += (value.values() if isinstance(value, dict) else value) if several else [value]
+        yield from (item for item in held if isinstance(item, torch.Tensor))
+
+
+def shard_model(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
+    """Move a model, identical on the CPUs of all workers, to their devices: all of it, or each worker's part.
+
+    Call before making the optimizer, which keeps its state where the parameters are. Under fsdp the model changes in
+    place (FSDP2, `fully_shard`): parameters become DTensors cut along their first dimension, and keep their names. A
+    block is gathered just before it computes, and freed after. Parameters on the meta device get memory, no values.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.parallel == "fsdp":
+        if has_several(model):
+            raise SettingsError(
+                f"SUNSPOT_PARALLEL=fsdp: {settings.task} has several models ({type(model).__name__}), and each worker "
+                "needs all of them; set it to ddp"
+            )
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        assert dist.group.WORLD
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        travel = torch.bfloat16 if settings.gradient_precision == "bf16" else torch.float32
+        whole = MixedPrecisionPolicy(reduce_dtype=travel)
+        # Half of the bytes, and the arithmetic of ddp, where autocast rounds the same weights after the gathering.
+        rounded = replace(whole, param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        for block in find_blocks(model):
+            policy = rounded if settings.precision == "bf16" and not is_norm(block) else whole
+            for norm in [module for module in block.modules() if policy is rounded and is_norm(module)]:
+                fully_shard(norm, mesh=mesh, mp_policy=whole)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=whole)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        # The public `to_empty` would take the values of all other tensors, too.
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model = model.to(device)
+    return model.to(memory_format=torch.channels_last) if has_images_last(model, settings, device) else model
+
+
+def has_images_last(model: nn.Module, settings: Settings, device: torch.device) -> bool:
+    """Tell whether convolutions compute in [B, H, W, C], cuDNN's own layout; under fsdp, parts have no such layout."""
+    convolves = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return convolves and settings.parallel == "ddp" and device.type in CHANNELS_LAST
+
+
+def find_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules to gather one at a time: the outermost items of lists and sequences, unless they are small.
+
+    Models keep repeated layers there. Everything else belongs to the model's root.
+    """
+    for child in module.children():
+        repeated = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if repeated and sum(parameter.numel() for parameter in child.parameters()) >= MIN_BLOCK_PARAMETERS:
+            yield child
+        else:
+            yield from find_blocks(child)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module keeps fp32 weights under PRECISION=bf16: a norm of torch, or one by its name, as models of
+    Hugging Face bring their own (`LlamaRMSNorm`).
+    """
+    named = type(module).__name__.endswith("Norm") and not any(module.children())
+    return named or isinstance(module, NORMS)
+
+
+def has_several(model: nn.Module) -> TypeIs[nn.ModuleDict | nn.ModuleList]:
+    """Tell whether a model is only a container of several, which a task's own loop calls."""
+    return type(model) in (nn.ModuleDict, nn.ModuleList)
+
+
+def is_fsdp(model: object) -> TypeIs[FSDPModule]:
+    """Tell whether `shard_model` has cut the model into parts."""
+    return isinstance(model, _class("torch.distributed.fsdp", "FSDPModule"))
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Tell whether a tensor is cut into parts."""
+    return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
+
+
+def _class(module: str, name: str) -> Any:
+    """Return the class, or () while its module is not imported: nothing can be an instance of it then."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this worker's part of a DTensor, or all of another tensor; not a copy."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def find_places(tensors: list[torch.Tensor]) -> list[Place | None]:
+    """Find where this worker's part of each tensor lies; None for tensors that every worker has whole."""
+    parts = {str(number): tensor for number, tensor in enumerate(tensors) if is_dtensor(tensor)}
+    # The plan leaves out empty parts, which the last workers have of a tensor with fewer rows than workers.
+    places = [Place(tuple(each.shape), tuple(each.shape)) if is_dtensor(each) else None for each in tensors]
+    if not parts:
+        return places
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    for item in create_default_local_save_plan(parts, is_coordinator=True).items:
+        assert item.tensor_data
+        places[int(item.index.fqn)] = Place(tuple(item.tensor_data.size), tuple(item.tensor_data.chunk.offsets))
+    return places
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters in the order of an optimizer's state_dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def shard_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Cut each tensor of an optimizer's whole state_dict like its parameter; under ddp only give it the same layout."""
+    parameters = parameters_of(optimizer)
+
+    def shard(value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return value
+        if not is_dtensor(parameter):  # fused optimizers want one layout
+            same = value.stride() == parameter.stride()
+            return value if same else torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every worker has the whole tensor, so none has to send it.
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    sharded = {
+        number: {name: shard(value, parameters[number]) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": sharded}
