@@ -1,18 +1,15 @@
 """`python -m scripts.docs`: write the pages of docs/ that come from definitions; a test compares them.
 
 docs/settings.md comes from app/sunspot/settings.py, docs/cli.md from the parser of `sunspot`, the keys in
-docs/profiles.md from app/sunspot/submitter/manifest/profile.py, the layers in docs/architecture.md from pyproject.toml
-and the packages' docstrings, and what docs/own-loop.md compares from two tasks of the tests.
+docs/profiles.md from app/sunspot/submitter/manifest/profile.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import inspect
 import textwrap
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 
 MARK = "<!-- From here on written by `python -m scripts.docs`. -->\n"
-
-SCRIPT, TASK = "tests/tasks/nano_script.py", "tests/tasks/nano.py"
-"""A training loop before and after it became a task."""
 
 KEPT = "**kept**"
 """Beside a setting that a run keeps to its last step."""
@@ -57,13 +51,11 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Each page with its text."""
-    profiles, architecture, own_loop = DOCS / "profiles.md", DOCS / "architecture.md", DOCS / "own-loop.md"
+    profiles = DOCS / "profiles.md"
     return {
         DOCS / "settings.md": settings_page(),
         DOCS / "cli.md": commands_page(),
         profiles: _by_hand(profiles) + "\n".join(_profile_sections()),
-        architecture: _by_hand(architecture) + "\n".join(_layers()),
-        own_loop: _by_hand(own_loop) + "\n".join(_difference()),
     }
 
 
@@ -86,17 +78,14 @@ def settings_page() -> str:
     ]
     return f"""# Settings
 
-Written by `python -m scripts.docs` from `app/sunspot/settings.py`, which the training program and `sunspot` read.
+Written by `python -m scripts.docs` from `app/sunspot/settings.py`.
 
 A setting is an environment variable, or a word after make (`make train SUNSPOT_EPOCHS=3`), or `--set EPOCHS=3` of
-`sunspot submit` and `render`, or a key below `settings` in a [profile](profiles.md). A misspelt name or a wrong value
-is refused with the fix, all of them at once (exit code 2).
+`sunspot submit` and `render`, or a key below `settings` in a [profile](profiles.md). All wrong names and values are
+refused at once, each with its fix (exit code 2). A run keeps its settings marked {KEPT} to its last step: a change is
+refused (exit code 6). All others may change from one start to the next.
 
-A run keeps its settings marked {KEPT} to its last step: a change is refused with a diff (exit code 6). All others may
-change from one start to the next. The same `SUNSPOT_RUN_NAME` and `SUNSPOT_STORAGE_PATH` are the same run, which is
-resumed.
-
-Secrets are never settings: a service's credentials come from its own usual environment.
+Secrets are never settings: credentials come from each service's own usual environment.
 
 {_table(["variable", "default", "meaning", "takes"], rows)}"""
 
@@ -109,17 +98,18 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Written by `python -m scripts.docs` from the parser of `sunspot` (`app/sunspot/cli.py`); `sunspot VERB",
-        "--help` prints the same. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes).",
+        "Written by `python -m scripts.docs` from the parser of `sunspot`; `sunspot VERB --help` prints the same. Exit",
+        "codes are in [troubleshooting.md](troubleshooting.md#exit-codes).",
         "",
-        _table(["verb", "does"], [[f"[`{name}`](#{_anchor(name)})", about] for name, about, _ in verbs]),
     ]
     if shared:
-        lines += ["Every verb takes:", "", _arguments(shared)]
+        lines += ["Every verb also takes:", "", _arguments(shared)]
     for name, about, parser in verbs:
-        lines += [f"## sunspot {name}", "", f"{about[0].upper()}{about[1:]}.", ""]
-        if own := [action for action in _actions(parser) if _words(action) not in common]:
-            lines += [_arguments(own)]
+        own = [action for action in _actions(parser) if _words(action) not in common]
+        run = " RUN" if "RUN" in map(_words, own) else ""
+        lines += [f"## sunspot {name}{run}", "", f"{about[0].upper()}{about[1:]}.", ""]
+        if others := [action for action in own if _words(action) != "RUN"]:
+            lines += [_arguments(others)]
     return "\n".join(lines)
 
 
@@ -135,36 +125,6 @@ def _profile_sections() -> Iterator[str]:
         rows = [[f"`{name}`", documentation.get(name, ""), model.model_fields[name].description or ""] for name in own]
         yield _table(["key", "meaning", "takes"], rows).rstrip()
     yield ""
-
-
-def _layers() -> Iterator[str]:
-    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    for contract in contracts:
-        if contract["type"] != "layers":
-            continue
-        layers = [line.split(" | ") for line in contract["layers"]]
-        rows = [
-            [len(layers) - place, f"`{module}`", _purpose(module)]
-            for place, modules in enumerate(layers)
-            for module in modules
-        ]
-        yield f"\n### {contract['name'].partition(':')[0]}\n"
-        yield _table(["layer", "module", "purpose"], rows).rstrip()
-    yield ""
-
-
-def _difference() -> Iterator[str]:
-    before, after = ((REPOSITORY / file).read_text().splitlines() for file in (SCRIPT, TASK))
-    yield "\n```diff"
-    yield from difflib.unified_diff(before, after, SCRIPT, TASK, lineterm="")
-    yield "```\n"
-
-
-def _purpose(module: str) -> str:
-    """The first line of a module's docstring."""
-    path = REPOSITORY / "app" / module.replace(".", "/")
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
 def _verbs(parser: argparse.ArgumentParser, above: str = "") -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
@@ -194,10 +154,6 @@ def _arguments(actions: Sequence[argparse.Action]) -> str:
     needed = {True: " (needed)", False: ""}
     rows = [[f"`{_words(a)}`", (a.help or "") + needed[a.required and bool(a.option_strings)]] for a in actions]
     return _table(["argument", "means"], rows)
-
-
-def _anchor(verb: str) -> str:
-    return "sunspot-" + verb.replace(" ", "-")
 
 
 def _documentation(model: type) -> dict[str, str]:

@@ -161,39 +161,39 @@ class Settings(BaseModel):
         "an importable module, e.g. sunspot.tasks.mnist",
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
     )
-    "Module that supplies the model, the optimizer and the loss (and, if it wants, the datasets)."
+    "The module with the model and the loss."
 
     run_name: str = _setting(
         "mnist",
         "1 to 38 lower-case letters, digits and '-', beginning with a letter, not ending with '-'",
         pattern=f"^{RUN_NAME}$",
     )
-    "Identity of the run: the same name and storage are the same run, which is resumed."
+    "The same name and storage are the same run, which is resumed."
 
     task_args: JsonObject = _setting({}, """a JSON object, e.g. {"width": 64}""")
     "The task's own hyperparameters, passed to it as they are."
 
     init_from: Origin = _setting("", "run:NAME, or the path or URL of a state_dict: of torch.save, or safetensors")
-    "Warm start: the weights to begin from while the run has no checkpoint of its own."
+    "The weights to begin from while the run has no checkpoint of its own."
 
     storage_path: str = _setting(
         "runs",
         "a local or NFS path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         pattern=r"^((s3|gs|az|abfs)://[^/:]+(/.*)?|[^:]+)$",
     )
-    "Where runs are kept. Endpoint and credentials come from the usual environment of each cloud."
+    "Where runs are kept."
 
     dataset: str = _setting("sample", "sample, mnist, or a path or URL of Parquet", min_length=1)
-    "What to train on: the bundled digits, torchvision's MNIST, or Parquet."
+    "What to train on."
 
     test_dataset: str = _setting("", "a path or URL of Parquet, or empty")
-    "Held-out rows when DATASET is a path; empty: its test/ folder if it has train/ and test/, else no evaluation."
+    "Held-out rows when DATASET is a path; empty: its test/ folder if there is one, else no evaluation."
 
     data_root: str = _setting("data", "a directory", min_length=1)
     "Where torchvision keeps MNIST."
 
     loader: Literal["torch", "ray"] = _setting("torch", "torch or ray")
-    "torch: rows in memory behind a DataLoader. ray: rows streamed by Ray Data."
+    "Rows in memory behind a DataLoader, or streamed by Ray Data."
 
     num_workers: WorkerCount = _setting("2", "a number such as 4, or a range such as 2..8")
     "Training workers (the world size); a range is elastic."
@@ -208,52 +208,52 @@ class Settings(BaseModel):
     "Passes over the training rows."
 
     max_steps: int = _setting(0, "a whole number from 0 (0: no limit)", ge=0)
-    "Optimizer steps after which the run ends, if its epochs take more; 0: no limit."
+    "Optimizer steps after which the run ends, if its epochs take more."
 
     global_batch_size: int = _setting(128, "a whole number from 2 (batch norm needs two rows)", ge=2)
-    "Rows per optimizer step over all workers, whatever their number."
+    "Rows per optimizer step over all workers."
 
     micro_batch_size: int = _setting(0, "a whole number from 0", ge=0)
-    "Most rows in one forward pass of one worker; more are accumulated. 0: no limit, or its share on the most workers."
+    "Most rows in one forward pass of a worker; more are accumulated. 0: its share, on the most workers."
 
     learning_rate: float = _setting(1e-3, "a number above 0, e.g. 1e-3", gt=0, allow_inf_nan=False)
-    "The peak rate; the task's schedule scales it, or SCHEDULE where the task has none."
+    "The peak rate, which the schedule scales."
 
     schedule: Literal["linear", "cosine", "constant"] = _setting("linear", "linear, cosine or constant")
-    "From the peak rate down to 0 by the last step, or constant; for a task without a schedule of its own."
+    "How the rate falls from its peak to 0; for a task without a schedule of its own."
 
     warmup_steps: StepsOrShare = _setting(0, "a whole number from 0, or a share of all steps below 1, e.g. 0.05")
-    "Steps over which the rate rises to its peak first, or their share; for a task without a schedule of its own."
+    "Steps over which the rate first rises to its peak; for a task without a schedule of its own."
 
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
     "Of AdamW, on matrices only; for a task without an optimizer of its own."
 
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
-    "Longest gradient of a step, over all parameters; a longer one is scaled down to it. 0: off."
+    "Largest norm of a step's gradient; a larger one is scaled down to it."
 
     ema: float = _setting(0, "a share from 0 (0: off) to below 1, e.g. 0.999", ge=0, lt=1)
-    "Decay of an exponential moving average of the weights: evaluated, and in `model.pt` in their place. 0: off."
+    "Decay of an exponential moving average of the weights, which `model.pt` then holds."
 
     seed: int = _setting(0, "a whole number from 0 to 2^32 - 1", ge=0, lt=2**32)
-    "With the data, decides the whole sequence of optimizer steps."
+    "Of the order of rows and all random numbers."
 
     precision: Literal["fp32", "tf32", "bf16"] = _setting("fp32", "fp32, tf32 or bf16")
-    "tf32: factors of products are rounded to 10 bits. bf16: autocast in the forward pass; weights stay in fp32."
+    "tf32: products of matrices in TF32. bf16: autocast in the forward pass."
 
     gradient_precision: Literal["fp32", "bf16"] = _setting("fp32", "fp32 or bf16")
-    "How gradients travel between workers: bf16 halves the bytes, and rounds what is added up."
+    "How gradients travel between workers."
 
     compile: Literal["off", "default", "max-autotune"] = _setting("off", "off, default or max-autotune")
-    "Mode of torch.compile, which compiles the model in its first passes; it needs a C or C++ compiler."
+    "Mode of torch.compile; it needs a C or C++ compiler."
 
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "ddp or fsdp")
-    "ddp: the whole model on each worker. fsdp: a part of it on each, for a model that is too large for one."
+    "The whole model on each worker, or a part of it."
 
     checkpoint_every_steps: int = _setting(0, "a whole number from 0 (0: off)", ge=0)
-    "A checkpoint every so many optimizer steps, besides the end of each epoch."
+    "Optimizer steps between checkpoints, besides the one at the end of each epoch."
 
     checkpoint_every_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "A checkpoint every so many seconds, besides the end of each epoch."
+    "Seconds between checkpoints, likewise."
 
     checkpoints_to_keep: int = _setting(3, "a whole number from 1", ge=1)
     "How many of the best checkpoints stay; the newest always does too."
@@ -262,64 +262,64 @@ class Settings(BaseModel):
     "The metric that ranks checkpoints (of training rows: its mean over the last 10,000); one without it ranks last."
 
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
-    "Whether less or more of the metric is better."
+    "Whether less or more is better."
 
     trials: int = _setting(8, "a whole number from 1 to 10000", ge=1, le=10_000)
-    "Runs of a search (python -m sunspot.tune), each with settings of its own drawn from the search space."
+    "Runs of a search."
 
     concurrent_trials: int = _setting(0, "a whole number from 0 (0: as many as fit)", ge=0)
     "Trials of a search that train at the same time."
 
     max_failures: int = _setting(3, "a whole number from 0", ge=0)
-    "Worker or node losses without notice, and without a new checkpoint in between, that a run survives."
+    "Losses without notice and without a new checkpoint in between that a run survives."
 
     max_driver_starts: int = _setting(10, "a whole number from 1", ge=1)
-    "Starts of one job's driver in a row without a new checkpoint before the run fails."
+    "Starts of a job's driver without a new checkpoint in between before the run fails."
 
     storage_timeout_s: float = _setting(600, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds that storage may refuse every commit or restore, or not answer, before the run ends with a message."
+    "Seconds that storage may refuse or not answer before the run ends."
 
     snapshot_cost: float = _setting(0.01, "a share from 0 (0: off) to below 1, e.g. 0.01", ge=0, lt=1)
-    "Largest share of the training time spent on copies of the state in shared memory, for recovery from a loss."
+    "Largest share of the training time spent on copies of the state in memory."
 
     hang_timeout_s: float = _setting(300, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds without a step of a rank after which its stacks are recorded and the workers restart; 0: off."
+    "Seconds without a step of a rank after which its stacks are recorded and the workers restart."
 
     warm_restart_after_s: float = _setting(60, "seconds, from 0 (0: off)", ge=0, allow_inf_nan=False)
-    "Seconds of training after which each node imports all of it once more, to fork the workers of restarts; 0: off."
+    "Seconds of training after which each node prepares a warm restart."
 
     report_every_s: float = _setting(10, "seconds above 0", gt=0, allow_inf_nan=False)
     "Seconds between two records of the metric history; each checkpoint adds one."
 
     predict_rows: int = _setting(10_000, "a whole number from 0 (0: none)", ge=0)
-    "Held-out rows that the newest checkpoint predicts for the report once training has ended."
+    "Held-out rows that the newest checkpoint predicts for the report."
 
     tracking: Literal["", "mlflow", "wandb"] = _setting("", "mlflow, wandb, or empty (none)")
-    "Service that the run is delivered to; its address and credentials come from its usual environment."
+    "Service that the run is delivered to."
 
     tracking_project: str = _setting("sunspot", "the name of an experiment or project", min_length=1)
-    "MLflow's experiment, or the project of Weights & Biases, that the run belongs to."
+    "MLflow's experiment, or the project of Weights & Biases."
 
     weights: Literal["pt", "safetensors"] = _setting("pt", "pt or safetensors")
-    "safetensors: a finished run's last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
+    "safetensors: the last checkpoint has its weights in that form, too; under fsdp instead of model.pt."
 
     audit: bool = _setting(False, "true or false")
     "Record the id of every row that each optimizer step consumed."
 
     accept: str = _setting("", "what a refusal names, several with commas between, or empty", pattern=r"^[\w,-]*$")
-    "What refusals named to go on all the same: another order of the rows, or the loss of checkpoints or of a start."
+    "What refusals named: another order of the rows, or the loss of checkpoints or of a start."
 
     notice_s: int = _setting(0, "whole seconds from 0 (0: unknown)", ge=0)
-    "Set by the manifest: seconds from the notice of a preemption until Ray ends what runs on the node; 0: unknown."
+    "Set by the manifest: seconds from the notice of a preemption to the end of the node."
 
     node_groups: NodeGroups = _setting((), """a JSON list, e.g. [{"name": "workers", "most": 8, "after_s": 0}]""")
-    "Set by the manifest for several groups of nodes: where workers go, first choice first."
+    "Set by the manifest: several groups of nodes, first choice first."
 
     nodes_timeout_s: float = _setting(1800, "seconds above 0", gt=0, allow_inf_nan=False)
-    "Seconds that a run with several groups waits for its first nodes; the manifest sets its own deadline here."
+    "Set by the manifest: seconds to wait for the first of several groups of nodes."
 
     job_id: str = _setting("", "the identity of the cluster job, or empty")
-    "Set by the manifest: the same for every retry of one job. Empty: each process is a job of its own."
+    "Set by the manifest: the same for every retry of one job."
 
     def environment(self) -> dict[str, str]:
         """Every setting as its environment variable, in the order of the fields."""

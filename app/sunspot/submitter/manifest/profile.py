@@ -113,11 +113,9 @@ LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A
 
 Seconds = Annotated[int, Field(ge=1)]
 
-LABELS = (
-    'labels with their values, values in quotes, e.g. {team: vision, paid: "true"}; not those that are Sunspot\'s own'
-)
+LABELS = 'labels with their values in quotes, e.g. {team: "vision"}; not those of Sunspot'
 
-VARIABLES = "variables with their values, values in quotes; settings of Sunspot go below settings"
+VARIABLES = "variables with their values in quotes; settings of Sunspot go below settings"
 
 CPU = "CPUs, e.g. 4 or 500m"
 
@@ -179,9 +177,9 @@ class Head(Machine):
     """The pod of the head."""
 
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
-    "For the head alone, of the same version; without CUDA (`make image HEAD=1`), a new head starts sooner."
+    "For the head alone, of the same version, e.g. without CUDA (`make image HEAD=1`)."
     evictable: bool | None = _takes("true or false")
-    "Whether the drain of a node may end it, which costs the run about a minute; default: only the end of the run does."
+    "Whether the drain of a node may end it; default: only the end of the run does."
 
 
 class Worker(Machine):
@@ -198,18 +196,18 @@ class Worker(Machine):
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
     "For taints of nodes with GPUs, beside that of `gpu_resource`."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "spread: over nodes, as far as possible. pack: in one zone, as far as possible. zone: in one zone, or not at all."
+    "spread: over nodes, pack: in one zone, both as far as possible; zone: in one zone, or not at all."
 
 
 class WorkerGroup(Worker):
     """One of several groups of training pods."""
 
     spot: bool | None = _takes("true or false")
-    "Whether its pods go to the profile's spot nodes, or never to one; default: to them, if there is `spot`."
+    "Whether its pods go to spot nodes, or never to one; default: to them, if there is `spot`."
     max: Annotated[int, Field(ge=1)] | None = _takes("a whole number from 1")
     "Most pods of the group; default: as many as NUM_WORKERS may need."
     after_s: Annotated[int, Field(ge=0)] = _takes("whole seconds from 0", 300)
-    "How long the groups before it must lack nodes until it stands in, and have enough until it steps back."
+    "How long the groups before it must lack nodes until it stands in, or have enough until it steps back."
 
 
 class DataWorkers(Machine):
@@ -241,17 +239,17 @@ class Profile(_Part):
     extends: Text | None = _takes("the name of a profile, or a path from this file")
     "Another profile, to which this one adds; null removes one of its values."
     notice_s: Annotated[int, Field(ge=LEAST_NOTICE_S)] | None = _takes(f"whole seconds from {LEAST_NOTICE_S}")
-    "How long before its end a node's pods are told; sets Ray's drain and the pods' grace period."
+    "How long before its end a node's pods are told."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
-    "Whether nodes pull the image from a registry, and storage is a bucket of yours: then both must be named."
+    "Whether image and storage must be named, as nodes pull the one and a bucket is the other."
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     service_account: ObjectName | None = _takes("the name of a service account")
     "For workload identity: used by all pods, including an autoscaling head."
     env: dict[Variable, str] | None = _takes(VARIABLES)
-    "Not those that hold a credential, which `env_secrets` takes from a Secret."
+    "Not for credentials: see `env_secrets`."
     env_from_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
     "Secrets whose keys all become variables. All must exist."
     env_secrets: dict[Variable, SecretKey] | None = _takes(
@@ -268,7 +266,7 @@ class Profile(_Part):
     head: Head | None = _takes("what the head gets: cpu, memory and so on")
     worker: Worker | None = _takes("what a training pod gets: cpu, memory, gpus and so on")
     workers: Annotated[list[WorkerGroup], Field(min_length=1)] | None = _takes("a list of groups of training pods")
-    "Groups of training pods, first choice first; each adds to what `worker` says."
+    "First choice first; each adds to what `worker` says."
     data_workers: DataWorkers | None = _takes("a group of CPU pods: cpu, memory, min and max")
     pre_running_deadline_s: Seconds | None = _takes("whole seconds from 1")
     "Until every pod is ready."
