@@ -122,8 +122,9 @@ def _profile_sections() -> Iterator[str]:
         yield f"\n### {title}\n"
         if about:
             yield f"{about}\n"
-        rows = [[f"`{name}`", documentation.get(name, ""), model.model_fields[name].description or ""] for name in own]
-        yield _table(["key", "meaning", "takes"], rows).rstrip()
+        for name in own:
+            takes = model.model_fields[name].description or ""
+            yield f"- `{name}`: {takes}. {documentation.get(name, '')}".rstrip()
     yield ""
 
 
@@ -152,8 +153,7 @@ def _words(action: argparse.Action) -> str:
 
 def _arguments(actions: Sequence[argparse.Action]) -> str:
     needed = {True: " (needed)", False: ""}
-    rows = [[f"`{_words(a)}`", (a.help or "") + needed[a.required and bool(a.option_strings)]] for a in actions]
-    return _table(["argument", "means"], rows)
+    return "".join(f"- `{_words(a)}`: {a.help}{needed[a.required and bool(a.option_strings)]}\n" for a in actions)
 
 
 def _documentation(model: type) -> dict[str, str]:

@@ -43,7 +43,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.parametrize("task", ["my_loop", "my_parts", "my_average", "tests.tasks.nano", "sunspot.tasks.gan"])
+@pytest.mark.parametrize("task", ["my_loop", "my_parts", "tests.tasks.nano", "sunspot.tasks.gan"])
 def test_losses_do_not_depend_on_the_number_of_workers(task: str, examples: None, tmp_path: Path) -> None:
     settings = {**BATCH, "task": task, "micro_batch_size": 4, "learning_rate": 2e-4}
     alone = losses_of_ranks(tmp_path / "1", 1, **settings)
