@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from sunspot.data.convert import open_writer, to_table
+from sunspot.data.image_table import SAMPLE, TRAIN_GROUPS
 from sunspot.data.mnist import MnistSource, open_mnist
-from sunspot.data.parquet import SAMPLE, TRAIN_GROUPS
 from sunspot.data.source import read_rows, rows_in
 from sunspot.errors import run_and_exit
 

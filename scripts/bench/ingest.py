@@ -27,8 +27,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from scripts.bench.ways import Figures
+from sunspot.data.image_table import SAMPLE, open_images
 from sunspot.data.order import Steps
-from sunspot.data.parquet import SAMPLE, open_parquet
 from sunspot.data.source import read_rows, rows_in
 from sunspot.tasks.images import normalize
 
@@ -130,7 +130,7 @@ def processor_s() -> float:
 
 def bundled() -> tuple[np.ndarray, np.ndarray]:
     """The digits' pixels, [n, 28, 28], and labels."""
-    source = open_parquet(str(SAMPLE))
+    source = open_images(str(SAMPLE))
     rows = read_rows(source, 0, rows_in(source))
     return rows["image"][:, 0], rows["label"]
 
@@ -191,7 +191,7 @@ def ours() -> Iterator[torch.Tensor]:
     from sunspot.data.ray_loader import RayLoader, StepStreams
 
     start_ray()
-    source = open_parquet(f"s3://{BUCKET}/ingest/parquet")
+    source = open_images(f"s3://{BUCKET}/ingest/parquet")
     steps = Steps(rows_in(source), BATCH)
     [shard] = StepStreams(source, None, steps, 0, steps.per_epoch, lambda: 0).configure({"train": None}, 1)
     with patch.object(ray.train, "get_dataset_shard", shard.get):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from sunspot.data.columns import Column
 from sunspot.data.source import Batch, Source
 from sunspot.data.table import open_table
-from sunspot.data.table_columns import Column
 from sunspot.settings import Settings
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sunspot.data import convert
 from sunspot.data.convert import CLASS_NAMES, main
-from sunspot.data.parquet import open_dataset, open_parquet
+from sunspot.data.image_table import open_image_splits, open_images
 from sunspot.data.source import rows_in
 from sunspot.errors import DataError, SettingsError
 from tests.harness.datasets import everything, put_mnist, refusal
@@ -39,7 +39,7 @@ def test_mnist_reads_back(tmp_path, capsys):
     images = put_mnist(tmp_path / "data")
     assert main(["--from", "mnist", "--data-root", str(tmp_path / "data"), str(tmp_path / "out")]) == 0
     assert "5000 rows in train, 10 rows in test" in capsys.readouterr().out
-    train, test = open_dataset(str(tmp_path / "out"))
+    train, test = open_image_splits(str(tmp_path / "out"))
     assert test
     np.testing.assert_array_equal(everything(train)["image"][:, 0], images["train"])
     np.testing.assert_array_equal(everything(train)["label"], np.arange(5000) % 10)
@@ -57,7 +57,7 @@ def test_a_large_dataset_gets_several_files(tmp_path, monkeypatch):
         "part-00000.parquet",
         "part-00001.parquet",
     ]
-    train, _ = open_dataset(str(tmp_path / "out"))
+    train, _ = open_image_splits(str(tmp_path / "out"))
     assert train.row_groups == (2048, 2048, 904)
     np.testing.assert_array_equal(everything(train)["image"][:, 0], images["train"])
 
@@ -70,7 +70,7 @@ def test_image_folders_with_splits(tmp_path, held_out):
     (root / "train" / "dog" / "notes.txt").write_text("not an image")
     put_images(root / held_out / "dog", (0, 0, 250), 2)
     assert main(["--from", "imagefolder", "--root", str(root), "--size", "16", str(tmp_path / "out")]) == 0
-    train, test = open_dataset(str(tmp_path / "out"))
+    train, test = open_image_splits(str(tmp_path / "out"))
     assert test
     assert train.shape == (3, 16, 16)
     read = everything(train)
@@ -86,7 +86,7 @@ def test_image_folders_without_splits_are_shuffled_alike_each_time(tmp_path):
         put_images(tmp_path / "root" / str(label), (label, label, label), 20)
     for out in ("one", "two"):
         convert.convert_image_folder(str(tmp_path / "root"), 8, str(tmp_path / out))
-    labels = everything(open_parquet(str(tmp_path / "one")))["label"]
+    labels = everything(open_images(str(tmp_path / "one")))["label"]
     assert np.bincount(labels).tolist() == [20] * 4
     assert labels.tolist() != sorted(labels)
     assert (tmp_path / "one/part-00000.parquet").read_bytes() == (tmp_path / "two/part-00000.parquet").read_bytes()
@@ -98,7 +98,7 @@ def test_images_are_cut_in_the_middle_and_grey_stays_grey(tmp_path):
     pixels[:, 10:20] = 200
     Image.fromarray(pixels).save(tmp_path / "root" / "a" / "0.png")
     convert.convert_image_folder(str(tmp_path / "root"), 10, str(tmp_path / "out"))
-    source = open_parquet(str(tmp_path / "out"))
+    source = open_images(str(tmp_path / "out"))
     assert source.shape == (1, 10, 10)
     assert (source.read(0)["image"] == 200).all()
 
@@ -150,9 +150,9 @@ def test_a_kill_leaves_nothing_that_reads_as_a_dataset(tmp_path):
         os.kill(process.pid, signal.SIGKILL)
     for place in ("place", "place/out"):
         with pytest.raises(DataError):
-            open_parquet(str(tmp_path / place))
+            open_images(str(tmp_path / place))
     convert.convert_mnist(str(tmp_path / "data"), str(tmp_path / "place" / "out"))
-    assert rows_in(open_parquet(str(tmp_path / "place"))) == 5010
+    assert rows_in(open_images(str(tmp_path / "place"))) == 5010
 
 
 def test_the_command_ends_with_a_message_and_a_code(tmp_path):
@@ -165,7 +165,7 @@ def test_the_command_ends_with_a_message_and_a_code(tmp_path):
 
 
 def test_nothing_heavy_is_imported_to_read_data():
-    program = "import sys; from sunspot.data import convert, mnist, parquet, source; print(*sys.modules)"
+    program = "import sys; from sunspot.data import convert, image_table, mnist, source; print(*sys.modules)"
     began = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert not {"torch", "ray", "torchvision", "PIL"} & set(ended.stdout.split())

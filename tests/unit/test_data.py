@@ -1,4 +1,4 @@
-"""Datasets: every form of a Parquet column, local and in S3, the bundled digits, MNIST, and what is refused."""
+"""Datasets: every form of a column of images, local and in S3, the bundled digits, MNIST, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from PIL import Image
 
 from scripts import object_stores
 from sunspot.data import fingerprint, mnist, parquet_files
+from sunspot.data.image_table import SAMPLE, open_image_splits, open_images
 from sunspot.data.mnist import open_mnist
-from sunspot.data.parquet import SAMPLE, open_dataset, open_parquet
 from sunspot.data.source import check_labels_match, find_sources, rows_in
 from sunspot.errors import DataError, StorageError
 from sunspot.settings import Settings
@@ -95,7 +95,7 @@ FORMS = {
 def test_every_shape_reads_back(tmp_path_factory, form, shape, seed):
     images = random_images(*shape, seed=seed)
     path = write(tmp_path_factory.mktemp("form") / "a.parquet", FORMS[form](images), range(shape[0]), row_group_size=2)
-    source = open_parquet(str(path))
+    source = open_images(str(path))
     expected = channels_first(images)
     assert source.shape == expected.shape[1:]
     assert source.classes == shape[0]
@@ -111,7 +111,7 @@ def test_every_shape_reads_back(tmp_path_factory, form, shape, seed):
 def test_chosen_rows_come_in_the_order_asked_for(tmp_path, form):
     images = random_images(8, 5, 7, 3)
     column = pa.array([encode(image) for image in images]) if form == "png" else FORMS[form](images)
-    source = open_parquet(str(write(tmp_path / "a.parquet", column, range(8), row_group_size=4)))
+    source = open_images(str(write(tmp_path / "a.parquet", column, range(8), row_group_size=4)))
     read = source.read(1, np.array([3, 0, 2]))
     np.testing.assert_array_equal(read["label"], [7, 4, 6])
     np.testing.assert_array_equal(read["image"], channels_first(images)[[7, 4, 6]])
@@ -120,7 +120,7 @@ def test_chosen_rows_come_in_the_order_asked_for(tmp_path, form):
 
 def test_only_chosen_rows_are_decoded(tmp_path):
     column = pa.array([encode(random_images(4, 4)), b"not an image", encode(random_images(4, 4))])
-    source = open_parquet(str(write(tmp_path / "a.parquet", column, [0, 1, 2])))
+    source = open_images(str(write(tmp_path / "a.parquet", column, [0, 1, 2])))
     assert source.read(0, np.array([2, 0]))["label"].tolist() == [2, 0]
     with refusal(DataError, "a.parquet", "row 1", "PNG"):
         source.read(0, np.array([1]))
@@ -130,11 +130,11 @@ def test_a_permuted_tensor_is_refused(tmp_path):
     column = tensors(random_images(4, 6, 7, 3).transpose(0, 3, 1, 2))  # channels first by strides only
     path = write(tmp_path / "a.parquet", column, range(4))
     with refusal(DataError, "a.parquet", "permutation"):
-        open_parquet(str(path))
+        open_images(str(path))
 
 
 def test_tensors_are_read_without_a_copy(tmp_path):
-    source = open_parquet(str(write(tmp_path / "a.parquet", tensors(random_images(64, 28, 28)), [0] * 64)))
+    source = open_images(str(write(tmp_path / "a.parquet", tensors(random_images(64, 28, 28)), [0] * 64)))
     image = source.read(0)["image"]
     assert not image.flags.writeable, "a view of Arrow's memory is read-only"
 
@@ -147,7 +147,7 @@ def test_encoded_bytes_of_every_mode(tmp_path, mode, channels):
     pixels[:3] = 255
     form = "JPEG" if mode == "CMYK" else "PNG"
     path = write(tmp_path / "a.parquet", pa.array([encode(pixels, form, mode)] * 2), [0, 1])
-    source = open_parquet(str(path))
+    source = open_images(str(path))
     assert source.shape == (channels, 6, 5)
     image = everything(source)["image"]
     assert (image[:, :, :2] > 250).all()
@@ -156,15 +156,15 @@ def test_encoded_bytes_of_every_mode(tmp_path, mode, channels):
 
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
     pixels = np.array([[0, 256, 0x1234, 65535]] * 4, np.uint16)
-    source = open_parquet(str(write(tmp_path / "a.parquet", pa.array([encode(pixels)]), [0])))
+    source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(pixels)]), [0])))
     np.testing.assert_array_equal(source.read(0)["image"][0, 0, 0], [0, 1, 0x12, 255])
 
 
 def test_grey_among_colour_becomes_colour_but_not_the_other_way(tmp_path):
     grey, colour = random_images(4, 4), random_images(4, 4, 3)
-    source = open_parquet(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
+    source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
     np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))
-    source = open_parquet(str(write(tmp_path / "b.parquet", pa.array([encode(grey), encode(colour)]), [0, 1])))
+    source = open_images(str(write(tmp_path / "b.parquet", pa.array([encode(grey), encode(colour)]), [0, 1])))
     with refusal(DataError, "b.parquet", "row 1", "colour"):
         source.read(0)
 
@@ -178,7 +178,7 @@ def test_row_ids_follow_the_paths_then_the_rows(tmp_path):
     write(tmp_path / "_temporary" / "x.parquet", tensors(random_images(1, 4, 4)), [9])
     write(tmp_path / ".hidden.parquet", tensors(random_images(1, 4, 4)), [9])
     (tmp_path / "_SUCCESS").touch()
-    source = open_parquet(str(tmp_path))
+    source = open_images(str(tmp_path))
     assert source.row_groups == (2, 1) * 4
     assert everything(source)["label"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert source.where(3, 0) == f"{tmp_path}/b/0.parquet, row 2"
@@ -189,7 +189,7 @@ def test_the_fingerprint_is_of_names_groups_and_shape(tmp_path):
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
         images = tensors(random_images(rows, size, 4, seed=rows))
         write(tmp_path / folder / name, images, [0] * rows, row_group_size=group)
-        return open_parquet(str(tmp_path / folder)).fingerprint
+        return open_images(str(tmp_path / folder)).fingerprint
 
     base = fingerprint("x")
     assert fingerprint("elsewhere") == base
@@ -211,7 +211,7 @@ def fingerprint_of(request, tmp_path, monkeypatch):
         for number, some in enumerate(np.split(np.arange(ROWS_OF_CONTENT), 2)):
             options = {"compression": "none", "use_dictionary": False, "row_group_size": 50}
             write(tmp_path / f"{number}.parquet", tensors(images[some]), labels[some], **options)
-        return open_parquet(str(tmp_path)).fingerprint
+        return open_images(str(tmp_path)).fingerprint
 
     return make
 
@@ -234,7 +234,7 @@ def test_a_changed_pixel_is_seen_where_all_bytes_are_read(tmp_path):
     for pixel in (0, 1):
         images[2, 3, 3] = pixel
         write(tmp_path / "a.parquet", tensors(images), [0, 1, 0, 1], compression="none", use_dictionary=False)
-        prints.append(open_parquet(str(tmp_path)).fingerprint)
+        prints.append(open_images(str(tmp_path)).fingerprint)
     assert prints[0] != prints[1]
 
 
@@ -252,7 +252,7 @@ def test_samples_are_bounded_and_within_their_files(sizes):
 def test_a_source_travels_and_is_read_by_many_threads(tmp_path):
     images = random_images(64, 8, 8)
     write(tmp_path / "a.parquet", tensors(images), range(64), row_group_size=4, compression="zstd")
-    source = pickle.loads(pickle.dumps(open_parquet(str(tmp_path))))
+    source = pickle.loads(pickle.dumps(open_images(str(tmp_path))))
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda turn: source.read(turn % 16), range(160)))
     for turn, group in enumerate(read):
@@ -261,17 +261,17 @@ def test_a_source_travels_and_is_read_by_many_threads(tmp_path):
 
 def test_a_file_that_changed_is_refused_and_opened_anew(tmp_path):
     path = write(tmp_path / "a.parquet", tensors(random_images(4, 4, 4)), [0] * 4)
-    before = open_parquet(str(path))
+    before = open_images(str(path))
     path.unlink()
     write(path, tensors(random_images(6, 4, 4)), [0] * 6)
-    assert rows_in(open_parquet(str(path))) == 6
+    assert rows_in(open_images(str(path))) == 6
     with refusal(DataError, "a.parquet", "changed"):
         before.read(0)
 
 
 def test_a_file_of_as_many_rows_that_changed_is_refused(tmp_path):
     path = write(tmp_path / "a.parquet", pa.array([encode(random_images(4, 4))] * 2), [0, 1])
-    before = open_parquet(str(path))
+    before = open_images(str(path))
     path.unlink()
     write(path, pa.array([encode(random_images(4, 4, seed=1)), b"longer than before" * 10]), [0, 1])
     parquet_files.forget_open_files()
@@ -306,10 +306,10 @@ def test_what_is_refused_before_training(tmp_path, image, label, parts):
     write(tmp_path / "a.parquet", GOOD, [0, 1, 2])
     write(tmp_path / "bad.parquet", image, label)
     with refusal(DataError, "bad.parquet", *parts):
-        open_parquet(str(tmp_path / "bad.parquet"))
+        open_images(str(tmp_path / "bad.parquet"))
     if "row 0" not in parts or "double" in parts:
         with refusal(DataError, "bad.parquet", *parts):
-            open_parquet(str(tmp_path))
+            open_images(str(tmp_path))
 
 
 HOLED = pa.ExtensionArray.from_storage(
@@ -336,7 +336,7 @@ HOLED = pa.ExtensionArray.from_storage(
 def test_what_is_refused_at_reading_names_the_row_of_the_file(tmp_path, image, parts):
     good = pa.concat_arrays([image[:1]] * 3)
     path = write(tmp_path / "a.parquet", pa.concat_arrays([good, image]), range(5), row_group_size=3)
-    source = open_parquet(str(path))
+    source = open_images(str(path))
     source.read(0)
     with refusal(DataError, "a.parquet, row 4", *parts):
         source.read(1)
@@ -348,40 +348,40 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path, twice):
     columns = {"image": tensors(random_images(2, 4, 4)), "label": pa.array([0, 1])}
     pq.write_table(pa.table([columns[name] for name in names], names=names), tmp_path / "a.parquet")
     with refusal(DataError, "a.parquet", f"several columns '{twice}'", "rename the others"):
-        open_parquet(str(tmp_path))
+        open_images(str(tmp_path))
 
 
 def test_files_of_unlike_shape_are_refused(tmp_path):
     write(tmp_path / "a.parquet", tensors(random_images(2, 4, 4)), [0, 1])
     write(tmp_path / "b.parquet", tensors(random_images(2, 4, 5)), [0, 1])
     with refusal(DataError, "b.parquet", "[4, 5]", "[4, 4]"):
-        open_parquet(str(tmp_path))
+        open_images(str(tmp_path))
 
 
 def test_damaged_files_are_refused_by_name(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with refusal(DataError, "a.parquet", "not a Parquet file"):
-        open_parquet(str(tmp_path))
+        open_images(str(tmp_path))
     (tmp_path / "a.parquet").write_bytes(b"")
     with refusal(DataError, "a.parquet"):
-        open_parquet(str(tmp_path))
+        open_images(str(tmp_path))
     path = write(tmp_path / "a.parquet", tensors(random_images(500, 8, 8)), [0] * 500, compression="zstd")
     content = bytearray(path.read_bytes())
     at = pq.read_metadata(path).row_group(0).column(1).data_page_offset
     content[at : at + 200] = bytes(200)
     path.write_bytes(content)
-    source = open_parquet(str(path))
+    source = open_images(str(path))
     with refusal(DataError, "a.parquet", "damaged"):
         source.read(0)
 
 
 def test_missing_and_empty_places_are_refused(tmp_path):
     with refusal(DataError, str(tmp_path / "none"), "not found", "DATASET"):
-        open_parquet(str(tmp_path / "none"))
+        open_images(str(tmp_path / "none"))
     with refusal(DataError, str(tmp_path), "no *.parquet"):
-        open_parquet(str(tmp_path))
+        open_images(str(tmp_path))
     with refusal(DataError, "http://host/x", "s3://"):
-        open_parquet("http://host/x")
+        open_images("http://host/x")
 
 
 # -------------------------------------------------------------------------------------------------------- the settings
@@ -403,7 +403,7 @@ def test_train_and_test_folders_are_told_apart(tmp_path):
     train, test = find_sources(Settings(dataset=alone))
     assert (rows_in(train), test) == (2, None)
 
-    train, test = open_dataset(alone, both)
+    train, test = open_image_splits(alone, both)
     assert test
     assert (rows_in(train), rows_in(test)) == (2, 2)
 
@@ -411,10 +411,10 @@ def test_train_and_test_folders_are_told_apart(tmp_path):
 def test_the_test_dataset_wins_and_may_be_the_dataset_itself(tmp_path):
     both = folders(tmp_path / "both", train=[0, 1, 2], test=[1, 2])
     other = folders(tmp_path / "other", rest=[0])
-    train, test = open_dataset(both, other)
+    train, test = open_image_splits(both, other)
     assert test
     assert (rows_in(train), rows_in(test)) == (3, 1)
-    train, test = open_dataset(other, other)
+    train, test = open_image_splits(other, other)
     assert test
     assert (rows_in(train), rows_in(test)) == (1, 1)
 
@@ -425,7 +425,7 @@ def test_held_out_rows_must_fit_the_training_rows(tmp_path):
         find_sources(Settings(dataset=location))
     write(tmp_path / "test" / "0.parquet", tensors(random_images(1, 4, 5)), [0])
     with refusal(DataError, "test/0.parquet", "(1, 4, 5)", "(1, 4, 4)"):
-        check_labels_match(open_parquet(str(tmp_path / "train")), open_parquet(str(tmp_path / "test")))
+        check_labels_match(open_images(str(tmp_path / "train")), open_images(str(tmp_path / "test")))
 
 
 # ------------------------------------------------------------------------------------------------------ bundled digits
@@ -436,7 +436,9 @@ def test_the_sample_is_balanced_and_split():
     assert test
     assert train.shape == test.shape == (1, 28, 28)
     assert train.classes == test.classes == 10
-    assert train.fingerprint != test.fingerprint
+    content = "e11a31a61338b1ec"
+    assert train.fingerprint == f"a1d44e11a4dc988a-{content}", "runs that have begun are refused with another"
+    assert test.fingerprint == f"e5deddb15e94b2d1-{content}"
     assert np.bincount(everything(train)["label"]).tolist() == [1200] * 10
     assert np.bincount(everything(test)["label"]).tolist() == [200] * 10
 
@@ -592,16 +594,16 @@ def test_a_dataset_in_a_bucket_is_the_same_dataset(tmp_path, request, scheme):
         bucket.write(f"digits/{path.relative_to(tmp_path)}", path.read_bytes())
     bucket.write("digits/train/_SUCCESS", b"")
 
-    local, _ = open_dataset(both)
-    train, test = open_dataset(f"{url}/digits/")
+    local, _ = open_image_splits(both)
+    train, test = open_image_splits(f"{url}/digits/")
     assert test
     assert train.fingerprint == local.fingerprint
     assert train.where(0, 1) == f"{url}/digits/train/0.parquet, row 1"
     np.testing.assert_array_equal(everything(train)["image"], everything(local)["image"])
     np.testing.assert_array_equal(everything(test)["label"], [1, 2])
-    assert rows_in(open_parquet(f"{url}/digits/test/0.parquet")) == 2
+    assert rows_in(open_images(f"{url}/digits/test/0.parquet")) == 2
     with refusal(DataError, f"{url}/nothing", "not found"):
-        open_parquet(f"{url}/nothing")
+        open_images(f"{url}/nothing")
 
 
 @pytest.mark.parametrize("scheme", CLOUDS)
@@ -610,7 +612,7 @@ def test_a_cloud_that_cannot_be_reached_is_no_damaged_file(monkeypatch, scheme):
     use = {"gs": use_google, "az": use_azure}[scheme]
     use(object_stores.free_port(), monkeypatch)
     with refusal(StorageError, f"{scheme}://data/digits", "cannot be read"):
-        open_parquet(f"{scheme}://data/digits")
+        open_images(f"{scheme}://data/digits")
 
 
 def test_a_url_that_is_forbidden_is_named(monkeypatch):
@@ -626,7 +628,7 @@ def test_a_url_that_is_forbidden_is_named(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         s3_environment(monkeypatch, f"http://127.0.0.1:{server.server_port}")
         with refusal(StorageError, "s3://data/digits", "ACCESS_DENIED"):
-            open_parquet("s3://data/digits")
+            open_images("s3://data/digits")
         server.shutdown()
 
 
@@ -636,7 +638,7 @@ def test_an_unreachable_url_is_named_within_its_time(monkeypatch):
         s3_environment(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
         began = time.monotonic()
         with refusal(StorageError, "s3://data/digits"):
-            open_parquet("s3://data/digits")
+            open_images("s3://data/digits")
     assert time.monotonic() - began < 30
 
 
@@ -646,5 +648,5 @@ def test_a_silent_server_is_given_up(monkeypatch):
         s3_environment(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
         with refusal(StorageError, "s3://data/digits"):
-            open_parquet("s3://data/digits")
+            open_images("s3://data/digits")
     assert time.monotonic() - began < 10

@@ -27,8 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from sunspot.data.image_table import open_images
 from sunspot.data.images import decode_bytes, decode_images
-from sunspot.data.parquet import open_parquet
 from sunspot.elastic.restore import read_init
 from sunspot.errors import SunspotError
 from sunspot.report import gather, render
@@ -215,7 +215,7 @@ def test_images(content: bytes, channels: int) -> None:
     with mock.patch.object(EpsImagePlugin, "Ghostscript", side_effect=BaseException("ran Ghostscript")):
         for pixels in (
             ends_well(lambda: decode_images(content, shape, "the body")),
-            ends_well(lambda: decode_bytes(content, shape, "a.parquet, row 1")),
+            ends_well(lambda: decode_bytes(content, shape)),
         ):
             assert pixels is None or (pixels.dtype == np.uint8 and pixels.shape[-3:] == shape)
 
@@ -287,7 +287,7 @@ PARQUET = [
 def test_parquet(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
-    source = ends_well(lambda: open_parquet(str(path)))
+    source = ends_well(lambda: open_images(str(path)))
     for group in range(len(source.row_groups) if source else 0):
         rows = ends_well(lambda number=group: source.read(number))  # type: ignore[misc,union-attr]
         assert rows is None or rows["image"].dtype == np.uint8

@@ -47,7 +47,7 @@ def of_a_request(content: bytes) -> np.ndarray:
 
 
 def of_a_row(content: bytes) -> np.ndarray:
-    return decode_bytes(content, SHAPE, "a.parquet, row 3")
+    return decode_bytes(content, SHAPE)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -102,7 +102,7 @@ def test_a_bomb_of_pixels_takes_no_memory(decode: Decode, content: bytes) -> Non
 
 def test_a_bomb_as_the_first_row_is_refused() -> None:
     with pytest.raises(DataError, match="pixels"):
-        open_image(png(12_000, 12_000), "a.parquet, row 0")
+        open_image(png(12_000, 12_000))
 
 
 @both

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sunspot.data.columns import Column
 from sunspot.data.packing import PackedSource, open_packed
 from sunspot.data.source import rows_in
-from sunspot.data.table_columns import Column
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import Settings
 from tests.harness import REPOSITORY

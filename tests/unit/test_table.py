@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from sunspot.data.columns import Column
 from sunspot.data.images import Resized
 from sunspot.data.table import TableSource, open_table
-from sunspot.data.table_columns import Column
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import Settings
 from tests.harness.datasets import everything, refusal

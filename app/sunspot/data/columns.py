@@ -1,155 +1,261 @@
-"""The columns `image` and `label` of a Parquet file: checking their types and values, and decoding them to NumPy."""
+"""Columns of a table as a task declares them: checking their types, and turning their values into arrays."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sunspot.data.images import GREY_MODES, decode_bytes, open_image
-from sunspot.errors import DataError
+from sunspot.errors import DataError, shorten
 
-FORMS = "PNG or JPEG bytes, fixed_shape_tensor of uint8, or lists of lists of integers"
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+"""Types that both loaders and PyTorch know."""
 
 MAX_LABEL = 2**31 - 1
 """A larger label is a mistake: no model has a score for each class up to it."""
 
 
-def row_of(path: str, row: int) -> str:
-    return f"{path}, row {row}"
+class Lists(NamedTuple):
+    """Lists of numbers of any length, laid end to end."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+    "int64 [n]"
 
 
-def read_labels(column: pa.ChunkedArray, path: str) -> np.ndarray:
-    """The labels of a file, int64 [n]; raises `DataError` naming the first bad row."""
-    if not pa.types.is_integer(column.type):
-        raise DataError(f"{path}, row 0: label is {column.type} ({column[0]}); it must be an integer from 0")
-    if column.null_count:
-        row = _first_true(pc.is_null(column))
-        raise DataError(f"{row_of(path, row)}: label is null; it must be an integer from 0")
-    labels = column.to_numpy()
+class Place(NamedTuple):
+    """Where the rows of a column come from, for messages."""
+
+    name: str
+    path: str
+    rows: np.ndarray
+    "The position in the file of each row."
+
+    def refuse(self, index: int, what: str) -> DataError:
+        """Return the error that says what is wrong with the row at an index."""
+        return DataError(f"{name_row(self.path, int(self.rows[index]))}: {self.name} {what}")
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column of the files becomes a tensor: numbers, or lists of them, or whatever `decode` makes numbers of."""
+
+    dtype: str = "float32"
+    "One of DTYPES. Those of whole numbers take integers and booleans, the others any number but NaN and infinity."
+    shape: tuple[int, ...] = ()
+    "Of each value: () for a number, (3,) for lists of three, (2, 3) for lists of lists."
+    longest: int = 0
+    "For lists of any length up to this one: they are padded to it, and NAME_length has their lengths, int64 [n]."
+    fill: float = 0
+    "The number that lists are padded with."
+    cut: bool = False
+    "Whether longer lists lose their end, instead of being refused."
+    decode: Callable[[Any], Any] | None = None
+    "Makes an array, or nested lists, of the value as Python has it: bytes, str, dict. Picklable."
+    of: str = ""
+    "The column in the files, if it has another name there."
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its numbers are whole."""
+        return np.dtype(self.dtype).kind in "iu"
+
+    @property
+    def is_class(self) -> bool:
+        """Whether its values may be classes."""
+        return self.is_whole and not (self.shape or self.longest or self.decode)
+
+    def find_mistake(self) -> str:
+        """Say why nothing can be read as this declares; empty if all is well."""
+        if self.dtype not in DTYPES:
+            return f"dtype {self.dtype!r}; it must be one of {', '.join(DTYPES)}"
+        if any(length < 1 for length in self.shape) or self.longest < 0:
+            return f"shape {self.shape}, longest {self.longest}; lengths are whole numbers from 1"
+        if self.longest and self.shape:
+            return f"shape {self.shape} and longest {self.longest}; a list has one or the other"
+        return ""
+
+    def describe(self) -> Any:
+        """Return what identifies the declaration in a fingerprint, as JSON takes it."""
+        named = getattr(self.decode, "__qualname__", type(self.decode).__qualname__) if self.decode else ""
+        identity = getattr(self.decode, "fingerprint", named)
+        return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
+
+    def takes(self, stored: pa.DataType) -> bool:
+        """Whether values of a type in the files can be what the column declares."""
+        if self.decode:
+            return True
+        if isinstance(stored, pa.FixedShapeTensorType):
+            inner, shape = stored.value_type, tuple(stored.shape)
+            fits = shape == self.shape and not is_permuted(stored)
+        else:
+            inner, depth = innermost(stored)
+            fits = depth == (1 if self.longest else len(self.shape))
+        is_number = pa.types.is_integer(inner) or pa.types.is_boolean(inner)
+        return fits and (is_number or (pa.types.is_floating(inner) and not self.is_whole))
+
+    def check_type(self, stored: pa.DataType, place: str) -> None:
+        """Raise `DataError` if no value of a type can be what the column declares."""
+        if not self.takes(stored):
+            raise DataError(
+                f"{place} is {stored}, but the task declares {self._describe_type()}; change the one or the other, or "
+                "give the column a function that decodes it"
+            )
+
+    def read(self, values: pa.ChunkedArray, place: Place) -> dict[str, np.ndarray]:
+        """Return the arrays of a column by their suffix: '' [n, *shape], and of lists '_length'; raises `DataError`."""
+        if not self.longest:
+            return {"": self._read_fixed(values, place)}
+        lists = self.read_lists(values, place)
+        too_long = lists.lengths > self.longest
+        if too_long.any() and not self.cut:
+            index = int(np.argmax(too_long))
+            raise place.refuse(
+                index,
+                f"has {lists.lengths[index]} values; the task takes at most {self.longest}, or with cut=True more",
+            )
+        kept = np.minimum(lists.lengths, self.longest)
+        padded = np.full((len(kept), self.longest), self.fill, self.dtype)
+        positions = np.arange(len(lists.values)) - np.repeat(np.cumsum(lists.lengths) - lists.lengths, lists.lengths)
+        padded[np.arange(self.longest) < kept[:, None]] = lists.values[positions < self.longest]
+        return {"": padded, "_length": kept}
+
+    def read_lists(self, values: pa.ChunkedArray, place: Place) -> Lists:
+        """Return the lists of a column at their full length; raises `DataError`."""
+        if self.decode:
+            decoded = [self._decode(value, place, index) for index, value in enumerate(values)]
+            for index, each in enumerate(decoded):
+                if each.ndim != 1:
+                    raise place.refuse(index, f"is decoded to an array of shape {list(each.shape)}; it must be a list")
+            lengths = np.array([len(each) for each in decoded], np.int64)
+            return Lists(np.concatenate([*decoded, np.empty(0, self.dtype)]), lengths)
+        array = _without_nulls(values, place)
+        lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
+        ends = np.cumsum(lengths)
+        numbers = self._fit(array.flatten(), place, lambda index: int(np.searchsorted(ends, index, side="right")))
+        return Lists(numbers, lengths)
+
+    def _read_fixed(self, values: pa.ChunkedArray, place: Place) -> np.ndarray:
+        """Return [n, *shape]: of tensors and lists of the declared dtype, a view of Arrow's memory."""
+        if self.decode:
+            return self._decode_all(values, place)
+        self.check_type(values.type, f"{place.path}: {place.name}")
+        array, per_row = _without_nulls(values, place), 1
+        if isinstance(array, pa.FixedShapeTensorArray):
+            array, per_row = array.storage.flatten(), math.prod(self.shape)
+        else:
+            for length in self.shape:
+                lengths = pc.list_value_length(array).fill_null(-1).to_numpy(zero_copy_only=False)
+                wrong = lengths != length
+                if wrong.any():
+                    first = int(np.argmax(wrong))
+                    found = f"a list of {lengths[first]}" if lengths[first] >= 0 else "a null"
+                    raise place.refuse(first // per_row, f"has {found}; it must be {self._describe_type()}")
+                array, per_row = array.flatten(), per_row * length
+        return self._fit(array, place, lambda index: index // per_row).reshape(len(values), *self.shape)
+
+    def _decode_all(self, values: pa.ChunkedArray, place: Place) -> np.ndarray:
+        found = np.empty((len(values), *self.shape), self.dtype)
+        for index, value in enumerate(values):
+            decoded = self._decode(value, place, index)
+            if decoded.shape != self.shape:
+                raise place.refuse(
+                    index, f"is decoded to an array of shape {list(decoded.shape)}; it must be {list(self.shape)}"
+                )
+            found[index] = decoded
+        return found
+
+    def _decode(self, value: pa.Scalar, place: Place, index: int) -> np.ndarray:
+        """Return what `decode` makes of a value, as the column's dtype."""
+        assert self.decode
+        if not value.is_valid:
+            raise place.refuse(index, "is null")
+        try:
+            decoded = np.asarray(self.decode(value.as_py()))
+        except DataError as error:
+            raise place.refuse(index, str(error)) from error
+        except Exception as error:  # of a task's own function, all kinds
+            raise place.refuse(index, f"cannot be decoded: {type(error).__name__}: {shorten(error)}") from error
+        if decoded.size and decoded.dtype.kind not in ("iub" if self.is_whole else "iubf"):
+            raise place.refuse(index, f"is decoded to {decoded.dtype}; the task declares {self.dtype}")
+        return self._cast(decoded.reshape(-1), place, lambda _: index).reshape(decoded.shape)
+
+    def _fit(self, values: pa.Array, place: Place, row_of: Callable[[int], int]) -> np.ndarray:
+        """Return numbers as the column's dtype; `row_of` gives the index of the row that a number belongs to."""
+        if values.null_count:
+            raise place.refuse(row_of(first_true(pc.is_null(values))), "has a null")
+        if pa.types.is_boolean(values.type):
+            values = values.cast(pa.uint8())
+        return self._cast(values.to_numpy(zero_copy_only=False), place, row_of)
+
+    def _cast(self, numbers: np.ndarray, place: Place, row_of: Callable[[int], int]) -> np.ndarray:
+        if self.is_whole:
+            if np.can_cast(numbers.dtype, self.dtype):
+                return numbers.astype(self.dtype, copy=False)
+            limits = np.iinfo(self.dtype)
+            fits, allowed = (numbers >= limits.min) & (numbers <= limits.max), f"{limits.min} to {limits.max}"
+            result = numbers.astype(self.dtype)
+        else:
+            with np.errstate(over="ignore"):
+                result = numbers.astype(self.dtype)
+            fits, allowed = np.isfinite(result), "finite numbers"
+        if not fits.all():
+            first = int(np.argmin(fits))
+            raise place.refuse(row_of(first), f"has {numbers[first]}; {self.dtype} takes {allowed}")
+        return result
+
+    def _describe_type(self) -> str:
+        if self.longest:
+            return f"lists of up to {self.longest} {self.dtype}"
+        if self.shape:
+            return f"{self.dtype} of shape {list(self.shape)}"
+        return f"a number for {self.dtype}"
+
+
+def read_labels(values: pa.ChunkedArray, path: str) -> np.ndarray:
+    """Return the labels of a file, int64 [n]; raises `DataError` naming the first bad row."""
+    if not pa.types.is_integer(values.type):
+        raise DataError(f"{path}, row 0: label is {values.type} ({values[0]}); it must be an integer from 0")
+    if values.null_count:
+        row = first_true(pc.is_null(values))
+        raise DataError(f"{name_row(path, row)}: label is null; it must be an integer from 0")
+    labels = values.to_numpy()
     bad = (labels < 0) | (labels > MAX_LABEL)
     if bad.any():
-        row = _first_true(bad)
-        raise DataError(f"{row_of(path, row)}: label {labels[row]}; it must be an integer from 0 to {MAX_LABEL}")
+        row = first_true(bad)
+        raise DataError(f"{name_row(path, row)}: label {labels[row]}; it must be an integer from 0 to {MAX_LABEL}")
     return labels.astype(np.int64, copy=False)
 
 
-def dims_of_type(stored: pa.DataType, path: str) -> tuple[int, ...]:
-    """The dimensions of an image if its type gives them, else (); raises `DataError` for a type that holds no images.
+def name_row(path: str, row: int) -> str:
+    return f"{path}, row {row}"
 
-    Dimensions are those in the file: [H, W], [H, W, C] or [C, H, W].
+
+def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
+    """Return the type of the values in nested lists, and how deep they are nested."""
+    depth = 0
+    while hasattr(stored, "value_type"):
+        stored, depth = stored.value_type, depth + 1
+    return stored, depth
+
+
+def is_permuted(stored: pa.FixedShapeTensorType) -> bool:
+    """Whether tensors lie in memory in another order than their shape says.
+
+    pyarrow 26 writes shapes that contradict the permutation, and cannot read them back itself.
     """
-    if isinstance(stored, pa.FixedShapeTensorType) and stored.value_type == pa.uint8():
-        dims = tuple(stored.shape)
-        if list(stored.permutation or range(len(dims))) != list(range(len(dims))):
-            # pyarrow 26 writes shapes that contradict the permutation, and cannot read them back itself.
-            raise DataError(f"{path}: image is {stored}; write it from a C-contiguous array, without a permutation")
-        layout(dims, path)
-        return dims
-    depth, inner = 0, stored
-    while _is_list(inner):
-        depth, inner = depth + 1, inner.value_type
-    if not _is_bytes(stored) and (depth not in (2, 3) or not pa.types.is_integer(inner)):
-        raise DataError(f"{path}: image is {stored}; it must be {FORMS}")
-    return ()
+    order = list(range(len(stored.shape)))
+    return list(stored.permutation or order) != order
 
 
-def dims_of_value(value: pa.Scalar, place: str) -> tuple[int, ...]:
-    """The dimensions of one image of bytes or lists."""
-    if not value.is_valid:
-        raise DataError(f"{place}: image is null")
-    if _is_bytes(value.type):
-        image = open_image(value.as_py(), place)
-        return (image.height, image.width) if image.mode in GREY_MODES else (image.height, image.width, 3)
-    dims: tuple[int, ...] = ()
-    nested = value.as_py()
-    while isinstance(nested, list):
-        dims, nested = (*dims, len(nested)), nested[0] if nested else None
-    layout(dims, place)
-    return dims
-
-
-def layout(dims: tuple[int, ...], place: str) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Channels, height and width of an image stored as `dims`, and the transposition of [n, *dims] to that order."""
-    if len(dims) == 2 and all(dims):
-        return (1, dims[0], dims[1]), ()
-    if len(dims) == 3 and all(dims) and dims[2] in (1, 3):
-        return (dims[2], dims[0], dims[1]), (0, 3, 1, 2)
-    if len(dims) == 3 and all(dims) and dims[0] in (1, 3):
-        return (dims[0], dims[1], dims[2]), ()
-    raise DataError(f"{place}: image of shape {list(dims)}; it must be [H, W], [H, W, C] or [C, H, W], C being 1 or 3")
-
-
-def decode(
-    column: pa.ChunkedArray, dims: tuple[int, ...], rows: np.ndarray | None, path: str, first: int
-) -> np.ndarray:
-    """The chosen rows of a row group whose first row is row `first` of its file: uint8 [n, C, H, W], C-contiguous.
-
-    Tensors and lists become one array, without a copy where Arrow allows it; all later work is on the chosen rows only.
-    """
-    if column.null_count:
-        raise DataError(f"{row_of(path, first + _first_true(pc.is_null(column)))}: image is null")
-    shape, axes = layout(dims, path)
-    if _is_bytes(column.type):
-        chosen = range(len(column)) if rows is None else rows.tolist()
-        images = np.empty((len(chosen), *shape), np.uint8)
-        for image, row in zip(images, chosen, strict=True):
-            image[:] = decode_bytes(column[row].as_py(), shape, row_of(path, first + row))
-        return images
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    is_tensor = isinstance(array, pa.FixedShapeTensorArray)
-    images = _tensors(array, path, first) if is_tensor else _lists(array, dims, path, first)
-    if images.shape[1:] != dims:
-        raise DataError(f"{path}: has changed since it was opened; start the run again")
-    images = images if rows is None else images[rows]
-    if images.dtype != np.uint8:
-        bad = ((images < 0) | (images > 255)).reshape(len(images), math.prod(dims))
-        if bad.any():
-            index = _first_true(bad.any(axis=1))
-            row, value = index if rows is None else int(rows[index]), images[index].flat[_first_true(bad[index])]
-            raise DataError(f"{row_of(path, first + row)}: image has a pixel of {value}; pixels are 0 to 255")
-        images = images.astype(np.uint8)
-    return np.ascontiguousarray(images.transpose(axes) if axes else images).reshape(len(images), *shape)
-
-
-def _tensors(array: pa.FixedShapeTensorArray, path: str, first: int) -> np.ndarray:
-    """[n, *dims] of a tensor column: a view of Arrow's memory."""
-    values = array.storage.flatten()
-    _refuse_null_pixels(values, len(values) // max(1, len(array)), path, first)
-    return values.to_numpy().reshape(len(array), *array.type.shape)
-
-
-def _lists(array: pa.Array, dims: tuple[int, ...], path: str, first: int) -> np.ndarray:
-    """[n, *dims] of nested lists: a view of Arrow's memory."""
-    values, per_image = array, 1
-    for length in dims:
-        lengths = pc.list_value_length(values).fill_null(-1).to_numpy()
-        bad = lengths != length
-        if bad.any():
-            row, found = _first_true(bad) // per_image, lengths[bad][0]
-            raise DataError(
-                f"{row_of(path, first + row)}: image has {f'a list of {found}' if found >= 0 else 'a null'} where the "
-                f"first of the dataset has a list of {length}; every image must be of shape {list(dims)}"
-            )
-        values, per_image = values.flatten(), per_image * length
-    _refuse_null_pixels(values, per_image, path, first)
-    return values.to_numpy().reshape(len(array), *dims)
-
-
-def _refuse_null_pixels(values: pa.Array, per_image: int, path: str, first: int) -> None:
-    if values.null_count:
-        raise DataError(f"{row_of(path, first + _first_true(pc.is_null(values)) // per_image)}: image has a null")
-
-
-def _is_bytes(stored: pa.DataType) -> bool:
-    types = pa.types
-    return any(test(stored) for test in (types.is_binary, types.is_large_binary, types.is_binary_view))
-
-
-def _is_list(stored: pa.DataType) -> bool:
-    types = pa.types
-    return any(test(stored) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list))
-
-
-def _first_true(mask: np.ndarray | pa.Array | pa.ChunkedArray) -> int:
+def first_true(mask: np.ndarray | pa.Array | pa.ChunkedArray) -> int:
     return int(np.argmax(np.asarray(mask)))
+
+
+def _without_nulls(values: pa.ChunkedArray, place: Place) -> pa.Array:
+    if values.null_count:
+        raise place.refuse(first_true(pc.is_null(values)), "is null")
+    return values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)

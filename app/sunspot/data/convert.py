@@ -175,7 +175,7 @@ def _new_directory(out: str) -> Iterator[Path]:
     target = Path(os.path.abspath(os.path.expanduser(out)))
     if os.path.lexists(target):
         raise SettingsError(f"{target}: exists already; remove it, or give another directory")
-    # Hidden from open_parquet, which skips such names; not mkdtemp, whose directories only their owner can read.
+    # Hidden from list_files, which skips such names; not mkdtemp, whose directories only their owner can read.
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
         aside.mkdir(parents=True)

@@ -91,12 +91,12 @@ def _from_image(content: bytes, shape: tuple[int, int, int], place: str) -> np.n
     return pixels[None]
 
 
-def open_image(content: bytes, place: str) -> Any:
-    """A Pillow image whose header has been read."""
+def open_image(content: bytes) -> Any:
+    """Return a Pillow image whose header has been read; raises `DataError`."""
     try:
         return open_checked(io.BytesIO(content))
     except Exception as error:  # Pillow's decoders raise all kinds
-        raise DataError(f"{place}: image bytes are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
+        raise DataError(f"has bytes that are neither PNG nor JPEG, or damaged: {shorten(error)}") from error
 
 
 def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
@@ -114,20 +114,20 @@ def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
     return image
 
 
-def decode_bytes(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
-    """uint8 [C, H, W] of encoded bytes."""
-    image = open_image(content, place)
+def decode_bytes(content: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    """Return uint8 [C, H, W] of encoded bytes; raises `DataError` that says what is wrong with the image."""
+    image = open_image(content)
     if (image.height, image.width) != shape[1:]:
         raise DataError(
-            f"{place}: image of {image.height} x {image.width} (height x width), the first of the dataset has "
-            f"{shape[1]} x {shape[2]}; resize them all to one size"
+            f"is {image.height} x {image.width} (height x width), the first of the dataset {shape[1]} x {shape[2]}; "
+            "resize them all to one size"
         )
     if shape[0] == 1 and image.mode not in GREY_MODES:
-        raise DataError(f"{place}: image in colour, the first of the dataset is grey; write them all alike")
+        raise DataError("is in colour, the first of the dataset is grey; write them all alike")
     try:
         return to_pixels(image, shape[0])
     except Exception as error:
-        raise DataError(f"{place}: image bytes are damaged: {shorten(error)}") from error
+        raise DataError(f"is damaged: {shorten(error)}") from error
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:

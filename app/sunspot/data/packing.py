@@ -13,9 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from sunspot.data.row_files import FILES_AT_ONCE
-from sunspot.data.table import TableSource, open_table
-from sunspot.data.table_columns import Column
+from sunspot.data.columns import Column
+from sunspot.data.table import FILES_AT_ONCE, TableSource, open_table
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import PREFIX, Settings
 

@@ -93,7 +93,7 @@ def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Sou
     train: Source
     test: Source | None
     if settings.dataset == "sample":
-        from sunspot.data.parquet import open_sample
+        from sunspot.data.image_table import open_sample
 
         train, test = open_sample()
     elif settings.dataset == "mnist":
@@ -101,9 +101,9 @@ def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Sou
 
         train, test = open_mnist(settings.data_root)
     else:
-        from sunspot.data.parquet import open_dataset
+        from sunspot.data.image_table import open_image_splits
 
-        train, test = open_dataset(settings.dataset, settings.test_dataset, labelled)
+        train, test = open_image_splits(settings.dataset, settings.test_dataset, labelled)
     if test and labelled:
         check_labels_match(train, test)
     return train, test

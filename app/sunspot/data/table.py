@@ -1,40 +1,79 @@
-"""A dataset of any columns, in Parquet on disk or in a bucket: a task declares which it wants, and as what."""
+"""A dataset of any columns, in files on disk or in a bucket: a task declares which it wants, and as what."""
 
 import functools
+import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from sunspot.data.columns import read_labels
-from sunspot.data.fingerprint import digest
-from sunspot.data.parquet_files import absolute, parquet_errors, split_folder
-from sunspot.data.row_files import FileSummary, RowFiles, check_files, find_column, number_groups, summarize_file
+from sunspot.data.columns import Column, Lists, Place, name_row, read_labels
+from sunspot.data.fingerprint import digest, digest_array, sample_ranges
+from sunspot.data.parquet_files import (
+    absolute,
+    file_size,
+    forget_open_files,
+    join,
+    list_files,
+    parquet_errors,
+    read_range,
+    split_folder,
+)
 from sunspot.data.source import check_labels_match
-from sunspot.data.table_columns import Column, Lists, Place, check_type, read_column, read_lists
-from sunspot.data.table_files import open_table_file
+from sunspot.data.table_files import forget_mapped_files, open_table_file
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import PREFIX, Settings
 
 LABEL = "label"
 """Whole numbers in a column of this name are classes; anything else there is a value like any other."""
 
+FILES_AT_ONCE = 8
+"""Files whose footers and labels are read at the same time when a dataset is opened."""
+
+
+class Group(NamedTuple):
+    """A row group: its file (index into `TableSource.files`), its number and first row in that file."""
+
+    file: int
+    number: int
+    first: int
+    rows: int
+
 
 @dataclass(frozen=True)
-class TableSource(RowFiles):
-    """Rows of the declared columns; a `Source`."""
+class TableSource:
+    """Rows of the declared columns; a `Source`. It holds names and numbers only, and reads the files when asked."""
 
+    location: str
+    "The file or folder that was opened, as an absolute path or a URL."
+    files: tuple[str, ...]
+    "Paths relative to `location`; one empty path when `location` is a file."
+    groups: tuple[Group, ...]
+    sizes: tuple[int, ...]
+    "Bytes of each file."
+    tables: str
+    "Digest of all labels, and of the sizes of all column chunks."
     columns: dict[str, Column]
     classes: int
-    "0 without classes."
+    "How many classes the labels have; 0 without classes."
+    declared: bool = True
+    "Whether a task has declared the columns. Images found in the files are identified by their shape alone."
+
+    @cached_property
+    def row_groups(self) -> tuple[int, ...]:
+        return tuple(group.rows for group in self.groups)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the column `image` if there is one; else how many numbers a row has besides its label."""
+        """Shape of the column `image` if there is one; else how many numbers a row has besides its label."""
         if "image" in self.columns:
             return self.columns["image"].shape
         others = [column for name, column in self.columns.items() if name != LABEL]
@@ -42,27 +81,37 @@ class TableSource(RowFiles):
 
     @cached_property
     def fingerprint(self) -> str:
-        declared = {name: column.describe() for name, column in self.columns.items()}
-        return self.identify(json.dumps([self.names, self.groups, declared]))
+        """A digest of names, groups and columns, then, after a '-', of the content; a copy elsewhere has the same.
+
+        The content is all labels, the sizes of all column chunks, and samples of the files' bytes. Unseen remain values
+        that were changed in place, outside the samples, and take as many bytes as before.
+        """
+        names = [name or os.path.basename(self.location) for name in self.files]
+        described = {name: column.describe() for name, column in self.columns.items()} if self.declared else self.shape
+        layout = json.dumps([names, self.groups, described])
+        ranges = zip(self.files, sample_ranges(self.sizes), strict=True)
+        places = [(join(self.location, name), offset, length) for name, some in ranges for offset, length in some]
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            content = digest(self.tables.encode(), *pool.map(lambda place: read_range(*place), places))
+        return f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}-{content}"
+
+    def where(self, group: int, row: int) -> str:
+        return name_row(self._path_of(group), self.groups[group].first + row)
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        chosen, table = self._read_values(group, rows)
         found: dict[str, np.ndarray] = {}
-        for name, column in self.columns.items():
-            place = Place(name, self.path_of(group), chosen + self.groups[group].first)
-            arrays = read_column(column, table[column.of or name], place)
-            found |= {name + suffix: array for suffix, array in arrays.items()}
+        for name, values, place in self._read_columns(group, rows):
+            found |= {name + suffix: array for suffix, array in self.columns[name].read(values, place).items()}
         return found
 
     def read_lists(self, group: int) -> dict[str, Lists]:
-        """The lists of a row group, whole, by column; all columns have as long ones. Raises like `read`."""
-        chosen, table = self._read_values(group, None)
+        """Return the lists of a row group, whole, by column; all columns have as long ones. Raises like `read`."""
         found: dict[str, Lists] = {}
-        for name, column in self.columns.items():
-            place = Place(name, self.path_of(group), chosen + self.groups[group].first)
-            found[name] = read_lists(column, table[column.of or name], place)
+        for name, values, place in self._read_columns(group, None):
+            found[name] = self.columns[name].read_lists(values, place)
             first = next(iter(found))
-            if (differs := found[name].lengths != found[first].lengths).any():
+            differs = found[name].lengths != found[first].lengths
+            if differs.any():
                 row = int(np.argmax(differs))
                 raise place.refuse(
                     row,
@@ -71,61 +120,131 @@ class TableSource(RowFiles):
                 )
         return found
 
-    def _read_values(self, group: int, rows: np.ndarray | None) -> tuple[np.ndarray, pa.Table]:
-        """Positions in a row group, and the columns there."""
-        stored = dict.fromkeys(column.of or name for name, column in self.columns.items())
-        table = self.read_table(group, list(stored))
-        return (np.arange(len(table)), table) if rows is None else (rows, table.take(rows))
+    def _read_columns(self, group: int, rows: np.ndarray | None) -> list[tuple[str, pa.ChunkedArray, Place]]:
+        """Return name, values and place of each column, for some positions in a row group or all."""
+        stored = {name: column.of or name for name, column in self.columns.items()}
+        path, table = self._path_of(group), self._read_table(group, list(dict.fromkeys(stored.values())))
+        if rows is None:
+            rows = np.arange(len(table))
+        else:
+            table = table.take(rows)
+        in_file = rows + self.groups[group].first
+        return [(name, table[column], Place(name, path, in_file)) for name, column in stored.items()]
+
+    def _read_table(self, group: int, columns: Sequence[str]) -> pa.Table:
+        """Read some columns of a row group; raises `DataError` if its file has changed since it was opened."""
+        place, path = self.groups[group], self._path_of(group)
+        with parquet_errors(path):
+            file = open_table_file(path)
+            if file_size(path) != self.sizes[place.file] or file.groups[place.number :][:1] != [place.rows]:
+                raise DataError(f"{path}: has changed since it was opened; start the run again")
+            return file.read(columns, place.number)
+
+    def _path_of(self, group: int) -> str:
+        return join(self.location, self.files[self.groups[group].file])
 
 
 def open_table(settings: Settings, columns: Mapping[str, Column]) -> tuple[TableSource, TableSource | None]:
-    """Training and held-out rows of DATASET and TEST_DATASET, with these columns: a task's `find_sources` returns them.
+    """Open the training and held-out rows of DATASET and TEST_DATASET with these columns, for a task's `find_sources`.
 
     Raises `SettingsError` for a wrong declaration, `DataError` for what is unfit in the files as far as their types and
     labels tell (the rest, when it is read), or `StorageError`.
     """
     for name, column in columns.items():
-        if mistake := column.find_mistake():
+        mistake = column.find_mistake()
+        if mistake:
             raise SettingsError(f"{PREFIX}TASK={settings.task}: column {name!r} has {mistake}")
     if settings.dataset in ("sample", "mnist"):
         raise DataError(
             f"{PREFIX}DATASET={settings.dataset}: images of digits, but {settings.task} reads the columns "
             f"{', '.join(columns)}; set it to a path or URL of Parquet"
         )
-    folder = split_folder(settings.dataset, "train")
-    given = settings.test_dataset or (settings.dataset if folder != absolute(settings.dataset) else "")
-    train = _open_rows(folder, dict(columns))
-    test = _open_rows(split_folder(given, "test"), dict(columns)) if given else None
+    train, test = (
+        open_rows(location, find_files(location), dict(columns)) if location else None
+        for location in locate_splits(settings.dataset, settings.test_dataset)
+    )
+    assert train
     if test and train.classes:
         check_labels_match(train, test)
     return train, test
 
 
-def _open_rows(location: str, columns: dict[str, Column]) -> TableSource:
-    location = absolute(location)
-    names, _, checked = check_files(location, functools.partial(_check_file, columns=columns))
-    files = [file for file, _ in checked]
+def locate_splits(dataset: str, test_dataset: str) -> tuple[str, str]:
+    """Return where the training and the held-out rows of DATASET and TEST_DATASET lie; '' without held-out rows.
+
+    A folder with `train` and `test` in it stands for the one or the other; TEST_DATASET comes before its `test`.
+    """
+    train = split_folder(dataset, "train")
+    given = test_dataset or (dataset if train != absolute(dataset) else "")
+    return train, split_folder(given, "test") if given else ""
+
+
+def find_files(location: str) -> list[str]:
+    """Return the names of a dataset's files (`TableSource.files`), which are opened anew from now on."""
+    forget_open_files()
+    forget_mapped_files()
+    return list_files(location)
+
+
+def open_rows(location: str, names: list[str], columns: dict[str, Column]) -> TableSource:
+    """Open the files of a dataset and check them, as far as their types and labels tell."""
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        paths = [join(location, name) for name in names]
+        files = list(pool.map(functools.partial(_check_file, columns=columns), paths))
     return TableSource(
         location=location,
         files=tuple(names),
-        groups=number_groups(file.groups for file in files),
+        groups=_number_groups(file.groups for file in files),
         sizes=tuple(file.size for file in files),
         tables=digest(*(file.digest.encode() for file in files)),
         columns=columns,
-        classes=max(classes for _, classes in checked),
+        classes=max(file.classes for file in files),
     )
 
 
-def _check_file(path: str, columns: dict[str, Column]) -> tuple[FileSummary, int]:
-    """What is known of a file, and the number of its classes."""
+class _FileSummary(NamedTuple):
+    """What is known of a file when it has been opened."""
+
+    groups: list[int]
+    "Rows of each."
+    size: int
+    "Bytes."
+    digest: str
+    "Of its labels and the sizes of its column chunks."
+    classes: int
+
+
+def _check_file(path: str, columns: dict[str, Column]) -> _FileSummary:
     with parquet_errors(path):
         file = open_table_file(path)
-        for name, column in columns.items():
-            check_type(column, name, find_column(file.schema, column.of or name, path).type, path)
+        fields = {name: find_column(file.schema, column.of or name, path) for name, column in columns.items()}
         if not sum(file.groups):
             raise DataError(f"{path}: has no rows; remove the file")
         labels = np.empty(0, np.int64)
-        if LABEL in columns and columns[LABEL].is_class:
-            stored = columns[LABEL].of or LABEL
-            labels = read_labels(file.read([stored])[stored], path)
-        return summarize_file(path, file, labels), int(labels.max()) + 1 if len(labels) else 0
+        for name, column in columns.items():
+            if name == LABEL and column.is_class:
+                labels = read_labels(file.read([fields[name].name])[0], path)
+            else:
+                column.check_type(fields[name].type, f"{path}: {name}")
+        known = digest(digest_array(labels).encode(), json.dumps(file.chunks).encode())
+        return _FileSummary(file.groups, file_size(path), known, int(labels.max()) + 1 if len(labels) else 0)
+
+
+def find_column(schema: pa.Schema, name: str, path: str) -> pa.Field:
+    """Return the one column with a name; raises `DataError`."""
+    found = ", ".join(schema.names) or "none"
+    if name not in schema.names:
+        raise DataError(f"{path}: no column {name!r} among its columns ({found}); rename the one that holds it")
+    if schema.names.count(name) > 1:
+        raise DataError(f"{path}: several columns {name!r} among its columns ({found}); rename the others")
+    return schema.field(name)
+
+
+def _number_groups(files: Iterable[Sequence[int]]) -> tuple[Group, ...]:
+    """Number the row groups of all files, given the rows of each; empty ones are left out."""
+    return tuple(
+        Group(index, number, first, rows)
+        for index, sizes in enumerate(files)
+        for number, (first, rows) in enumerate(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+        if rows
+    )

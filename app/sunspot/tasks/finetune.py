@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sunspot.data.columns import Column
 from sunspot.data.packing import open_packed
 from sunspot.data.source import Batch, Source
 from sunspot.data.table import open_table
-from sunspot.data.table_columns import Column
 from sunspot.data.tokens import Tokenizer, load_tokenizer
 from sunspot.errors import ConflictError, SettingsError, shorten
 from sunspot.settings import PREFIX, Settings

@@ -6,10 +6,10 @@ else is in SUNSPOT_TASK_ARGS are the library's own parameters.
 
 from typing import Any
 
+from sunspot.data.columns import Column
 from sunspot.data.source import Source
 from sunspot.data.source import find_sources as find_images
 from sunspot.data.table import open_table
-from sunspot.data.table_columns import Column
 from sunspot.errors import SettingsError
 from sunspot.settings import Settings
 from sunspot.tasks.trees_adapter import KINDS, Trees

@@ -18,10 +18,11 @@ import torch
 from scripts.bench.scale import Figure
 from scripts.bench.scale.threads import load_in_threads
 from sunspot.data.convert import write_files
+from sunspot.data.image_table import open_images
 from sunspot.data.order import WINDOW_ROWS, Order, Steps, locate_rows, run_order
-from sunspot.data.parquet import ParquetSource, open_parquet
 from sunspot.data.ray_loader import PART_BYTES, RoundPlanner, RoundReader
 from sunspot.data.source import rows_in
+from sunspot.data.table import TableSource
 from sunspot.data.torch_loader import EpochShares, Selections, load_rows
 
 ROW_BYTES, GROUP_ROWS = 784, 2048
@@ -65,7 +66,7 @@ def plan(rows: int) -> Iterator[Figure]:
         yield Figure("plan of an epoch, memory", size, peak, "MiB")
 
 
-def read(source: ParquetSource, folder: Path, world_size: int) -> Figure:
+def read(source: TableSource, folder: Path, world_size: int) -> Figure:
     """Bytes that the readers' system calls got in an epoch of LOADER=ray."""
     steps, order = steps_of(rows_in(source), world_size), run_order("ray", source.row_groups, 0)
     planner = RoundPlanner(order, steps, steps.per_epoch, PART_BYTES * world_size // ROW_BYTES)
@@ -89,7 +90,7 @@ def groups_per_worker(order: Order, steps: Steps, world_size: int) -> float:
     return reads / len(order.row_groups)
 
 
-def keep(source: ParquetSource) -> Figure:
+def keep(source: TableSource) -> Figure:
     """Memory of a node whose workers have all rows; threads stand in for them."""
 
     def load_each() -> Any:
@@ -108,7 +109,7 @@ def keep(source: ParquetSource) -> Figure:
     return Figure("memory of a node's rows, over the rows", f"{PEERS} workers", taken[0], "x", taken[1])
 
 
-def take(source: ParquetSource) -> Iterator[Figure]:
+def take(source: TableSource) -> Iterator[Figure]:
     """A worker's share of a step out of the rows in memory."""
     rows = load_rows(source)
     for share in (128, 1024):
@@ -146,11 +147,11 @@ def steps_of(rows: int, world_size: int) -> Steps:
     return Steps(rows, max(128, 8 * world_size))
 
 
-def write_data(folder: Path) -> ParquetSource:
+def write_data(folder: Path) -> TableSource:
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (READ_ROWS, 28, 28), np.uint8)
     write_files(folder, iter([(pixels, np.arange(READ_ROWS) % 10)]), [str(digit) for digit in range(10)])
-    return open_parquet(str(folder))
+    return open_images(str(folder))
 
 
 def cost(work: Callable[[], Any]) -> tuple[float, float]:
