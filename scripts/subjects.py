@@ -83,19 +83,22 @@ class Ours:
 
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
         from sunspot.submitter.cluster.api import connect
-        from sunspot.submitter.manifest.render import render
+        from sunspot.submitter.cluster.snapshot import RunAccess
+        from sunspot.submitter.manifest.render import JobRequest, render
 
-        self._rendered = render(profile, settings, image=image, namespace=namespace)
+        self._rendered = render(JobRequest(profile, settings, image, namespace))
         self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
         chosen = self._rendered.settings
         self.job, self.namespace, self.workers = self._rendered.name, self._rendered.namespace, chosen.num_workers.most
         self.run: Run = open_run(chosen.storage_path, chosen.run_name)
+        self._access = RunAccess(self.run, self._cluster)
 
     def submit(self) -> None:
         """Through the submitter, as a user does; a run of this name that is there goes on."""
-        from sunspot.submitter.commands.submit import submit
+        from sunspot.submitter.cluster.progress import print_submission
+        from sunspot.submitter.cluster.start import submit
 
-        submit(self._cluster, self._rendered, False, False)
+        print_submission(submit(self._cluster, self._rendered), as_json=False)
 
     def groups(self) -> list[Group]:
         """By the receipts: one for each group that has taken a step."""
@@ -120,9 +123,7 @@ class Ours:
 
     def over(self) -> str:
         """By cluster and storage."""
-        from sunspot.submitter.cluster.watch import observe_run
-
-        snapshot = observe_run(self._cluster, self.run)
+        snapshot = self._access.observe()
         state, reason = snapshot.state()
         known = state.terminal and not snapshot.cluster_trouble and not snapshot.storage_trouble
         return f"{state}, {reason}" if known else ""
@@ -133,11 +134,10 @@ class Ours:
 
     def end(self) -> None:
         """Stop it, so that it commits, and wait for its pods to go, also when it has finished; its storage stays."""
-        from sunspot.submitter.cluster.watch import GONE_WITHIN_S, delete_jobs, observe_run
-        from sunspot.submitter.commands.stop import stop
+        from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs, stop_run
 
-        stop(self._cluster, self.run, 300, True, False)
-        if not delete_jobs(self._cluster, observe_run(self._cluster, self.run).jobs, GONE_WITHIN_S):
+        stop_run(self._access, timeout=300)
+        if not delete_jobs(self._cluster, self._access.observe().jobs, GONE_WITHIN_S):
             raise GaveUpError(f"the pods of {self.job} are still there after {GONE_WITHIN_S:.0f} s")
 
 

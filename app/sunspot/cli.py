@@ -40,9 +40,6 @@ VERBS = {
 }
 """In the order of the help; `checkpoints` has verbs of its own."""
 
-MODULES = {"doctor": "sunspot.submitter.doctor.command"}
-"""Where a verb is that is more than one module."""
-
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
     """Do what the command line says, and end the process."""
@@ -95,9 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
     def load(self) -> None:
         """Import the verb, and add its arguments and those that every verb takes."""
-        module = importlib.import_module(
-            MODULES.get(self.verb, f"sunspot.submitter.commands.{self.verb.replace(' ', '.')}")
-        )
+        module = importlib.import_module(f"sunspot.submitter.commands.{self.verb.replace(' ', '.')}")
         module.add_arguments(self)
         self.add_argument(
             "--storage", metavar="PATH", help="where runs are kept; default: SUNSPOT_STORAGE_PATH, or runs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 from sunspot.errors import SettingsError
 from sunspot.run import Run as StoredRun
 from sunspot.run.logs import read_stream
-from sunspot.submitter.cluster.watch import reach_run
-from sunspot.submitter.commands import logs, metrics, status, stop, wait
-from sunspot.submitter.commands import submit as submission
+from sunspot.submitter.cluster.completion import wait_for_end
+from sunspot.submitter.cluster.progress import print_state, print_submission, show_progress
+from sunspot.submitter.cluster.run_record import gather, summarize
+from sunspot.submitter.cluster.snapshot import reach_run
+from sunspot.submitter.cluster.start import render_for_cluster
+from sunspot.submitter.cluster.start import submit as start_rendered
+from sunspot.submitter.cluster.stopping import stop_run
+from sunspot.submitter.manifest.render import JobRequest, with_place
+from sunspot.submitter.metric_tables import to_table, with_ranks
 from sunspot.submitter.output import warn
-from sunspot.submitter.runs import find_run
+from sunspot.submitter.runs import Target, find_run, find_stream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,20 +44,10 @@ def submit(
     with the same ones is attached to, a finished one stays finished. Raises `SettingsError`, `ClusterError`,
     `StorageError`, or `ConflictError` for a run that is live with others; then nothing was changed.
     """
-    arguments = argparse.Namespace(
-        run=name,
-        profile=profile,
-        settings=[f"{setting}={_to_text(setting, value)}" for setting, value in (settings or {}).items()],
-        storage=storage,
-        image=image,
-        namespace=namespace,
-        context=context,
-        queue=None,
-        cluster=None,
-        generation=1,
-    )
-    rendered, cluster = submission.render_for_cluster(arguments)
-    submission.submit(cluster, rendered, dry_run=False, as_json=False)
+    texts = {setting: _to_text(setting, value) for setting, value in (settings or {}).items()}
+    request = JobRequest(profile, with_place(texts, name, storage), image, namespace)
+    rendered, cluster = render_for_cluster(request, context)
+    print_submission(start_rendered(cluster, rendered), as_json=False)
     return Run(rendered.settings.run_name, rendered.settings.storage_path, context, rendered.namespace)
 
 
@@ -72,16 +67,15 @@ class Run:
     def __init__(
         self, name: str, storage: str | None = None, context: str | None = None, namespace: str | None = None
     ) -> None:
-        # As the parser of `sunspot` hands them to every verb.
-        self._arguments = argparse.Namespace(run=name, storage=storage, context=context, namespace=namespace)
+        self._target = Target(name, storage, context, namespace)
 
     def __repr__(self) -> str:
-        return f"Run({self._arguments.run!r}, storage={self._arguments.storage!r})"
+        return f"Run({self._target.run!r}, storage={self._target.storage!r})"
 
     def status(self) -> dict[str, Any]:
         """Where it stands, from cluster and storage or the one that answers: what `sunspot status --json` prints."""
-        cluster, run, cluster_error = reach_run(self._arguments)
-        record = status.summarize(cluster, run, *status.gather(cluster, run, cluster_error))
+        access = reach_run(self._target)
+        record = summarize(access, *gather(access))
         return {**record, "state": record["state"].value}
 
     def wait(self, timeout: float | None = None) -> str:
@@ -90,28 +84,28 @@ class Run:
         Raises `SunspotError` when it failed or is lost, `ClusterError`, and `GaveUpError` after `timeout` seconds; the
         run goes on.
         """
-        cluster, run, cluster_error = reach_run(self._arguments)
-        return wait.wait(cluster, run, timeout, as_json=False, cluster_error=cluster_error).value
+        access = reach_run(self._target)
+        return wait_for_end(access, timeout, show_progress(access.run)).value
 
     def stop(self, timeout: float = 600) -> None:
         """Have it save and end, and remove its cluster; `submit` lets it go on.
 
         Raises `GaveUpError` when it has not ended after `timeout` seconds.
         """
-        cluster, run, cluster_error = reach_run(self._arguments)
-        stop.stop(cluster, run, timeout, wait=True, as_json=False, cluster_error=cluster_error)
+        access = reach_run(self._target)
+        print_state(access.run, *stop_run(access, timeout), as_json=False)
 
     def metrics(self) -> pyarrow.Table:
         """The metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
 
         `.to_pandas()` makes it a DataFrame.
         """
-        return metrics.to_table(metrics.with_ranks(self._stored()))
+        return to_table(with_ranks(self._stored()))
 
     def logs(self, rank: int | None = None, previous: bool = False) -> str:
         """What the driver, or a worker by its rank, has printed; with `previous`, the start before the newest."""
         run = self._stored()
-        return read_stream(run, logs.find_stream(run, rank, previous)).decode(errors="replace")
+        return read_stream(run, find_stream(run, rank, previous)).decode(errors="replace")
 
     def predict(self, images: Images, checkpoint: str = "newest") -> tuple[np.ndarray, np.ndarray]:
         """The class of each image, int64 [B], and the probabilities of all, float32 [B, classes], computed here.
@@ -133,5 +127,5 @@ class Run:
 
     def _stored(self) -> StoredRun:
         """Its place in storage."""
-        _, run, _ = reach_run(self._arguments)
+        run = reach_run(self._target).run
         return find_run(run.name, run.storage.locate(""))

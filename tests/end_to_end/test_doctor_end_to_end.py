@@ -16,6 +16,7 @@ import pytest
 from sunspot.cgroup import GROUPS, Throttling
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.ranks import each_rank_record, to_rows
+from sunspot.submitter.cluster.snapshot import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis, Finding
 from tests.harness import REPOSITORY
@@ -39,7 +40,7 @@ def train(program: Program, data: str, **faults: object) -> dict[Diagnosis, list
         AUDIT="false",
     )
     found: dict[Diagnosis, list[Finding]] = {}
-    for finding in examine(None, the_run(program), "none is asked").findings:
+    for finding in examine(RunAccess(the_run(program), cluster_error="none is asked")).findings:
         found.setdefault(finding.finding, []).append(finding)
     return found
 

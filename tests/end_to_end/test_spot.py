@@ -23,6 +23,7 @@ from sunspot.run.incidents import Cause, describe, read_receipts
 from sunspot.run.logs import list_streams
 from sunspot.run.overview import read_state, read_view
 from sunspot.run.status import RunState, read_status
+from sunspot.submitter.cluster.snapshot import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis
 from sunspot.train.probe import probe_all_nodes
@@ -214,7 +215,7 @@ def test_a_take_over_from_a_live_start_is_no_lost_driver(program: Program, make_
     view = read_view(run)
     assert (view.incidents, view.restarts) == ([], 1)
     assert not any("driver lost" in line for line in (output, render(gather(run, view.state, view.reason)).decode()))
-    assert not [found for found in examine(None, run).findings if "lost" in found.evidence]
+    assert not [found for found in examine(RunAccess(run)).findings if "lost" in found.evidence]
     assert_audit_clean(program)
 
 
@@ -272,7 +273,7 @@ def test_ranks_that_get_no_rows_of_ray_data_are_started_again_at_no_charge(
     assert restart.cause is Cause.NO_ROWS
     assert "waits for rows of Ray Data in" in restart.detail
     assert "Ray Data brought no rows: the pods" in capfd.readouterr().out
-    [found] = [finding for finding in examine(None, run).findings if finding.finding is Diagnosis.NO_ROWS]
+    [found] = [finding for finding in examine(RunAccess(run)).findings if finding.finding is Diagnosis.NO_ROWS]
     assert "waits for rows of Ray Data in" in found.evidence
     assert_audit_clean(program)
 
@@ -298,7 +299,7 @@ def test_a_hung_rank_tells_where_and_is_started_again(program: Program, make_dat
     [_, restart] = read_receipts(events)
     assert restart.cause is Cause.HUNG
     assert "wait_for_ever" in restart.detail or "rank" in restart.detail
-    [diagnosed] = [finding for finding in examine(None, run).findings if finding.finding is Diagnosis.HUNG]
+    [diagnosed] = [finding for finding in examine(RunAccess(run)).findings if finding.finding is Diagnosis.HUNG]
     assert diagnosed.details["ranks"] == [1]
     assert "stands in wait_for_ever at" in diagnosed.evidence
     assert any("in wait_for_ever" in trace for trace in diagnosed.traces)

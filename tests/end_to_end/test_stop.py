@@ -11,6 +11,7 @@ from sunspot.errors import SunspotError
 from sunspot.run.attempts import read_attempts
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.run.status import RunState, read_status
+from sunspot.submitter.cluster.snapshot import RunAccess
 from sunspot.submitter.commands.delete import in_order
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis
@@ -102,7 +103,7 @@ def test_what_workers_print_is_in_the_storage(program: Program, make_data: Calla
     assert status.state is RunState.FAILED
     assert "the task is broken" in status.reason
 
-    [failed] = examine(None, run).findings
+    [failed] = examine(RunAccess(run)).findings
     assert failed.finding is Diagnosis.FAILED
     assert failed.details["ranks"] == [0, 1], "one error, that both met"
     assert str(failed.details["file"]).endswith("tests/tasks/talking.py")

@@ -422,10 +422,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("sunspot.submitter.cluster.api.RETRY_PAUSES_S", (0.01, 0.02, 0.04))
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.WATCH_S", 1)
-    for name, seconds in {"STORAGE_EVERY_S": 0.05, "TICK_S": 0.05, "OUTAGE_PAUSE_S": 0.05}.items():
-        monkeypatch.setattr(f"sunspot.submitter.cluster.watch.{name}", seconds)
-    monkeypatch.setattr("sunspot.submitter.commands.submit.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.WATCH_S", 1)
+    for name in ("follow.STORAGE_EVERY_S", "follow.TICK_S", "follow.OUTAGE_PAUSE_S", "stopping.TICK_S"):
+        monkeypatch.setattr(f"sunspot.submitter.cluster.{name}", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.start.LOOK_EVERY_S", 0.02)
     yield fake
     if not fake.ended:
         fake.down()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from sunspot.submitter.manifest.profile import load_profile
-from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.render import JobRequest, Rendered
 from sunspot.submitter.manifest.render import render as render_as_given
 
 STORAGE_PATH, IMAGE = "s3://bucket/runs", "registry.example/sunspot:1"
@@ -18,4 +18,4 @@ def render(profile: str, overrides: dict[str, str], **options: Any) -> Rendered:
         overrides = {"STORAGE_PATH": STORAGE_PATH, **overrides}
     if chosen.cloud and not chosen.image:
         options = {"image": IMAGE, **options}
-    return render_as_given(profile, overrides, **options)
+    return render_as_given(JobRequest(profile, overrides, **options))

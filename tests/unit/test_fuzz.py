@@ -41,6 +41,7 @@ from sunspot.settings import PREFIX, Settings, load_settings
 from sunspot.storage.base import Entry
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.manifest.profile import Profile, manifests
+from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.manifest.render import render as render_manifest
 from sunspot.submitter.output import print_table, write_file
 from sunspot.submitter.runs import find_run, find_storage
@@ -148,7 +149,7 @@ def test_profiles(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     settings = {"RUN_NAME": "run", "STORAGE_PATH": "s3://bucket/runs"}
-    rendered = ends_well(lambda: render_manifest(str(path), settings, image="sunspot:1"))
+    rendered = ends_well(lambda: render_manifest(JobRequest(str(path), settings, "sunspot:1")))
     if rendered:
         assert yaml.safe_load(rendered.to_yaml()) == json.loads(json.dumps(rendered.manifest))
 

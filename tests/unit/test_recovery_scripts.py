@@ -15,8 +15,7 @@ import yaml
 import scripts.cluster
 import scripts.recovery
 import scripts.subjects
-import sunspot.submitter.cluster
-import sunspot.submitter.cluster.watch
+import sunspot.submitter.cluster.api
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
 from scripts.recovery import choose, inject, measure, table
 from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
@@ -26,6 +25,7 @@ from sunspot.run.attempts import Attempt, checkpoint_name, claim
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.status import RunState
+from sunspot.submitter.cluster.snapshot import RunAccess
 
 PODS = [
     Pod("head", "n0", "10.0.0.1", True),
@@ -180,7 +180,7 @@ def test_groups_in_a_drivers_log() -> None:
 def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = [(RunState.RUNNING, "2 workers train")]
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster_trouble="", storage_trouble="")
-    monkeypatch.setattr(sunspot.submitter.cluster.watch, "observe_run", lambda cluster, run: snapshot)
+    monkeypatch.setattr(RunAccess, "observe", lambda access: snapshot)
     monkeypatch.setattr(sunspot.submitter.cluster.api, "connect", lambda context, namespace: None)
     ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)

@@ -21,9 +21,11 @@ import yaml
 
 from sunspot.cli import main
 from sunspot.errors import SettingsError
+from sunspot.search_space import load_search
+from sunspot.settings import Settings
 from sunspot.submitter.cluster.api import POD_ROLE, ROLE, ROLES
 from sunspot.submitter.manifest.profile import load_profile
-from sunspot.submitter.manifest.render import Rendered, image_problem, settings_of, to_yaml
+from sunspot.submitter.manifest.render import JobRequest, Rendered, image_problem, settings_of, to_yaml
 from sunspot.submitter.manifest.yaml_files import read_documents
 from tests.harness import GOLDEN, SHELL
 from tests.harness.manifests import IMAGE, ON_A_CLOUD, STORAGE_PATH, render, render_as_given
@@ -105,6 +107,11 @@ def groups_of(rendered: Rendered) -> list[dict[str, Any]]:
 
 def pods_of(rendered: Rendered) -> list[dict[str, Any]]:
     return [group["template"]["spec"] for group in groups_of(rendered)]
+
+
+def settings_of_job(rendered: Rendered) -> Settings:
+    """The settings, as the job reads them."""
+    return load_search(settings_of(rendered.manifest)).settings
 
 
 def variables_of(pod: dict[str, Any]) -> dict[str, str]:
@@ -335,7 +342,7 @@ def test_the_environment_gives_way_to_what_is_given_and_wins_over_the_profile(
     monkeypatch.setenv("SUNSPOT_MAX_STEPS", "2")
     monkeypatch.setenv("SUNSPOT_AUDIT", "")
     rendered = render(profile, {"SUNSPOT_MAX_STEPS": "3", "dataset": "mnist"})
-    settings = rendered.settings
+    settings = settings_of_job(rendered)
     assert (settings.epochs, settings.seed, settings.max_steps, settings.dataset) == (1, 2, 3, "mnist")
     assert settings.audit
     sources = {value.name: value.source for value in rendered.derived}
@@ -356,9 +363,9 @@ def test_only_what_was_given_or_chosen_is_set() -> None:
 def test_the_job_reads_the_settings_that_were_rendered(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = render(profile, {"TASK_ARGS": '{"a": "$(HOME) $$ ${X} é\\n"}', "LEARNING_RATE": "1e-5"})
     assert rendered.settings.task_args == {"a": "$(HOME) $$ ${X} é\n"}
-    assert rendered.settings.job_id == rendered.name
+    assert settings_of_job(rendered).job_id == rendered.name
     live = yaml.safe_load(rendered.to_yaml())
-    environment = rendered.settings.environment()
+    environment = settings_of_job(rendered).environment()
     assert settings_of(live).items() <= environment.items()
     for pod in pods_of(rendered):
         escaped = variables_of(pod)["SUNSPOT_TASK_ARGS"]
@@ -531,7 +538,7 @@ def check_drain(pod: dict[str, Any], notice: int) -> None:
 def test_the_program_is_told_of_a_drain_of_ones_own(tmp_path: Path) -> None:
     profile = own_profile(tmp_path, "notice_s: 30\nenv: {RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: '20'}")
     rendered = render(profile, {})
-    assert rendered.settings.notice_s == 20
+    assert settings_of_job(rendered).notice_s == 20
     assert {variables_of(pod)["SUNSPOT_NOTICE_S"] for pod in pods_of(rendered)} == {"20"}
 
 
@@ -603,13 +610,13 @@ def test_a_worker_for_each_gpu(profile: str) -> None:
     assert group["resources"] == {"CPU": "6", "GPU": "1", "training-worker": "1"}
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
-    assert rendered.settings.use_gpu == "true"
-    assert rendered.settings.resources_per_worker == {"CPU": 6, "GPU": 1, "training-worker": 1}
+    assert settings_of_job(rendered).use_gpu == "true"
+    assert settings_of_job(rendered).resources_per_worker == {"CPU": 6, "GPU": 1, "training-worker": 1}
     reading = render(profile, {"LOADER": "ray"})
-    assert reading.settings.resources_per_worker == {"CPU": 5, "GPU": 1, "training-worker": 1}
+    assert settings_of_job(reading).resources_per_worker == {"CPU": 5, "GPU": 1, "training-worker": 1}
     without = render(profile, {"USE_GPU": "false"})
     assert "gpu" not in json.dumps(groups_of(without)[1]["template"])
-    assert without.settings.resources_per_worker == {"CPU": 6, "training-worker": 1}
+    assert settings_of_job(without).resources_per_worker == {"CPU": 6, "training-worker": 1}
 
 
 def test_an_elastic_run_begins_with_the_least_and_has_an_autoscaler() -> None:
@@ -706,7 +713,7 @@ def test_several_gpus_in_a_pod(full: Rendered) -> None:
     _, workers, _ = groups_of(full)
     assert (workers["minReplicas"], workers["replicas"], workers["maxReplicas"]) == (1, 1, 4)
     assert workers["resources"] == {"CPU": "24", "GPU": "4", "training-worker": "4"}
-    assert full.settings.resources_per_worker == {"CPU": 4, "GPU": 1, "training-worker": 1}
+    assert settings_of_job(full).resources_per_worker == {"CPU": 4, "GPU": 1, "training-worker": 1}
     assert str(full.settings.num_workers) == "4..16"
 
 
@@ -806,7 +813,8 @@ def test_a_job_for_a_cluster_that_runs() -> None:
     assert (variables["SUNSPOT_EPOCHS"], variables["SUNSPOT_JOB_ID"]) == ("3", rendered.name)
     assert "SUNSPOT_USE_GPU" not in variables
     assert "SUNSPOT_NOTICE_S" not in variables, "that cluster's pods have their own"
-    assert (rendered.settings.learning_rate, rendered.settings.job_id) == (1e-5, rendered.name)
+    settings = settings_of_job(rendered)
+    assert (settings.learning_rate, settings.job_id) == (1e-5, rendered.name)
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
@@ -925,7 +933,7 @@ def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None
 @pytest.mark.parametrize("image", [None, "sunspot:2", "me/sunspot:2"])
 def test_a_cloud_gets_no_bucket_and_no_image_that_is_not_the_users(profile: str, image: str | None) -> None:
     with pytest.raises(SettingsError) as raised:
-        render_as_given(profile, {}, image=image)
+        render_as_given(JobRequest(profile, image=image))
     assert str(raised.value).startswith("2 problems")
     assert "SUNSPOT_STORAGE_PATH=s3://sunspot/runs is only a default" in str(raised.value)
     assert f"image {image or 'sunspot:0.1.0'}: no registry is named" in str(raised.value)
@@ -934,11 +942,11 @@ def test_a_cloud_gets_no_bucket_and_no_image_that_is_not_the_users(profile: str,
 @pytest.mark.parametrize("host", ["registry.example", "localhost", "registry:5000", "docker.io/me"])
 def test_a_profile_of_ones_own_that_names_both_is_enough(host: str, tmp_path: Path) -> None:
     text = f"extends: gke-spot\nimage: {host}/sunspot:1\nsettings: {{STORAGE_PATH: s3://mine/runs}}"
-    assert render_as_given(own_profile(tmp_path, text), {}).settings.storage_path == "s3://mine/runs"
+    assert render_as_given(JobRequest(own_profile(tmp_path, text))).settings.storage_path == "s3://mine/runs"
     with pytest.raises(SettingsError, match="image other:1: no registry is named"):
-        render_as_given(own_profile(tmp_path, text + "\nhead: {image: other:1}"), {})
+        render_as_given(JobRequest(own_profile(tmp_path, text + "\nhead: {image: other:1}")))
     local = own_profile(tmp_path, "extends: on-demand\ncloud: null")
-    assert render_as_given(local, {}).settings.storage_path == "s3://sunspot/runs", "of the nodes' own"
+    assert render_as_given(JobRequest(local)).settings.storage_path == "s3://sunspot/runs", "of the nodes' own"
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
 from sunspot.search_space import Dimension, find_dimensions, load_search, parse, trial_name
-from sunspot.submitter.manifest.render import render
 from tests.harness import GOLDEN, REPOSITORY
+from tests.harness.manifests import render
 
 SPACE = {"SUNSPOT_LEARNING_RATE": "loguniform(1e-4,1e-2)", "SUNSPOT_TASK_ARGS": '{"width": "choice(8,16)", "depth": 3}'}
 

@@ -207,7 +207,7 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
     name = only_job(cluster)
     cluster.set_status(name, "Failed", "FAILED", rayClusterName="c")
     cluster.pods.append(pod("stays", "c"))
-    monkeypatch.setattr("sunspot.submitter.commands.submit.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
     assert sunspot.submit() == 5
     assert name not in cluster.jobs
     cluster.pods.clear()
@@ -218,7 +218,7 @@ def test_the_replacement_waits_until_the_old_pods_are_gone(
 def test_a_pod_on_a_frozen_node_is_not_waited_for(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.commands.submit.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.cluster.start.GONE_WITHIN_S", 0.1)
     sunspot.submit()
     cluster.set_status(only_job(cluster), "Failed", "RUNNING", rayClusterName="c")
     frozen = pod("head", "c", head=True)
@@ -259,7 +259,7 @@ def test_a_stopping_run_is_waited_for(cluster: FakeCluster, sunspot: Command, mo
     cluster.set_status(name, "Running", "RUNNING")
     write_status(sunspot.run, Status(RunState.RUNNING, f"{name}#1"))
     request_stop(sunspot.run, "me")
-    monkeypatch.setattr("sunspot.submitter.commands.submit.STOPPED_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.cluster.start.STOPPED_WITHIN_S", 0.1)
     assert sunspot.submit() == 5
     assert "still ending" in sunspot.err
     end(cluster, sunspot.run, RunState.STOPPED)

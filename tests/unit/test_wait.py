@@ -24,9 +24,10 @@ from sunspot.run.overview import read_fresh_status
 from sunspot.run.status import RunState, Status, request_stop
 from sunspot.run.submissions import owner_of, record_submission
 from sunspot.submitter.cluster.api import UnreachableError
+from sunspot.submitter.cluster.follow import LONGEST_OUTAGE_S, Follower
+from sunspot.submitter.cluster.progress import ProgressLines
+from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.views import job_view
-from sunspot.submitter.cluster.watch import LONGEST_OUTAGE_S, Follower, RunSnapshot
-from sunspot.submitter.commands.wait import Lines
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin, commit, report, set_status, start, write_receipt
@@ -38,15 +39,15 @@ JOB = "run-1"
 def when(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have something done as soon as `wait` has shown a state for the first time."""
     steps: dict[str, Callable[[], Any]] = {}
-    show = Lines.__call__
+    show = ProgressLines.__call__
 
-    def show_and_act(self: Lines, seen: RunSnapshot, state: RunState, reason: str) -> None:
+    def show_and_act(self: ProgressLines, seen: RunSnapshot, state: RunState, reason: str) -> None:
         show(self, seen, state, reason)
         step = steps.pop(state, None)
         if step:
             step()
 
-    monkeypatch.setattr(Lines, "__call__", show_and_act)
+    monkeypatch.setattr(ProgressLines, "__call__", show_and_act)
     return steps.update
 
 
@@ -102,7 +103,7 @@ def test_changes_come_by_watch(
     when: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.WATCH_S", 60)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.WATCH_S", 60)
     when(pending=lambda: later(lambda: cluster.set_status(job, "Failed", "FAILED"), pause=0.3))
     began = time.monotonic()
     assert sunspot("wait", "run") == 1
@@ -159,10 +160,10 @@ def test_an_end_is_believed_only_when_storage_has_been_read_after_it(
     """As above, with storage so slow that the change in the cluster is shown first."""
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.STORAGE_WAIT_S", 0.0)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.STORAGE_WAIT_S", 0.0)
     read = read_fresh_status
     monkeypatch.setattr(
-        "sunspot.submitter.cluster.watch.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1]
+        "sunspot.submitter.cluster.snapshot.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1]
     )
     when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
     assert sunspot("wait", "run", "--json") == 0
@@ -195,7 +196,7 @@ def test_an_outage_of_the_api_server_is_waited_out(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.OUTAGE_EVERY_S", 0.3)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.OUTAGE_EVERY_S", 0.3)
 
     def finish() -> None:
         set_status(run, RunState.SUCCEEDED)
@@ -212,7 +213,7 @@ def test_an_outage_without_end_is_given_up(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.LONGEST_OUTAGE_S", 0.5)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.LONGEST_OUTAGE_S", 0.5)
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
@@ -240,9 +241,9 @@ class Breaking:
 
 def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = Breaking(5)
-    follower = Follower(server, run)
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.OUTAGE_PAUSE_S", 0)
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.time", SimpleNamespace(monotonic=lambda: server.now))
+    follower = Follower(RunAccess(run, server))
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.OUTAGE_PAUSE_S", 0)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.time", SimpleNamespace(monotonic=lambda: server.now))
     monkeypatch.setattr(follower, "_ended", SimpleNamespace(is_set=lambda: server.left <= 0, wait=lambda seconds: None))
     follower._follow_cluster()
     assert server.left == 0
@@ -251,7 +252,7 @@ def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_what_the_job_before_has_left_is_not_shown_for_the_next_of_its_name(run: Run) -> None:
     before, after = rayjob(JOB), rayjob(JOB)
     after["metadata"]["uid"] = "another"
-    follower = Follower(None, run)
+    follower = Follower(RunAccess(run))
     follower._take({"jobs": (job_view(before),), "status": Status(RunState.FAILED, JOB), "owner": JOB})
     follower._take({"jobs": (job_view(after),)})
     assert (follower._snapshot.status, follower._snapshot.owner) == (None, "")
@@ -271,7 +272,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
     set_status(run, RunState.RUNNING)
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.REFUSAL_PAUSES_S", (0.05,) * 3)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.REFUSAL_PAUSES_S", (0.05,) * 3)
 
     def expire() -> None:
         cluster.on("GET", "rayjobs", answer(status, "the webhook that reviews tokens failed"), times=times)
@@ -484,7 +485,7 @@ def test_without_a_cluster_storage_is_followed(
     run: Run, sunspot: Command, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("sunspot.submitter.cluster.watch.STORAGE_EVERY_S", 0.05)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.STORAGE_EVERY_S", 0.05)
     set_status(run, RunState.RUNNING, step=1)
     when(running=lambda: set_status(run, RunState.FAILED, reason="no rows"))
     assert sunspot("wait", "run") == 1

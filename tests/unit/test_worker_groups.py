@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from sunspot.errors import SettingsError
+from sunspot.search_space import load_search
 from sunspot.settings import NodeGroup
 from sunspot.submitter.cluster.state import count_workers
 from sunspot.submitter.cluster.views import job_view, pod_view
 from sunspot.submitter.manifest.profile import load_profile
-from sunspot.submitter.manifest.render import Rendered
+from sunspot.submitter.manifest.render import Rendered, settings_of
 from tests.harness import REPOSITORY
 from tests.harness.kubernetes import pod
 from tests.harness.manifests import render
@@ -79,12 +80,18 @@ def test_the_driver_asks_for_the_pods_of_each_group(tmp_path: Path) -> None:
     assert [[g["replicas"], g["minReplicas"], g["maxReplicas"]] for g in (first, second)] == [[0, 0, 8], [0, 0, 4]]
     assert (first["resources"]["workers"], second["resources"]["workers-2"]) == ("1", "1")
     assert "workers-2" not in first["resources"]
-    assert job.settings.node_groups == (
+    assert load_search(settings_of(job.manifest)).settings.node_groups == (
         NodeGroup(name="workers", most=8, after_s=300),
         NodeGroup(name="workers-2", most=4, after_s=600),
     )
-    assert job.settings.nodes_timeout_s == job.manifest["spec"]["preRunningDeadlineSeconds"] == 1800
-    assert job.settings.resources_per_worker["CPU"] == 4, "that fits into a pod of either group"
+    assert (
+        load_search(settings_of(job.manifest)).settings.nodes_timeout_s
+        == job.manifest["spec"]["preRunningDeadlineSeconds"]
+        == 1800
+    )
+    assert load_search(settings_of(job.manifest)).settings.resources_per_worker["CPU"] == 4, (
+        "that fits into a pod of either group"
+    )
     assert job.manifest["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
 
 
@@ -98,7 +105,7 @@ def test_some_on_demand_and_the_rest_on_spot(tmp_path: Path) -> None:
     text = "extends: eks-spot\nsettings: {NUM_WORKERS: 8}\nworker: {gpus: 2}\nworkers: [{spot: false, max: 1}, {}]"
     job = rendered(tmp_path, text)
     assert [group["maxReplicas"] for group in groups_of(job)] == [1, 4]
-    assert [group.most for group in job.settings.node_groups] == [2, 8]
+    assert [group.most for group in load_search(settings_of(job.manifest)).settings.node_groups] == [2, 8]
 
 
 def test_pods_are_spread_and_packed_over_all_groups(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""Finds the run that a command names, or the storage of all runs."""
+"""Finds the run that a command names, the storage of all runs, or what a process of a run has printed."""
 
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.run import Run
+from sunspot.run.logs import list_streams
 from sunspot.run.overview import list_runs, run_exists
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Unfinished
@@ -14,6 +17,19 @@ from sunspot.submitter.output import warn
 
 MOST_NAMED = 5
 """Other runs named when the one asked for does not exist, the nearest names first."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A run as a user names it, and where to look for it."""
+
+    run: str
+    storage: str | None = None
+    "Where runs are kept; None: where the run's RayJob keeps it, or SUNSPOT_STORAGE_PATH says."
+    context: str | None = None
+    "A context of the kubeconfig; None: its current one."
+    namespace: str | None = None
+    "None: the context's own, or sunspot."
 
 
 def find_run(name: str, storage_path: str | None = None) -> Run:
@@ -35,6 +51,31 @@ def named_run(name: str, storage_path: str | None = None) -> Run:
 def find_storage(storage_path: str | None = None) -> Storage:
     """The storage of all runs: `storage_path`, or else what the settings say."""
     return open_storage(_settle(None, storage_path)[0])
+
+
+def find_stream(run: Run, rank: int | None, previous: bool) -> str:
+    """Find the newest stream of the driver, or of one rank; with `previous`, the one before. Returns its name.
+
+    Raises `NotFoundError`.
+    """
+    streams = streams_of(run, rank)
+    if len(streams) < 1 + previous:
+        raise NotFoundError(_explain_absence(run, rank, previous and bool(streams)))
+    return streams[-2 if previous else -1]
+
+
+def streams_of(run: Run, rank: int | None) -> list[str]:
+    """The streams of the driver, or of one rank, the newest last."""
+    wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
+    return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
+
+
+def _explain_absence(run: Run, rank: int | None, only_one: bool) -> str:
+    who = "the driver" if rank is None else f"rank {rank}"
+    what = f"one start of {who} only, so --previous has nothing" if only_one else f"no output of {who}"
+    streams = list(list_streams(run))
+    there = f"; there are {', '.join(streams[-10:])}" if streams else "; no process of it has shipped any output"
+    return f"{run.storage.locate(run.key('logs'))}: {what}{there}"
 
 
 def list_unfinished(run: Run) -> Sequence[Unfinished]:

@@ -36,7 +36,8 @@ from sunspot.run.ranks import Columns, to_rows
 from sunspot.run.status import RunState, Status, new_driver, write_status
 from sunspot.storage.base import Entry
 from sunspot.storage.local import LocalStorage
-from sunspot.submitter.commands.status import gather
+from sunspot.submitter.cluster.run_record import gather
+from sunspot.submitter.cluster.snapshot import RunAccess
 
 RANKS = 64
 
@@ -133,7 +134,7 @@ def measure_month(storage: CountingStorage) -> Iterator[Figure]:
 
 def measure_requests(storage: CountingStorage, run: Run, at: str, before: int) -> Iterator[Figure]:
     """What `status` and `list` ask of storage; before, `status` read the whole history."""
-    for name, act in {"status": lambda: gather(None, run), "list": lambda: list_all(storage)}.items():
+    for name, act in {"status": lambda: gather(RunAccess(run)), "list": lambda: list_all(storage)}.items():
         storage.requests = storage.bytes_read = 0
         act()
         yield Figure(f"requests of {name}", at, storage.requests, "")

@@ -6,7 +6,6 @@ apply changes nothing, and a deletion names an object by its uid.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -402,12 +401,12 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
     return Cluster(api, chosen, options, context)
 
 
-def try_connect(args: argparse.Namespace) -> tuple[Cluster | None, str]:
-    """The cluster of `--context` and `--namespace`, or None and why there is none; raises that when either is given."""
+def try_connect(context: str | None, namespace: str | None) -> tuple[Cluster | None, str]:
+    """The cluster, or None and why there is none. Raises that when a context or a namespace was given."""
     try:
-        return connect(args.context, args.namespace), ""
+        return connect(context, namespace), ""
     except ClusterError as error:
-        if args.context or args.namespace:
+        if context or namespace:
             raise
         return None, str(error)
 

@@ -14,9 +14,10 @@ from sunspot.run.status import RunState
 from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.follow import LONGEST_OUTAGE_S, TICK_S
+from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP
 from sunspot.submitter.cluster.views import JobView
-from sunspot.submitter.cluster.watch import LONGEST_OUTAGE_S, TICK_S, RunSnapshot, command_arguments
 from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.manifest.yaml_files import parse_yaml
 from sunspot.submitter.output import doing, warn
@@ -80,13 +81,14 @@ class HeadRestarts:
         return parse_submission(self._run, name, text)
 
 
-def start_again(cluster: Cluster, run: Run, job: JobView, manifest: dict[str, Any]) -> None:
+def start_again(access: RunAccess, job: JobView, manifest: dict[str, Any]) -> None:
     """Replace a failed RayJob by a new one of the same name, and so of the same owner in storage.
 
     Its old pods may take their time: one on a frozen node goes when the node comes back, and what it still does then
     changes nothing of the run (run/attempts.py). Raises `ClusterError` or `GaveUpError` when the API server is out
     of reach, or keeps the old one, for LONGEST_OUTAGE_S.
     """
+    cluster = access.require_cluster()
     deadline = time.monotonic() + LONGEST_OUTAGE_S
     try:
         with doing(f"starting {job.name} again"):
@@ -95,7 +97,7 @@ def start_again(cluster: Cluster, run: Run, job: JobView, manifest: dict[str, An
                     raise trouble
                 time.sleep(TICK_S)
     except KeyboardInterrupt:
-        warn(f"\n{job.name} may be gone; `sunspot resume {command_arguments(cluster, run)}` starts it again")
+        warn(f"\n{job.name} may be gone; `sunspot resume {access.arguments}` starts it again")
         raise
 
 

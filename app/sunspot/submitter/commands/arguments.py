@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from sunspot.errors import SettingsError
 
 if TYPE_CHECKING:
-    from sunspot.submitter.manifest.render import Rendered
+    from sunspot.submitter.manifest.render import JobRequest
+    from sunspot.submitter.runs import Target
 
 ROWS = 50
 """Rows of a listing, unless more are asked for: each costs a request."""
@@ -59,9 +60,9 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def render_from(args: argparse.Namespace) -> Rendered:
-    """The manifest that the options of `add_render_options` ask for."""
-    from sunspot.submitter.manifest.render import render
+def job_request(args: argparse.Namespace) -> JobRequest:
+    """What the options of `add_render_options` ask for."""
+    from sunspot.submitter.manifest.render import JobRequest, with_place
 
     overrides: dict[str, str] = {}
     for word in args.settings:
@@ -69,16 +70,12 @@ def render_from(args: argparse.Namespace) -> Rendered:
         if not name or not equals:
             raise SettingsError(f"--set {word}: write VAR=VALUE")
         overrides[name] = value
-    given = {"RUN_NAME": args.run, "STORAGE_PATH": args.storage}
-    if "" in given.values():  # as a setting, it would mean the default
-        raise SettingsError("--run and --storage may not be empty")
-    overrides |= {name: value for name, value in given.items() if value is not None}
-    return render(
-        args.profile,
-        overrides,
-        image=args.image,
-        namespace=args.namespace,
-        cluster=args.cluster,
-        queue=args.queue,
-        generation=args.generation,
-    )
+    settings = with_place(overrides, args.run, args.storage)
+    return JobRequest(args.profile, settings, args.image, args.namespace, args.queue, args.cluster, args.generation)
+
+
+def run_target(args: argparse.Namespace) -> Target:
+    """The run that the arguments name, and where they say that it is."""
+    from sunspot.submitter.runs import Target
+
+    return Target(args.run, args.storage, args.context, args.namespace)

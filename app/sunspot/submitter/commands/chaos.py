@@ -18,16 +18,10 @@ from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, describe, read_receipts
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.follow import OutageReporter
+from sunspot.submitter.cluster.snapshot import RunAccess, reach_run, require_answers, stored_arguments
 from sunspot.submitter.cluster.views import PodView
-from sunspot.submitter.cluster.watch import (
-    Outage,
-    command_arguments,
-    observe_run,
-    reach_run_in_cluster,
-    require_answers,
-    require_known,
-)
-from sunspot.submitter.commands.arguments import add_run, count
+from sunspot.submitter.commands.arguments import add_run, count, run_target
 from sunspot.submitter.commands.audit import NO_ROWS, conclude, print_epochs, prove
 from sunspot.submitter.output import print_json_line, print_text, warn
 
@@ -119,8 +113,9 @@ def run(args: argparse.Namespace) -> None:
     when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
     """
     plan = make_plan(args.kinds, args.every, args.count, args.seed)
-    cluster, run = reach_run_in_cluster(args)
-    injector = FaultInjector(cluster, run, args.json)
+    access = reach_run(run_target(args))
+    cluster, run = access.require_cluster(), access.run
+    injector = FaultInjector(access, args.json)
     injector.refuse_unless_live()
     if not args.yes:
         where = f"of the run {args.run} in {cluster.namespace}"
@@ -181,9 +176,10 @@ def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | Non
 class FaultInjector:
     """Injects faults into one run, and follows how it recovers from them."""
 
-    def __init__(self, cluster: Cluster, run: Run, as_json: bool) -> None:
-        self._cluster, self._run, self._as_json = cluster, run, as_json
-        self._outage = Outage()
+    def __init__(self, access: RunAccess, as_json: bool) -> None:
+        self._access, self._as_json = access, as_json
+        self._run, self._cluster = access.run, access.require_cluster()
+        self._outage = OutageReporter()
         self._step = 0
         self._attempt = 0
         self.faults: list[Fault] = []
@@ -192,9 +188,9 @@ class FaultInjector:
 
     def refuse_unless_live(self) -> None:
         """Raise why no fault may be injected."""
-        snapshot = observe_run(self._cluster, self._run)
+        snapshot = self._access.observe()
         require_answers(snapshot)
-        require_known(self._cluster, self._run, snapshot)
+        self._access.require_known(snapshot)
         if snapshot.status:
             self._step = snapshot.status.step
         live = next((job for job in snapshot.jobs if job.live), None)
@@ -215,7 +211,7 @@ class FaultInjector:
                 raise GaveUpError(
                     f"{self._run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault "
                     f"{len(self.faults) + 1} was not injected; "
-                    f"`sunspot status {command_arguments(self._cluster, self._run)}` says why"
+                    f"`sunspot status {self._access.arguments}` says why"
                 )
             self.watch(LOOK_EVERY_S)
             if self.ended:
@@ -245,7 +241,7 @@ class FaultInjector:
             if time.monotonic() > deadline:
                 raise GaveUpError(
                     f"{self._run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
-                    f"It goes on; `sunspot audit {command_arguments(None, self._run)}` audits it"
+                    f"It goes on; `sunspot audit {stored_arguments(self._run)}` audits it"
                 )
             self.watch(LOOK_EVERY_S)
 
@@ -271,7 +267,7 @@ class FaultInjector:
 
     def _look(self) -> None:
         """Take in all that is new."""
-        snapshot = observe_run(self._cluster, self._run)
+        snapshot = self._access.observe()
         self._outage.note(snapshot)
         if snapshot.status:
             self._step = snapshot.status.step

@@ -8,12 +8,11 @@ import time
 from typing import Any
 
 from sunspot.errors import ClusterError, NotFoundError, StorageError
-from sunspot.run import Run
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from sunspot.submitter.cluster.forward import LocalPort
+from sunspot.submitter.cluster.snapshot import RunAccess, reach_run, stored_arguments
 from sunspot.submitter.cluster.views import pod_view
-from sunspot.submitter.cluster.watch import command_arguments, observe_run, reach_run_in_cluster, require_known
-from sunspot.submitter.commands.arguments import add_run, count
+from sunspot.submitter.commands.arguments import add_run, count, run_target
 from sunspot.submitter.output import doing, print_json_line, print_text, warn
 
 PORT = 8265
@@ -34,9 +33,10 @@ def run(args: argparse.Namespace) -> None:
     Raises `NotFoundError` when the run has no head, or loses it, `ClusterError` when the API server refuses, and
     `SettingsError` when the port is taken.
     """
-    cluster, run = reach_run_in_cluster(args)
+    access = reach_run(run_target(args))
+    cluster, run = access.require_cluster(), access.run
     with doing("looking for the head of the run"):
-        head = _find_head(cluster, run)
+        head = _find_head(access, cluster)
         name = head["metadata"]["name"]
         token, token_error = _read_token(cluster, head)
         cluster.dial(name, PORT).close()  # a refusal shows now
@@ -52,25 +52,26 @@ def run(args: argparse.Namespace) -> None:
                 warn("its token is added to every request, so all who use this machine can use it, until Ctrl-C")
             if token_error:
                 warn(token_error)
-            _watch(cluster, run, head)
+            _watch(access, cluster, head)
         except KeyboardInterrupt:
             warn("")
         finally:
             local.shutdown()
 
 
-def _find_head(cluster: Cluster, run: Run) -> dict[str, Any]:
+def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
     """The pod of the run's newest ready head."""
+    run = access.run
     for job in cluster.list_jobs(run.name)[0]:
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
         if ready and (found := cluster.find("pod", ready[0].name)):
             return found
-    snapshot = observe_run(cluster, run)
-    require_known(cluster, run, snapshot)
+    snapshot = access.observe()
+    access.require_known(snapshot)
     state, reason = snapshot.state()
     raise NotFoundError(
         f"{run.name} has no head that is ready, so no dashboard: {state}, {reason}; "
-        f"`sunspot report {command_arguments(None, run)}` shows what is in storage"
+        f"`sunspot report {stored_arguments(run)}` shows what is in storage"
     )
 
 
@@ -94,7 +95,7 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
     return "", f"the dashboard will ask for its token, {unreadable}"
 
 
-def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:
+def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
     """Return never; raises `NotFoundError` when the head is gone."""
     name, away = head["metadata"]["name"], False
     while True:
@@ -111,6 +112,6 @@ def _watch(cluster: Cluster, run: Run, head: dict[str, Any]) -> None:
         if now is None or not same or pod_view(now).deleting or now.get("status", {}).get("phase") != "Running":
             why = ""
             with contextlib.suppress(ClusterError, StorageError):
-                state, reason = observe_run(cluster, run).state()
-                why = f"; {run.name} is {state}, {reason}"
+                state, reason = access.observe().state()
+                why = f"; {access.run.name} is {state}, {reason}"
             raise NotFoundError(f"the head {name} is gone, and its dashboard with it{why}")

@@ -36,18 +36,10 @@ from sunspot.run.status import DELETION, clear_deletion, mark_deletion
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.snapshot import STORAGE_PATH, RunAccess, RunSnapshot, reach_run
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, PodView
-from sunspot.submitter.cluster.watch import (
-    GONE_WITHIN_S,
-    STORAGE_PATH,
-    RunSnapshot,
-    command_arguments,
-    delete_jobs,
-    observe_run,
-    reach_run,
-    require_known,
-)
-from sunspot.submitter.commands.arguments import add_run
+from sunspot.submitter.commands.arguments import add_run, run_target
 from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.output import doing, print_json, print_table, print_text, warn
 from sunspot.submitter.runs import list_unfinished
@@ -118,8 +110,9 @@ def run(args: argparse.Namespace) -> None:
     run is live or something goes on writing it, `GaveUpError` when its pods do not go, `ClusterError` and
     `StorageError`, and then says on stderr what is left.
     """
-    cluster, run, cluster_error = reach_run(args)
-    remains = find_remains(cluster, run, cluster_error)
+    access = reach_run(run_target(args))
+    cluster, run = access.cluster, access.run
+    remains = find_remains(access)
     if not args.json:
         _print(cluster, remains)
     if kept := remains.not_submitted:
@@ -136,29 +129,30 @@ def run(args: argparse.Namespace) -> None:
         if not _ask(run):
             _conclude(remains, remains, False, False)
             return
-        remains = find_remains(cluster, run, cluster_error)  # the answer may have taken an hour
+        remains = find_remains(access)  # the answer may have taken an hour
     try:
         _remove(cluster, remains)
     except (SunspotError, KeyboardInterrupt):
-        left = _find_left(cluster, run, cluster_error)
+        left = _find_left(access)
         if args.json:
             _conclude(remains, left, False, True)
         what = _sum_up(left) if left else "what cannot be listed now"
-        warn(f"{run.name} is half-deleted; left: {what}. `sunspot delete {command_arguments(cluster, run)}` goes on")
+        warn(f"{run.name} is half-deleted; left: {what}. `sunspot delete {access.arguments}` goes on")
         raise
     _conclude(remains, None, True, args.json)
     if run.storage.keeps_versions():
         warn("the bucket keeps versions of what is deleted: their space is freed when its lifecycle rules expire them")
 
 
-def find_remains(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains:
+def find_remains(access: RunAccess) -> Remains:
     """All there is of a run that may be deleted.
 
     Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live, `ClusterError` and
     `StorageError` when that cannot be seen.
     """
+    run, cluster = access.run, access.cluster
     with doing("looking for what there is of the run"):
-        snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
+        snapshot = access.observe(lambda job: keeps_in(job, run))
     if snapshot.storage_trouble:
         raise StorageError(snapshot.storage_trouble)
     if cluster and snapshot.cluster_trouble:
@@ -166,14 +160,14 @@ def find_remains(cluster: Cluster | None, run: Run, cluster_error: str) -> Remai
             f"{snapshot.cluster_trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
             "KUBECONFIG=/dev/null deletes what is in storage"
         )
-    require_known(cluster, run, snapshot)
+    access.require_known(snapshot)
     state, reason = snapshot.state()
     going = bool(snapshot.job and snapshot.job.deleting)
     if any(job.live for job in snapshot.jobs) or not (state.terminal or going):
         unseen = f" (the cluster was not asked: {snapshot.cluster_trouble})" if snapshot.cluster_trouble else ""
         raise ConflictError(
             f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; "
-            f"`sunspot stop {command_arguments(cluster, run)}` saves and ends it, then delete it"
+            f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
         )
     _refuse_link(run)
     entries = tuple(_list(run))
@@ -271,10 +265,11 @@ def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
     return ""
 
 
-def _find_left(cluster: Cluster | None, run: Run, cluster_error: str) -> Remains | None:
+def _find_left(access: RunAccess) -> Remains | None:
     """What is left of a run that could not be removed; None if that cannot be seen."""
+    run = access.run
     with contextlib.suppress(SunspotError):
-        snapshot = observe_run(cluster, run, cluster_error, lambda job: keeps_in(job, run))
+        snapshot = access.observe(lambda job: keeps_in(job, run))
         entries = tuple(run.storage.list(run.name))
         return Remains(run, snapshot, entries, tuple(list_unfinished(run)), (), "")
     return None

@@ -13,9 +13,9 @@ from sunspot.run.status import Status
 from sunspot.run.submissions import owner_of
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
+from sunspot.submitter.cluster.snapshot import STORAGE_PATH
 from sunspot.submitter.cluster.state import judge
 from sunspot.submitter.cluster.views import JobView
-from sunspot.submitter.cluster.watch import STORAGE_PATH
 from sunspot.submitter.commands.arguments import add_limit
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import settings_of
@@ -26,7 +26,7 @@ add_arguments = add_limit
 
 
 def run(args: argparse.Namespace) -> None:
-    cluster, _ = try_connect(args)
+    cluster, _ = try_connect(args.context, args.namespace)
     list_all(find_storage(args.storage), args.limit, args.json, cluster)
 
 

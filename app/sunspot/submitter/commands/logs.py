@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable
 
-from sunspot.errors import GaveUpError, NotFoundError, SettingsError
+from sunspot.errors import GaveUpError, SettingsError
 from sunspot.run import Run
 from sunspot.run.logs import list_streams, read_pieces
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.output import print_json_line, print_text, warn
-from sunspot.submitter.runs import find_run
+from sunspot.submitter.runs import find_run, find_stream, streams_of
 
 StateReader = Callable[[Run], tuple[RunState, str]]
 """Tells whether a run has ended: by the cluster if there is one, otherwise by storage."""
@@ -53,10 +52,10 @@ def run(args: argparse.Namespace) -> None:
     state: StateReader = read_state
     if args.follow:
         from sunspot.submitter.cluster.api import try_connect
-        from sunspot.submitter.cluster.watch import observe_run
+        from sunspot.submitter.cluster.snapshot import RunAccess
 
-        cluster, _ = try_connect(args)
-        state = (lambda run: observe_run(cluster, run).state()) if cluster else read_state
+        cluster, _ = try_connect(args.context, args.namespace)
+        state = (lambda run: RunAccess(run, cluster).observe().state()) if cluster else read_state
     run = find_run(args.run, args.storage)
     with contextlib.suppress(KeyboardInterrupt):  # the usual end of following
         show(run, args.rank, args.previous, args.follow, args.json, state)
@@ -73,7 +72,7 @@ def show(
     state: StateReader = read_state,
 ) -> None:
     """Print a stream of the run; with `follow`, and those of later starts, until `state` says that it has ended."""
-    streams = _find(run, rank)
+    streams = streams_of(run, rank)
     if not streams and follow and not list_streams(run) and not state(run)[0].terminal:
         warn(f"waiting for the first output of {run.name}")
         deadline = time.monotonic() + FIRST_OUTPUT_S
@@ -81,21 +80,12 @@ def show(
             if time.monotonic() > deadline:
                 raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
             time.sleep(POLL_S)
-            streams = _find(run, rank)
+            streams = streams_of(run, rank)
     printer = _Printer(run, find_stream(run, rank, previous), as_json)
     printer.print_new()
     if follow:
         _follow(run, rank, printer, state)
     printer.close()
-
-
-def find_stream(run: Run, rank: int | None, previous: bool) -> str:
-    """The name of the newest stream of the driver, or of one rank; `previous`: of the one before. Raises
-    `NotFoundError`."""
-    streams = _find(run, rank)
-    if len(streams) < 1 + previous:
-        raise NotFoundError(_explain_absence(run, rank, previous and bool(streams)))
-    return streams[-2 if previous else -1]
 
 
 def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -> None:
@@ -107,7 +97,7 @@ def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -
         now, reason = state(run)
         quiet = quiet + 1 if now.terminal and not printed else 0
         if reads % LIST_EVERY == 0 or quiet == QUIET_READS:
-            newer = [stream for stream in _find(run, rank) if stream > printer.stream]
+            newer = [stream for stream in streams_of(run, rank) if stream > printer.stream]
             if newer:
                 quiet = 0
             for stream in newer:
@@ -160,17 +150,3 @@ class _Printer:
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             print_json_line({"stream": self.stream, "line": line})
-
-
-def _find(run: Run, rank: int | None) -> list[str]:
-    """The streams of the driver or of one rank, the newest last."""
-    wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
-    return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
-
-
-def _explain_absence(run: Run, rank: int | None, only_one: bool) -> str:
-    who = "the driver" if rank is None else f"rank {rank}"
-    what = f"one start of {who} only, so --previous has nothing" if only_one else f"no output of {who}"
-    streams = list(list_streams(run))
-    there = f"; there are {', '.join(streams[-10:])}" if streams else "; no process of it has shipped any output"
-    return f"{run.storage.locate(run.key('logs'))}: {what}{there}"

@@ -1,31 +1,22 @@
 """`sunspot metrics`: a run's metric history, along the steps that made its model."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sunspot.errors import SettingsError
 from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import read_journal
-from sunspot.run.ranks import each_rank_record, to_rows
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import doing, print_json, print_table, print_text, warn, write_file
+from sunspot.submitter.metric_tables import MARK, to_table, with_ranks
+from sunspot.submitter.output import doing, print_json, print_table, print_text, write_file
 from sunspot.submitter.runs import find_run
-
-if TYPE_CHECKING:
-    import pyarrow
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
 """What a terminal has no room for; CSV, JSON and Parquet include it."""
-
-
-MARK = b"sunspot metrics"
-"""Key in the metadata of a file that is ours to replace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,21 +51,6 @@ def run(args: argparse.Namespace) -> None:
         print_table(shown, [[record.get(name) for name in shown] for record in records])
 
 
-def with_ranks(run: Run) -> list[dict[str, Any]]:
-    """The records, those with `ranks` whose numbers of each rank are kept apart from those of other records."""
-    spans = lineage(read_attempts(run))
-    ranks = {
-        (record["attempt"], record["step"]): to_rows(record["ranks"])
-        for record in each_rank_record(run, spans)
-        if "records" not in record
-    }
-    records = read_journal(run, "metrics", spans)
-    for record in records:
-        if found := ranks.pop((record["attempt"], record["step"]), None):
-            record["ranks"] = found
-    return records
-
-
 def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json: bool) -> None:
     """Write `to_table` of the records. Raises like `write_file`."""
     import pyarrow.parquet
@@ -87,20 +63,6 @@ def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json:
         print_json({"run": run.name, "path": str(path), "records": table.num_rows, "bytes": buffer.tell()})
     else:
         print_text(f"{path}: {plural(table.num_rows, 'record')}, {len(table.column_names)} columns")
-
-
-def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
-    """A row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
-    import pyarrow
-
-    names = dict.fromkeys(name for record in records for name in record)
-    columns = {}
-    for name in names:
-        try:
-            columns[name] = pyarrow.array([record.get(name) for record in records])
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            warn(f"left out: {name}, whose values are of several types")
-    return pyarrow.table(columns, metadata={MARK: ""})
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from sunspot.errors import SettingsError
-from sunspot.submitter.commands.arguments import add_render_options, render_from
+from sunspot.submitter.commands.arguments import add_render_options, job_request
 from sunspot.submitter.output import print_json, print_table, print_text, warn
 
 
@@ -16,11 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the manifest, or with `--explain` where its values come from; with `--output`, write it."""
-    from sunspot.submitter.manifest.render import write_directory
+    from sunspot.submitter.manifest.render import render, write_directory
 
     if args.output == "":
         raise SettingsError("--output may not be empty; name a directory")
-    rendered = render_from(args)
+    rendered = render(job_request(args))
     if args.output is not None:
         for path in write_directory(rendered, args.output):
             warn(f"wrote {path}")

@@ -5,10 +5,11 @@ import argparse
 from sunspot.errors import ClusterError
 from sunspot.run.status import clear_stop
 from sunspot.run.submissions import newest_submission
+from sunspot.submitter.cluster.progress import print_state, print_submission
 from sunspot.submitter.cluster.restart import parse_submission
-from sunspot.submitter.cluster.watch import observe_existing, print_state, reach_run
-from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.commands.submit import print_outcome, start_job
+from sunspot.submitter.cluster.snapshot import reach_run
+from sunspot.submitter.cluster.start import PreparedJob, start_job
+from sunspot.submitter.commands.arguments import add_run, run_target
 
 add_arguments = add_run
 
@@ -19,17 +20,16 @@ def run(args: argparse.Namespace) -> None:
     Raises `NotFoundError` when there is no such run, `DamageError` for a submission that cannot be used, and
     `ClusterError` when there is no cluster to submit to.
     """
-    cluster, run, cluster_error = reach_run(args)
-    snapshot = observe_existing(cluster, run, cluster_error)
-    submission = newest_submission(run)
-    if submission is None:
-        clear_stop(run)
+    access = reach_run(run_target(args))
+    snapshot = access.observe_existing()
+    submitted = newest_submission(access.run)
+    if submitted is None:
+        clear_stop(access.run)
         how = "`make train` again, or for GitOps a commit that raises GENERATION"
         reason = f"it may train again; it was not started by `sunspot submit`, so start it: {how}"
-        print_state(run, snapshot.state()[0], reason, args.json)
+        print_state(access.run, snapshot.state()[0], reason, args.json)
         return
-    if cluster is None or snapshot.cluster_trouble:
+    if snapshot.cluster_trouble:
         raise ClusterError(snapshot.cluster_trouble)
-    job, text = submission
-    outcome = start_job(cluster, run, parse_submission(run, job, text), text, None)
-    print_outcome(cluster, run, job, outcome, dry_run=False, as_json=args.json)
+    job, text = submitted
+    print_submission(start_job(access, PreparedJob(parse_submission(access.run, job, text), text)), args.json)

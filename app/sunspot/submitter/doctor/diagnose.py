@@ -1,21 +1,17 @@
-"""`sunspot doctor RUN`: why a run is pending, slow, stuck, climbing in memory or failed, and how to fix it."""
+"""Finds out why a run is pending, slow, stuck, growing in memory or failed, and how to fix it."""
 
-import textwrap
 from dataclasses import dataclass
 
 from sunspot.errors import StorageError
-from sunspot.run import Run
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.ranks import newest_rank_records
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.watch import RunSnapshot
-from sunspot.submitter.commands.status import gather
+from sunspot.submitter.cluster.run_record import gather
+from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training import Case, diagnose, figures
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, in_order
-from sunspot.submitter.output import print_json, print_text, warn
 
 
 @dataclass(frozen=True)
@@ -28,12 +24,13 @@ class Report:
     unseen: list[str]
 
 
-def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Report:
-    """Examine a run from cluster and storage, as far as they answer; `cluster_error` says why there is no cluster.
+def examine(access: RunAccess) -> Report:
+    """Examine a run from cluster and storage, as far as they answer.
 
     Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
     """
-    snapshot, view = gather(cluster, run, cluster_error)
+    run = access.run
+    snapshot, view = gather(access)
     state, reason = snapshot.state()
     findings, unseen = [], _unseen(snapshot)
     if snapshot.job and "pods" not in snapshot.hidden:
@@ -58,26 +55,6 @@ def examine(cluster: Cluster | None, run: Run, cluster_error: str = "") -> Repor
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
     return Report(state, reason, in_order(findings), unseen)
-
-
-def show(cluster: Cluster | None, run: Run, stacks: bool, as_json: bool, cluster_error: str = "") -> None:
-    """Print the findings, those that explain most first; with `stacks`, whole stacks and tracebacks below."""
-    report = examine(cluster, run, cluster_error)
-    if as_json:
-        findings = [finding.record() for finding in report.findings]
-        stands = {"state": report.state, "reason": report.reason}
-        print_json({"run": run.name, **stands, "findings": findings, "unseen": report.unseen})
-        return
-    print_text(f"{run.name}: {report.state}")
-    for number, finding in enumerate(report.findings, 1):
-        print_text(f"\n{number}. {finding.finding} ({finding.severity})")
-        print_text(textwrap.indent(f"{finding.evidence}\nto do: {finding.advice}", "   "))
-        for trace in finding.traces if stacks else ():
-            print_text(textwrap.indent(trace.rstrip(), "       "))
-    if not stacks and any(finding.traces for finding in report.findings):
-        warn("--stacks shows whole stacks and tracebacks")
-    for text in report.unseen:
-        warn(f"not looked at: {text}")
 
 
 def _unseen(snapshot: RunSnapshot) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,23 @@ SEARCH = "python -m sunspot.tune"
 
 
 @dataclass(frozen=True)
+class JobRequest:
+    """What a manifest is made from, besides the SUNSPOT_ variables of the environment."""
+
+    profile: str = "kind"
+    "One of k8s/profiles, or a path."
+    settings: Mapping[str, str] = field(default_factory=dict)
+    "By variable, with or without the prefix; they win over the environment, which wins over the profile."
+    image: str | None = None
+    namespace: str | None = None
+    queue: str | None = None
+    cluster: str | None = None
+    "A RayCluster in which the job runs, instead of one of its own."
+    generation: int = 1
+    "Part of the name: another number starts an ended job again."
+
+
+@dataclass(frozen=True)
 class Derived:
     """A value in the manifest, and where it comes from."""
 
@@ -82,7 +99,7 @@ class Rendered:
 
     manifest: dict[str, Any]
     settings: Settings
-    "As the job will read them, without those that a search varies."
+    "As given, without those that a search varies; some, the job adds (`settings_of`)."
     namespace: str
     derived: list[Derived]
     chosen_namespace: str | None
@@ -98,52 +115,46 @@ class Rendered:
         return to_yaml(self.manifest)
 
 
-def render(
-    profile: str,
-    overrides: Mapping[str, str],
-    *,
-    image: str | None = None,
-    namespace: str | None = None,
-    cluster: str | None = None,
-    queue: str | None = None,
-    generation: int = 1,
-) -> Rendered:
-    """Make the RayJob of a run.
+def with_place(settings: Mapping[str, str], run: str | None, storage: str | None) -> dict[str, str]:
+    """Add a run's name and its storage, if given, to settings. Raises `SettingsError` when one is empty."""
+    place = {"RUN_NAME": run, "STORAGE_PATH": storage}
+    if "" in place.values():  # as a setting, it would mean the default
+        raise SettingsError("--run and --storage may not be empty")
+    return {**settings, **{name: value for name, value in place.items() if value is not None}}
 
-    `overrides` are settings by variable, with or without the prefix; they win over the environment, which wins over the
-    profile. With `cluster`, the job runs in that RayCluster instead of its own. `generation` is part of the name:
-    another number starts a finished job again. Raises `SettingsError` with every problem.
-    """
-    options = {"image": image, "namespace": namespace, "queue": queue}
-    chosen = load_profile(profile, {name: value for name, value in options.items() if value is not None})
+
+def render(request: JobRequest) -> Rendered:
+    """Make the RayJob of a run. Raises `SettingsError` with every problem."""
+    options = {"image": request.image, "namespace": request.namespace, "queue": request.queue}
+    chosen = load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
     # Through JSON: YAML aliases would make one change show in several places.
     job: dict[str, Any] = json.loads(json.dumps(read_yaml(manifests() / "rayjob.yaml")))
-    given = _gather(ray_container(head_group(job))["env"], chosen, profile, overrides)
+    given = _gather(ray_container(head_group(job))["env"], chosen, request)
     search = load_search({name: value for name, (value, _) in given.items()})
     settings = search.settings
 
     base_cpus = int(worker_group(job)["resources"]["CPU"])
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
-    shape, problems = (None, []) if cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
-    problems += _find_problems(settings, chosen, shape, cluster, generation)
+    shape, problems = (None, []) if request.cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
+    problems += _find_problems(settings, chosen, request)
     problems += _find_long_drain(job, chosen)
     if chosen.cloud:
         problems += _find_unnamed(job, chosen, shape, given)
-    if image and chosen.head and chosen.head.image:
+    if request.image and chosen.head and chosen.head.image:
         problems.append(
-            f"image {image}: the head would keep head.image={chosen.head.image}, maybe another version; name both "
-            "in the profile"
+            f"image {request.image}: the head would keep head.image={chosen.head.image}, maybe another version; name "
+            "both in the profile"
         )
-    _refuse(problems, profile)
+    _refuse(problems, request.profile)
 
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
     variables, derived = _resolve(search, given, chosen, shape, deadline_s)
     if shape:
-        _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), profile)
-        derived += _explain(job, chosen, shape, profile)
+        _refuse(make_cluster(job, chosen, shape, settings.run_name, variables), request.profile)
+        derived += _explain(job, chosen, shape, request.profile)
     else:
-        _select_cluster(job, str(cluster), variables)
-    _set_job(job, chosen, settings.run_name, generation)
+        _select_cluster(job, str(request.cluster), variables)
+    _set_job(job, chosen, settings.run_name, request.generation)
     if search.dimensions:
         job["spec"]["entrypoint"] = SEARCH
         derived.append(Derived("entrypoint", SEARCH, f"{', '.join(search.given)}: a search space"))
@@ -153,7 +164,6 @@ def render(
     job["metadata"]["name"] = name
     set_variable(job, PREFIX + "JOB_ID", name)
     job["metadata"]["annotations"][DERIVED] = json.dumps({value.name: value.value for value in derived})
-    settings = load_search({**{n: v for n, (v, _) in given.items()}, **settings_of(job)}).settings
     return Rendered(job, settings, job["metadata"]["namespace"], derived, chosen.namespace)
 
 
@@ -221,10 +231,9 @@ def write_directory(rendered: Rendered, path: str) -> list[Path]:
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def _gather(
-    base: list[dict[str, str]], profile: Profile, name: str, overrides: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """Every given setting by variable: its value and its last source. An empty override removes it."""
+def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -> dict[str, tuple[str, str]]:
+    """Collect every given setting by variable: its value and its last source. An empty value removes it."""
+    name = request.profile
     # The notice is the pods': it follows from the profile, or the running cluster has set it.
     of_base = {e["name"]: e["value"] for e in base if e["name"].startswith(PREFIX) and e["name"] != NOTICE}
     layers: list[tuple[Mapping[str, str], str]] = [
@@ -234,7 +243,7 @@ def _gather(
             for variable, value in (profile.settings or {}).items()
         ),
         ({name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}, "the environment"),
-        (overrides, "given"),
+        (request.settings, "given"),
     ]
     return {
         PREFIX + variable.upper().removeprefix(PREFIX): (value, source)
@@ -295,10 +304,9 @@ def _refuse(problems: list[str], profile: str) -> None:
         raise SettingsError(f"{count} with profile {profile}:\n" + "\n".join(f"  {line}" for line in sorted(problems)))
 
 
-def _find_problems(
-    settings: Settings, profile: Profile, shape: Shape | None, cluster: str | None, generation: int
-) -> list[str]:
-    """What cannot work on any cluster."""
+def _find_problems(settings: Settings, profile: Profile, request: JobRequest) -> list[str]:
+    """Find what cannot work on any cluster."""
+    cluster, generation = request.cluster, request.generation
     problems = []
     if "://" not in settings.storage_path:
         problems.append(
@@ -386,21 +394,21 @@ def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -
         metadata["labels"][QUEUE] = profile.queue
         if spec.get("rayClusterSpec", {}).get("enableInTreeAutoscaling"):
             metadata["annotations"][ELASTIC] = "true"
-    for field, value in {
+    for key, value in {
         "preRunningDeadlineSeconds": profile.pre_running_deadline_s,
         "activeDeadlineSeconds": profile.active_deadline_s,
         "backoffLimit": profile.backoff_limit if "backoffLimit" in spec else None,
         "ttlSecondsAfterFinished": profile.ttl_s if "ttlSecondsAfterFinished" in spec else None,
     }.items():
         if value is not None:
-            spec[field] = value
+            spec[key] = value
 
 
 def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, str]) -> None:
     """Send the job into an existing cluster: it brings no pods, and must not delete that cluster."""
     spec = job["spec"]
-    for field in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
-        del spec[field]
+    for key in ("rayClusterSpec", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"):
+        del spec[key]
     spec["clusterSelector"] = {CLUSTER_SELECTOR: cluster}
     spec["runtimeEnvYAML"] = to_yaml({"env_vars": dict(variables)})
 

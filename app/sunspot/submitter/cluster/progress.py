@@ -1,0 +1,116 @@
+"""Prints where a run stands, and how it goes on."""
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from sunspot.formatting import in_words
+from sunspot.run import Run
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.snapshot import RunSnapshot, stored_arguments
+from sunspot.submitter.cluster.start import Submission
+from sunspot.submitter.output import print_json, print_json_line, print_text
+
+PROGRESS_EVERY_S = 10.0
+"""How often progress is printed when nothing else changes."""
+
+
+def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
+    """Print where a run stands now, and why."""
+    if as_json:
+        print_json({"run": run.name, "state": state, "reason": reason})
+    else:
+        print_text(f"{run.name}: {state}, {reason}")
+
+
+def print_submission(submission: Submission, as_json: bool) -> None:
+    """Print what became of a submission."""
+    access, outcome, dry_run = submission.access, submission.outcome, submission.dry_run
+    if as_json:
+        record = {"run": access.run.name, "job": submission.job, "namespace": submission.namespace}
+        record |= {"storage": access.run.location, **asdict(outcome)}
+        print_json_line({**record, "dry_run": dry_run})  # `submit --wait` prints more lines
+        return
+    would = "would be " if dry_run else ""
+    print_text(f"{submission.job} {would}{outcome.action} in namespace {submission.namespace} ({outcome.reason})")
+    if outcome.action != "finished" and not dry_run:
+        print_text(f"  sunspot wait {access.arguments}")
+        print_text(f"  sunspot logs -f {stored_arguments(access.run)}")
+
+
+def show_progress(run: Run, as_json: bool = False) -> "ProgressLines":
+    """What prints the progress of a run: on a terminal with a live line below."""
+    return LiveProgress(run) if sys.stdout.isatty() and not as_json else ProgressLines(run, as_json)
+
+
+class ProgressLines:
+    """Prints a line for every change of state or reason, and one for progress now and then."""
+
+    def __init__(self, run: Run, as_json: bool, progress_every_s: float = PROGRESS_EVERY_S) -> None:
+        self._run, self._as_json, self._progress_every_s = run, as_json, progress_every_s
+        self._before: tuple[RunState, str] | None = None
+        self._step = -1
+        self._at = 0.0
+
+    def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
+        step = snapshot.status.step if snapshot.status else 0
+        goes_on = state is RunState.RUNNING and step != self._step
+        due = goes_on and time.monotonic() - self._at >= self._progress_every_s
+        if (state, reason) == self._before and not due:
+            return
+        self._before, self._step, self._at = (state, reason), step, time.monotonic()
+        if self._as_json:
+            record = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
+            print_json_line({**record, **progress(snapshot)})
+        else:
+            print_text(f"{time.strftime('%H:%M:%S')}  {state:9}  {describe(snapshot, state, reason)}", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class LiveProgress(ProgressLines):
+    """For a terminal: the same lines, and below them a live one."""
+
+    def __init__(self, run: Run) -> None:
+        from rich.console import Console
+
+        super().__init__(run, as_json=False, progress_every_s=float("inf"))
+        self._began = time.monotonic()
+        self._status = Console(highlight=False, markup=False, emoji=False).status("")
+
+    def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
+        self._status.start()
+        super().__call__(snapshot, state, reason)
+        waited = f"{state}, {in_words(time.monotonic() - self._began)}"
+        self._status.update(describe(snapshot, state, "") if state is RunState.RUNNING else waited)
+
+    def close(self) -> None:
+        self._status.stop()
+
+
+def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
+    """One line for people: the progress while it trains, otherwise the reason of the state."""
+    if state in (RunState.FAILED, RunState.LOST):
+        return "for good"  # the error with which the command ends says why
+    now = progress(snapshot)
+    if state is not RunState.RUNNING or not now["total_steps"]:
+        return reason
+    parts = [f"step {now['step']} of {now['total_steps']}", f"epoch {now['epoch']}"]
+    if now["loss"] is not None:
+        parts.append(f"loss {now['loss']:.4g}")
+    if now["rows_per_s"] is not None:
+        parts.append(f"{now['rows_per_s']:.0f} rows/s")
+    if now["seconds_left"] is not None:
+        parts.append(f"{in_words(now['seconds_left'])} left")
+    return "  ".join(part for part in (*parts, reason) if part)
+
+
+def progress(snapshot: RunSnapshot) -> dict[str, Any]:
+    """How far the run is, by its own last status."""
+    status, left = snapshot.status, None
+    if status and status.state is RunState.RUNNING and status.step_time_s is not None:
+        left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.seen))
+    names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")
+    return {**{name: getattr(status, name, None) for name in names}, "seconds_left": left}

@@ -1,0 +1,199 @@
+"""Starts a run's RayJob, or says why it need not or must not start."""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sunspot.errors import HIDDEN, ConflictError, GaveUpError, is_credential
+from sunspot.run import open_run
+from sunspot.run.status import RunState, clear_stop
+from sunspot.run.submissions import owner_of, record_submission
+from sunspot.settings import PREFIX, differences
+from sunspot.submitter.cluster.api import Cluster, connect
+from sunspot.submitter.cluster.preflight import check, check_identity
+from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot, require_answers
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
+from sunspot.submitter.cluster.views import JobView, job_view
+from sunspot.submitter.manifest.render import JobRequest, Rendered, render, settings_of
+from sunspot.submitter.output import doing, warn
+
+STOPPED_WITHIN_S = 180.0
+"""How long a run that is being stopped may take to save and end."""
+
+LOOK_EVERY_S = 1.0
+
+MOST_CHANGES_SHOWN = 20
+
+JOB_ID = PREFIX + "JOB_ID"
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A RayJob that is to be started."""
+
+    manifest: Mapping[str, Any]
+    text: str
+    "The manifest as YAML, which is kept in storage."
+    expected: JobView | None = None
+    "The RayJob as the API server would complete it, if it was asked."
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was done to start a RayJob, or would be without `--dry-run`."""
+
+    action: str
+    "created, replaced (an ended one), attached (it is live already), or finished (nothing is left to do)."
+    reason: str
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A RayJob that was submitted, and what came of it."""
+
+    access: RunAccess
+    job: str
+    namespace: str
+    outcome: Outcome
+    dry_run: bool = False
+
+
+def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
+    """Render a request for its cluster, in the namespace that the request, the profile or the context names.
+
+    Raises `ClusterError` when there is no cluster to ask.
+    """
+    rendered = render(request)
+    cluster = connect(context, rendered.chosen_namespace)
+    if cluster.namespace != rendered.namespace:
+        rendered = render(replace(request, namespace=cluster.namespace))
+    return rendered, cluster
+
+
+def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submission:
+    """Check the rendered job, and start it.
+
+    Raises `ClusterError`, `StorageError` or `ConflictError` before anything is changed.
+    """
+    settings = rendered.settings
+    access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
+    with doing("checking the cluster and the storage"):
+        expected, warnings = check(cluster, access.run, rendered.manifest)
+    for text in warnings:
+        warn(f"warning: {text}")
+    check_identity(access.run, settings_of(rendered.manifest))
+    return start_job(access, PreparedJob(rendered.manifest, rendered.to_yaml(), expected), dry_run)
+
+
+def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -> Submission:
+    """Start a RayJob unless it is live or has succeeded.
+
+    Raises `ClusterError` without a cluster, `ConflictError` when another RayJob of the run is live, and `GaveUpError`
+    when an ending one does not end.
+    """
+    run, name, cluster = access.run, prepared.name, access.require_cluster()
+
+    def submission(action: str, reason: str) -> Submission:
+        return Submission(access, name, cluster.namespace, Outcome(action, reason), dry_run)
+
+    snapshot, job = _observe_job(access, name)
+    if snapshot.deleting:
+        raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
+    others = [other for other in snapshot.jobs if other.live and other.name != name]
+    if others:
+        wanted = prepared.expected or job_view(dict(prepared.manifest))
+        raise ConflictError(_explain_conflict(others[0], wanted, access.arguments))
+
+    deadline = time.monotonic() + STOPPED_WITHIN_S
+    with doing(f"waiting for {name} to save and end"):
+        while job and _is_ending(snapshot, job) and not dry_run:
+            if time.monotonic() > deadline:
+                raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
+            time.sleep(LOOK_EVERY_S)
+            snapshot, job = _observe_job(access, name)
+
+    state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
+    if job and not state.terminal:
+        if snapshot.stop_wanted and not dry_run:
+            clear_stop(run)
+        return submission("attached", "the stop marker is cleared" if snapshot.stop_wanted else f"{state}: {reason}")
+    if snapshot.status and state is RunState.SUCCEEDED and (job or snapshot.status.owner.partition("#")[0] == name):
+        return submission("finished", reason)
+
+    ended = [other for other in snapshot.jobs if other.terminal or other is job]
+    was = f"the run was {state}: {reason}" if snapshot.known else "a new run"
+    if snapshot.status and not state.terminal:
+        was = f"it takes the run over from {snapshot.status.owner}: {reason}"
+    if not dry_run:
+        clear_stop(run)
+        with doing("waiting for the old cluster to go"):
+            gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
+        if not gone:
+            raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
+        with doing(f"applying {name}"):
+            record_submission(run, name, prepared.text)
+            cluster.apply(dict(prepared.manifest))
+    return submission("replaced" if ended else "created", was)
+
+
+def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | None]:
+    """Look at the run, with the RayJob of this name, if there is one, as its newest."""
+    snapshot = access.observe()
+    require_answers(snapshot)
+    job = next((job for job in snapshot.jobs if job.name == name), None)
+    if job and job is not snapshot.job:
+        others = tuple(other for other in snapshot.jobs if other is not job)
+        snapshot = replace(snapshot, jobs=(job, *others), owner=owner_of(access.run, name))
+    return snapshot, job
+
+
+def _is_ending(snapshot: RunSnapshot, job: JobView) -> bool:
+    """Whether the RayJob is being deleted, or its driver may still see the stop marker."""
+    return job.deleting or (snapshot.state()[0] is RunState.STOPPING and snapshot.driver_began)
+
+
+def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
+    """Say why `wanted` is refused: a line for each difference, settings by name, the rest by its path in the spec."""
+    before, after = (
+        {name: value for name, value in settings_of(job.raw).items() if name != JOB_ID} for job in (live, wanted)
+    )
+    in_spec = [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
+    changes = differences(before, after) + in_spec
+    more = [f"and {len(changes) - MOST_CHANGES_SHOWN} more"] if len(changes) > MOST_CHANGES_SHOWN else []
+    lines = "\n".join(f"  {line}" for line in changes[:MOST_CHANGES_SHOWN] + more)
+    return (
+        f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n"
+        f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"
+    )
+
+
+def _without_credential(change: str) -> str:
+    """A line of a diff; of a variable that holds a secret, without its values."""
+    variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
+    secret = variable and is_credential(variable[1], change[variable.end() :])
+    return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, str]:
+    """Every leaf of a spec but settings, by its path; items of a list by their names, if they have any."""
+    if isinstance(value, dict):
+        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list):
+        named = [item.get("name") or item.get("groupName") if isinstance(item, dict) else None for item in value]
+        items = [
+            (f"{path}[{name or position}]", item)
+            for position, (name, item) in enumerate(zip(named, value, strict=True))
+        ]
+    else:
+        return {path: str(value)}
+    leaves: dict[str, str] = {}
+    for key, item in items:
+        if f"[{PREFIX}" not in key and not key.endswith("].name"):
+            leaves |= _flatten(item, key)
+    return leaves

@@ -1,0 +1,86 @@
+"""Stops a run, and removes its cluster."""
+
+import getpass
+import socket
+import time
+from collections.abc import Sequence
+
+from sunspot.errors import GaveUpError
+from sunspot.run.status import RunState, request_stop
+from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.follow import TICK_S, Follower
+from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.views import JobView
+from sunspot.submitter.output import doing
+
+GONE_WITHIN_S = 180.0
+"""How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
+
+
+def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tuple[RunState, str]:
+    """Leave the stop marker, wait until the run has saved and ended, and delete its RayJobs with their clusters.
+
+    Without `wait`, only leave the marker. Returns where the run stands then, and a sentence that says why. Raises
+    `NotFoundError` when there is no such run, `GaveUpError` when it has not ended after `timeout` seconds.
+    """
+    snapshot = access.observe_existing()
+    state, reason = snapshot.state()
+    if state is RunState.SUCCEEDED:
+        return state, f"there is nothing to stop: {reason}"
+    request_stop(access.run, f"{getpass.getuser()}@{socket.gethostname()}")
+    if not wait:
+        return RunState.STOPPING, "it saves and ends by itself; its cluster goes when its RayJob has ended"
+    began = time.monotonic()
+    training = snapshot.driver_began and state is not RunState.RETRYING
+    if not state.terminal and (training or not snapshot.job):
+        with doing("waiting for the run to save and end"):
+            snapshot = _await_end(access, timeout)
+        state, reason = snapshot.state()
+    if access.cluster:
+        left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
+        with doing("waiting for its pods to go"):
+            gone = delete_jobs(access.cluster, snapshot.jobs, left)
+        if not gone:
+            name = access.run.name
+            raise GaveUpError(f"{name} has ended ({reason}), but its pods are still there; they go by themselves")
+    if state not in (RunState.SUCCEEDED, RunState.FAILED):
+        state = RunState.STOPPED
+    checkpoint = snapshot.status and snapshot.status.checkpoint
+    saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
+    return state, f"{saved}; `sunspot resume {access.arguments}` lets it go on"
+
+
+def _await_end(access: RunAccess, timeout: float) -> RunSnapshot:
+    deadline = time.monotonic() + timeout
+    follower = Follower(access)
+    for snapshot in follower:
+        state, reason = snapshot.state()
+        if state.terminal and follower.settled:
+            return snapshot
+        if time.monotonic() > deadline:
+            raise GaveUpError(
+                f"{access.run.name} has not ended after {timeout:.0f} s ({state}: {reason}); its stop marker stands, "
+                f"and `sunspot stop {access.arguments}` waits again"
+            )
+    raise AssertionError("following never ends by itself")
+
+
+def delete_jobs(cluster: Cluster, jobs: Sequence[JobView], seconds: float, frozen: bool = False) -> bool:
+    """Delete RayJobs, and wait until they and their clusters' pods are gone; returns whether they are.
+
+    Pods on nodes that do not answer are waited for only with `frozen`: what they still do changes no run.
+    """
+    for job in jobs:
+        cluster.delete_job(job)
+    deadline = time.monotonic() + seconds
+    own = [job for job in jobs if not job.borrows_cluster]  # a cluster of somebody else stays
+
+    def any_left() -> bool:
+        pods = cluster.list_pods(own)
+        return any(cluster.has_job(job) for job in jobs) or any(frozen or not pod.overdue(time.time()) for pod in pods)
+
+    while any_left():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(TICK_S)
+    return True

@@ -1,0 +1,116 @@
+"""`sunspot doctor`: with RUN, why it is as it is; without, whether a cluster and a bucket are ready for a run."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from sunspot.errors import ClusterError, SettingsError, StorageError
+from sunspot.submitter.commands.arguments import run_target
+from sunspot.submitter.output import print_json, print_text, warn
+
+if TYPE_CHECKING:
+    from sunspot.submitter.cluster.api import Cluster
+    from sunspot.submitter.doctor.diagnose import Report
+    from sunspot.submitter.manifest.render import Rendered
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="name of the run; without, cluster and storage are tried: ready for a run?",
+    )
+    parser.add_argument("--stacks", action="store_true", help="below, whole stacks and tracebacks")
+    parser.add_argument("--profile", metavar="NAME", help="without RUN: what a run would be made by; default: kind")
+    parser.add_argument("--image", metavar="REF", help="without RUN: the image; default: the profile's")
+    parser.add_argument(
+        "--from-pods",
+        action="store_true",
+        help="without RUN: try storage and GPU in two pods, made like a run's head and workers; may bring nodes",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.run is None:
+        _check_preconditions(args)
+        return
+    if args.profile or args.image or args.from_pods:
+        raise SettingsError("--profile, --image, --from-pods: leave out RUN, or these: they are for no run yet")
+    from sunspot.submitter.cluster.snapshot import reach_run
+    from sunspot.submitter.doctor.diagnose import examine
+
+    access = reach_run(run_target(args))
+    report = examine(access)
+    if args.json:
+        findings = [finding.record() for finding in report.findings]
+        stands = {"state": report.state, "reason": report.reason}
+        print_json({"run": access.run.name, **stands, "findings": findings, "unseen": report.unseen})
+    else:
+        _print_report(access.run.name, report, args.stacks)
+
+
+def _print_report(name: str, report: Report, stacks: bool) -> None:
+    """Print the findings, those that explain most first; with `stacks`, whole stacks and tracebacks below."""
+    print_text(f"{name}: {report.state}")
+    for number, finding in enumerate(report.findings, 1):
+        print_text(f"\n{number}. {finding.finding} ({finding.severity})")
+        print_text(textwrap.indent(f"{finding.evidence}\nto do: {finding.advice}", "   "))
+        for trace in finding.traces if stacks else ():
+            print_text(textwrap.indent(trace.rstrip(), "       "))
+    if not stacks and any(finding.traces for finding in report.findings):
+        warn("--stacks shows whole stacks and tracebacks")
+    for text in report.unseen:
+        warn(f"not looked at: {text}")
+
+
+def _check_preconditions(args: argparse.Namespace) -> None:
+    """Check everything that a run needs, and print what was seen and what to do.
+
+    Storage is tested from here, and with `--from-pods` also from pods like the run's. Raises `ClusterError` or
+    `StorageError` when a check failed.
+    """
+    from sunspot.storage.probe import Result, failure, probe_path
+    from sunspot.submitter.doctor.cluster_checks import check_cluster
+    from sunspot.submitter.doctor.probe_pods import try_from_pods
+
+    rendered, cluster, cluster_error = _render(args)
+    of_cluster = check_cluster(cluster, rendered) if cluster else [failure("API server", ClusterError(cluster_error))]
+    parts = [(ClusterError, of_cluster), (StorageError, probe_path(rendered.settings.storage_path))]
+    if args.from_pods and cluster:
+        parts.append((ClusterError, try_from_pods(cluster, rendered)))
+    checks, failed = [], []
+    for kind, part in parts:
+        for check in part:
+            checks.append(check)
+            if check.result is Result.FAILED:
+                failed.append(kind)
+            if not args.json:
+                print_text(f"{check.result:8} {check.check}: {check.seen}", flush=True)
+                if check.fix and check.result is not Result.OK:
+                    print_text(f"{'':8} -> {check.fix}", flush=True)
+    if args.json:
+        print_json({"fit": not failed, "checks": [asdict(check) for check in checks]})
+    if failed:
+        first = next(check.check for check in checks if check.result is Result.FAILED)
+        kind = ClusterError if ClusterError in failed else StorageError
+        raise kind(f"not ready for a run: {len(failed)} of {len(checks)} checks failed ({first} first)")
+    if not args.json:
+        warnings = sum(check.result is Result.WARNING for check in checks)
+        print_text(f"ready for a run: {len(checks)} checks, {warnings} with a warning")
+
+
+def _render(args: argparse.Namespace) -> tuple[Rendered, Cluster | None, str]:
+    """The manifest of a run, and the cluster, or why there is none."""
+    from sunspot.submitter.cluster.start import render_for_cluster
+    from sunspot.submitter.manifest.render import JobRequest, render, with_place
+
+    settings = with_place({}, None, args.storage)
+    request = JobRequest(args.profile or "kind", settings, args.image, args.namespace)
+    try:
+        return *render_for_cluster(request, args.context), ""
+    except ClusterError as error:
+        return render(request), None, str(error)
