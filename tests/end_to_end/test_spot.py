@@ -11,7 +11,8 @@ import psutil
 import pytest
 import ray
 
-from sunspot.elastic.control import open_control
+from sunspot.elastic.control import ControlChannel, open_control
+from sunspot.elastic.messages import Incident
 from sunspot.formatting import as_time
 from sunspot.ray_internals.nodes import reachable_nodes
 from sunspot.report import gather, render
@@ -29,6 +30,7 @@ from sunspot.submitter.findings import Diagnosis
 from sunspot.train.probe import probe_all_nodes
 from tests.end_to_end.test_columns import write_numbers
 from tests.harness import s3
+from tests.harness.control import worker_group
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
 from tests.harness.s3 import FaultProxy
@@ -320,17 +322,18 @@ def test_a_node_that_is_gone_keeps_no_run_from_starting(
 
 def test_a_notice_before_the_first_step_is_not_forgotten(ray_address: str) -> None:
     with open_control() as control:
-        ray.get(control.note.remote(cause="node lost", noticed=1.0))
-        assert ray.get(control.begin.remote({"attempt": 2}))["cause"] == "node lost"
-        ray.get(control.restart_group.remote("reclaim", "node x", 2.0, 30.0))
-        assert ray.get(control.fetch.remote())[2] == ["reclaim: node x; the workers save, and start again"]
-        assert ray.get(control.group.remote()) == {}, "it is about to end"
-        ray.get(control.recovered.remote())
-        assert ray.get(control.command.remote()).restart
-        again = ray.get(control.begin.remote({"attempt": 3}))
-        assert (again["cause"], again["noticed"]) == ("reclaim", 2.0)
-        assert not ray.get(control.command.remote()).restart
-        ray.get(control.restart_group.remote("move", "from node x", 3.0, None))
-        assert ray.get(control.command.remote()).moves
-        ray.get(control.begin.remote({"attempt": 4}))
-        assert not ray.get(control.command.remote()).moves
+        control.ask(ControlChannel.add_incident_facts, Incident(Cause.NODE_LOST, noticed=1.0))
+        assert control.ask(ControlChannel.begin_group, worker_group(2)).cause is Cause.NODE_LOST
+        control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node x", 2.0), 30.0)
+        lines = control.ask(ControlChannel.fetch_news).lines
+        assert lines == [f"{Cause.PREEMPTED}: node x; the workers save, and start again"]
+        assert control.ask(ControlChannel.group) is None, "it is about to end"
+        control.ask(ControlChannel.close_incident)
+        assert control.ask(ControlChannel.command).restart
+        again = control.ask(ControlChannel.begin_group, worker_group(3))
+        assert (again.cause, again.noticed) == (Cause.PREEMPTED, 2.0)
+        assert not control.ask(ControlChannel.command).restart
+        control.ask(ControlChannel.restart_group, Incident(Cause.MOVED, "from node x", 3.0), None)
+        assert control.ask(ControlChannel.command).moves
+        control.ask(ControlChannel.begin_group, worker_group(4))
+        assert not control.ask(ControlChannel.command).moves

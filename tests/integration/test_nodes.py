@@ -23,8 +23,9 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from sunspot.background import start_thread
 from sunspot.elastic import nodes as elastic_nodes
-from sunspot.elastic.control import COMMAND_EVERY_S, Command, CommandPoller, open_control
+from sunspot.elastic.control import COMMAND_EVERY_S, CommandPoller, ControlChannel, open_control
 from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
 from sunspot.ray_internals import coordinator, warn_once
 from sunspot.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
@@ -32,6 +33,8 @@ from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, instal
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from sunspot.run.incidents import Cause
 from sunspot.settings import NodeGroup, Workers
+from tests.harness.control import LocalControl
+from tests.harness.control import worker_group as group
 from tests.harness.nodes import start_node
 from tests.harness.waiting import wait_until
 
@@ -45,10 +48,6 @@ def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
 HEAD = node("head", **{"node:__internal_head__": 1.0, "memory": 1e9})
 A, B, C = node("a"), node("b"), node("c")
 DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
-
-
-def group(attempt: int, *nodes: str) -> dict[str, Any]:
-    return {"attempt": attempt, "world_size": len(nodes), "nodes": dict(enumerate(nodes))}
 
 
 @pytest.mark.parametrize(
@@ -228,25 +227,12 @@ def test_idle_nodes_are_given_back_without_a_restart() -> None:
     assert story.monitor.asked == {"spot": 2, "paid": 0}
 
 
-class FakeControl:
-    """Says which group trains, and keeps what it hears: as a `ControlChannel` does, in this process."""
-
-    def __init__(self) -> None:
-        self.trains: dict[str, Any] = {}
-        self.heard: list[SimpleNamespace] = []
-        self.group = SimpleNamespace(remote=lambda: ray.put(self.trains))
-        self.restart_group = SimpleNamespace(remote=self._restart_group)
-        self.note = SimpleNamespace(remote=lambda **facts: self.heard.append(SimpleNamespace(restart=False, **facts)))
-
-    def _restart_group(self, cause: str, detail: str, noticed: float, deadline: float | None) -> None:
-        self.trains = {}
-        self.heard.append(SimpleNamespace(restart=True, cause=cause, detail=detail, noticed=noticed, deadline=deadline))
-
-    def wait(self, within: float) -> SimpleNamespace:
-        """The next thing that it hears."""
-        wait_until(lambda: self.heard, seconds=within)
-        assert len(self.heard) == 1
-        return self.heard.pop()
+def next_told(control: LocalControl, within: float) -> tuple[str, Incident, float | None]:
+    """What the control channel is told next: the method, the incident and the deadline."""
+    wait_until(lambda: control.told, seconds=within)
+    [(method, given)] = control.told
+    control.told.clear()
+    return method, given[0], given[1] if len(given) > 1 else None
 
 
 @pytest.fixture
@@ -299,38 +285,37 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
             return ray.get_runtime_context().get_node_id()
 
     install_coordinator()
-    control: Any = FakeControl()
+    control = LocalControl()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
         watch_nodes(control, NodeMonitor(PER_WORKER, Workers(1, 3), reachable_nodes)),
     ):
-        control.trains = group(1, a.node_id)
+        control.channel.begin_group(group(1, a.node_id))
         reserve("train-test", 3, PER_WORKER)
         assert reserved("train-test", PER_WORKER) == {a.node_id: 1}
         with start_node(ray_address, notice_s=20, CPU=2, spot=2) as b:
             assert reserved("train-test", PER_WORKER) == {a.node_id: 1, b.node_id: 2}
-            heard = control.wait(within=10)
-            assert (heard.restart, heard.cause, heard.detail) == (True, Cause.SCALE_UP, "1 -> 3 workers")
+            told, incident, _ = next_told(control, within=10)
+            assert (told, incident.cause, incident.detail) == ("restart_group", Cause.SCALE_UP, "1 -> 3 workers")
 
             rank = Rank.options(resources={"spot": 2}).remote()  # a node without work goes at once
             assert ray.get(rank.node.remote()) == b.node_id
-            control.trains = group(2, a.node_id, b.node_id, b.node_id)
+            control.channel.begin_group(group(2, a.node_id, b.node_id, b.node_id))
             b.reclaim()
-            heard = control.wait(within=20)
-            assert (heard.restart, heard.cause) == (True, Cause.PREEMPTED)
-            assert heard.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
-            assert 0 < heard.noticed - (heard.deadline - 20) < 2, "seconds since it was told to go"
+            told, incident, deadline = next_told(control, within=20)
+            assert (told, incident.cause) == ("restart_group", Cause.PREEMPTED)
+            assert incident.detail == f"node {b.node_id[:12]} (ranks 1, 2)"
+            assert deadline
+            assert incident.noticed
+            assert 0 < incident.noticed - (deadline - 20) < 2, "seconds since it was told to go"
             assert reserved("train-test", PER_WORKER) == {a.node_id: 1}, "Ray Train would wait for a node that goes"
 
             ray.kill(rank)
             b.wait(timeout=15)
-            control.trains = group(3, a.node_id, b.node_id)
-            heard = control.wait(within=15)
-            assert (heard.restart, heard.cause, heard.detail) == (
-                False,
-                Cause.NODE_LOST,
-                f"node {b.node_id[:12]} (rank 1)",
-            )
+            control.channel.begin_group(group(3, a.node_id, b.node_id))
+            told, incident, _ = next_told(control, within=15)
+            assert (told, incident.cause) == ("add_incident_facts", Cause.NODE_LOST), "Ray restarts the group itself"
+            assert incident.detail == f"node {b.node_id[:12]} (rank 1)"
         a.lose()
         assert next(one for one in ray.nodes() if one["NodeID"] == a.node_id)["Alive"], "then this shows nothing"
         assert reserved("train-test", PER_WORKER) == {}, "Ray Train would wait for a node that does not answer"
@@ -497,6 +482,6 @@ def test_what_a_failed_controller_had_reserved_is_given_back(ray_address: str) -
 def test_a_command_is_known_after_the_step_it_came_in(ray_address: str) -> None:
     with open_control() as control, CommandPoller(control) as commands:
         assert commands.poll() == Command()
-        ray.get(control.restart_group.remote(Cause.PREEMPTED, "node 1", time.time(), None))
+        control.ask(ControlChannel.restart_group, Incident(Cause.PREEMPTED, "node 1", time.time()), None)
         time.sleep(3 * COMMAND_EVERY_S)  # a step, in which nobody polls
         assert commands.poll().restart

@@ -10,8 +10,8 @@ import pytest
 
 from sunspot.elastic import watchdog as hang
 from sunspot.run import open_run
+from sunspot.run.hangs import read_hangs, suspects
 from sunspot.run.history import read_journal
-from sunspot.run.incidents import suspects
 from tests.harness import REPOSITORY
 
 RANK = """
@@ -22,16 +22,16 @@ import sunspot.parallel.collectives as parallel
 from sunspot.elastic import claim, watchdog as hang
 from sunspot.settings import Settings
 from sunspot.train import setup
+from tests.harness.control import LocalControl
 storage, rank, freezes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "freezes"
 hang.LINGER_S, hang.REPORT_S, hang.START_S, parallel.ROUND_S = 1, 5, 0, 0.5
 ranks = {"get_world_rank": lambda: rank, "get_world_size": lambda: 2, "get_local_rank": lambda: rank}
 ray.train.get_context = lambda: SimpleNamespace(**ranks)
 ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node")
-ray.get = lambda *_, **__: None
 setup.processes_up = setup.launch_time = lambda: 0.0
-class Control:
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *what: print("told", name, *what, flush=True))
+class Control(LocalControl):
+    def tell(self, method, *given, **named):
+        print("told", method.__name__, *given, flush=True)
 claim_attempt, find_heartbeats = claim.claim_attempt, claim.find_heartbeats
 def read_slowly(*arguments):
     time.sleep(6)
@@ -78,8 +78,8 @@ def test_a_rank_that_freezes_while_a_group_starts_is_found_by_the_others(what: s
         return
     assert ranks[0].returncode == 1, output
     [event] = events
-    assert suspects(events, 2) == [1]
+    assert suspects(read_hangs(events), 2) == [1]
     assert "rank 0: not all ranks answered for" in output
     assert "waits for other ranks in gather_objects" in event["detail"]
     assert "in agree_on_start" in event["stacks"]
-    assert "told hung" in output
+    assert "told add_hang" in output

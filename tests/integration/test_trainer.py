@@ -10,7 +10,9 @@ import pytest
 import ray
 from ray.train import TrainingFailedError
 
-from sunspot.elastic.control import StopRequest
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.messages import Incident
+from sunspot.elastic.stop import StopRequest
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
 from sunspot.run import open_run
@@ -25,12 +27,12 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
 
-    def make_trainer(plan: Any, owner: str, driver: str, resources: Any, control: Any, scratch: str) -> Any:
+    def make_trainer(plan: Any, owner: str, driver: str, resources: Any, control: ControlClient, scratch: str) -> Any:
         def fit() -> None:
             if gone:
-                ray.kill(control)
+                ray.kill(control._actor)
             else:
-                ray.get(control.fail.remote(SettingsError("what a worker found")))
+                control.ask(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
             raise TrainingFailedError("what Ray knows")
 
         return SimpleNamespace(fit=fit)
@@ -38,4 +40,4 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
     monkeypatch.setattr(trainer, "make_trainer", make_trainer)
     plan = make_plan(settings, load_task(settings))
     with pytest.raises(TrainingFailedError if gone else SettingsError):
-        trainer.fit_once(plan, open_run(str(tmp_path), "run"), "me", "driver", StopRequest(), {})
+        trainer.fit_once(plan, open_run(str(tmp_path), "run"), "me", "driver", StopRequest(), Incident())

@@ -17,8 +17,8 @@ from sunspot.elastic import watchdog as hang
 from sunspot.elastic.watchdog import MAX_STACKS, Watchdog, describe, upload_dumps
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, claim
+from sunspot.run.hangs import Hang, read_hangs, starved, suspects
 from sunspot.run.history import Journal, read_journal
-from sunspot.run.incidents import starved, suspects
 from tests.harness import REPOSITORY
 
 TIMEOUT_S = 2.0
@@ -31,8 +31,8 @@ from sunspot.run.attempts import Attempt
 storage, rank = sys.argv[1], int(sys.argv[2])
 hang.LINGER_S, hang.REPORT_S, hang.FIRST_STEP_S, hang.START_S = 1, 2, 2, 0
 run = open_run(storage, "run")
-def on_hang(event, late):
-    print(f"told: {event['detail']}", flush=True)
+def on_hang(rank_that_hung, late):
+    print(f"told: {rank_that_hung.detail}", flush=True)
 def train():
     with hang.Watchdog(run, rank, 2, TIMEOUT_S, on_hang) as watchdog:
         if CLAIMS:
@@ -208,8 +208,8 @@ def test_a_rank_whose_threads_cannot_run_ends_and_the_next_one_here_reports_it(r
 
     told: list[tuple[str, bool]] = []
 
-    def tell(event: dict[str, Any], late: bool) -> None:
-        told.append((event["detail"], late))
+    def tell(hang: Hang, late: bool) -> None:
+        told.append((hang.detail, late))
 
     upload_dumps(run, 3, tell)
     assert read_journal(run, "events") == [], "an attempt took what its own ranks may still need"
@@ -309,7 +309,7 @@ def test_the_rank_that_the_others_wait_for_is_told_from_them(run: Run, tmp_path:
     assert [event["waiting"] for event in events] == [True, False], [event["stacks"] for event in events]
     assert "waits for other ranks in" in events[0]["detail"]
     assert "stands in consume_batch" in events[1]["detail"]
-    assert suspects(events, 2) == [1]
+    assert suspects(read_hangs(events), 2) == [1]
 
 
 RANKS, ROWS = "other ranks", "rows of Ray Data"
@@ -355,22 +355,22 @@ ABOUT = {"attempt": 3, "rank": 1, "world_size": 2, "step": 41, "beat": 1000.0, "
     ],
 )
 def test_where_a_rank_stands(files: list[str], waits_for: str, place: str) -> None:
-    event = describe(ABOUT, dump(["/main.py"], files), 1300.4)
+    found = describe(ABOUT, dump(["/main.py"], files), 1300.4)
     verb = f"waits for {waits_for}" if waits_for else "stands"
-    assert event["detail"] == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
-    assert (event["waiting"], event["loading"]) == (waits_for == RANKS, waits_for == ROWS)
+    assert found.detail == f"rank 1: no step for 300 s; {verb} in work at {place}:7"
+    assert (found.waiting, found.loading) == (waits_for == RANKS, waits_for == ROWS)
 
 
 def test_stacks_are_bounded_and_begin_with_the_training_thread() -> None:
     deep = ["/w/recursive.py"] * 100
-    event = describe(ABOUT, dump(*[deep] * 100), 1300)
-    assert len(event["stacks"]) == MAX_STACKS
-    assert len(json.dumps(event)) < MAX_STACKS + 2000
-    assert event["stacks"].startswith('Training thread (most recent call first):\n  File "/w/recursive.py"')
+    found = describe(ABOUT, dump(*[deep] * 100), 1300)
+    assert len(found.stacks) == MAX_STACKS
+    assert len(json.dumps(found.record())) < MAX_STACKS + 2000
+    assert found.stacks.startswith('Training thread (most recent call first):\n  File "/w/recursive.py"')
 
 
 def test_a_rank_without_stacks_is_described_all_the_same() -> None:
-    assert describe(ABOUT, "", 1300)["detail"] == "rank 1: no step for 300 s"
+    assert describe(ABOUT, "", 1300).detail == "rank 1: no step for 300 s"
 
 
 @pytest.mark.parametrize(
@@ -385,11 +385,8 @@ def test_a_rank_without_stacks_is_described_all_the_same() -> None:
     ids=["all", "one, and the other waits for it", "none", "beside a hung one", "beside a silent one"],
 )
 def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int, str], found: bool) -> None:
-    events = [
-        {"event": "hung", "rank": rank, "waiting": what == RANKS, "loading": what == ROWS, "detail": ""}
-        for rank, what in waits_for.items()
-    ]
-    assert starved(events, 2) == found
+    hangs = [Hang(rank, "", what == RANKS, what == ROWS) for rank, what in waits_for.items()]
+    assert starved(hangs, 2) == found
 
 
 @pytest.mark.parametrize(
@@ -403,8 +400,9 @@ def test_ranks_to_which_ray_data_brings_no_rows_do_not_hang(waits_for: dict[int,
     ],
 )
 def test_suspects(waiting: dict[int, bool], found: list[int]) -> None:
-    events = [{"event": "hung", "rank": rank, "waiting": w, "detail": ""} for rank, w in waiting.items()]
-    assert suspects([{"event": "commit failed"}, *events], 3) == found
+    hangs = [Hang(rank, "", waits) for rank, waits in waiting.items()]
+    assert suspects(hangs, 3) == found
+    assert read_hangs([{"event": "commit failed"}, *(hang.record() for hang in hangs)]) == hangs
 
 
 def test_ranks_have_journals_of_their_own(run: Run) -> None:

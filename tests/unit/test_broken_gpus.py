@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from sunspot.errors import SunspotError
 from sunspot.train import broken_gpus, probe
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from tests.harness.asked_nodes import FakeRay
+from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
 A, B, C = "a" * 56, "b" * 56, "c" * 56
@@ -84,12 +85,11 @@ def test_a_run_that_needs_the_nodes_does_not_begin(
 
 @pytest.fixture
 def training(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> BrokenInTraining:
-    def over() -> str:
-        cluster.done.append(("the group is over",))
-        return B  # of a node that is well
+    class Control(LocalControl):
+        def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            cluster.done.append((method.__name__,))
 
-    control: Any = SimpleNamespace(over=SimpleNamespace(remote=over))
-    return BrokenInTraining(control, Needed({"GPU": 1.0}, 2))
+    return BrokenInTraining(Control(), Needed({"GPU": 1.0}, 2))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_node_whose_gpu_broke_is_left_out_of_the_next_group(
 ) -> None:
     cluster.broken = broken
     assert training(codes) == [f"node {A[:12]} left out: {told}"]
-    assert cluster.done == [("the group is over",), (A,)], "a drain of a group's node would be a notice"
+    assert cluster.done == [("forget_group",), (A,)], "a drain of a group's node would be a notice"
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,7 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
-    told = list[str]()
-    control: Any = SimpleNamespace(leave_out=SimpleNamespace(remote=told.extend))
+    control = LocalControl()
     every = [node["NodeID"] for node in cluster.nodes]
 
     def usable() -> list[str]:
@@ -158,12 +157,12 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
         cluster.nodes += joining
         wait_until(lambda: cluster.ray.arguments)
         assert usable() == [A]
-        assert not told
+        assert not control.told
         cluster.answer.set()
         wait_until(lambda: usable() == every)
         time.sleep(0.1)
     assert cluster.ray.arguments == {B: (2,)}, "the first is known, and the last promises none"
-    assert told == [f"node {B[:12]} left out: no driver"]
+    assert control.heard("add_left_out") == [[f"node {B[:12]} left out: no driver"]]
     assert cluster.done == [(B,)], "once, and no group was told that it is over"
     assert capsys.readouterr().out == f"warning: node {B[:12]} left out: no driver\n"
 
@@ -171,6 +170,6 @@ def test_a_node_that_joins_is_tried_before_a_group_grows_by_it(
 def test_a_node_that_is_about_to_go_is_not_tried(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broken_gpus, "NODE_CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(broken_gpus, "draining_nodes", lambda: {B: None})
-    with new_nodes_tried(SimpleNamespace(), []) as filtered:
+    with new_nodes_tried(LocalControl(), []) as filtered:
         wait_until(lambda: [node["NodeID"] for node in filtered(cluster.nodes)] == [A, C])
     assert set(cluster.ray.arguments) == {A}

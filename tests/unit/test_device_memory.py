@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import ray
 import torch
 
 from sunspot.train import device_memory
 from sunspot.train.device_memory import DEVICE_WAIT_S, await_device_memory
+from tests.harness.control import LocalControl
 
 GB = 10**9
 
@@ -20,18 +19,13 @@ class Gpu:
     """One of 80 GB, of which `taken` says what others have at a time; and the control channel, and time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.kept = 1000.0, dict[str, int]()
+        self.now, self.control = 1000.0, LocalControl()
         self.taken: Callable[[float], float] = lambda waited_s: 0
         self._began = 0.0
-        monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB - self._taken_now(), 80 * GB))
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
         monkeypatch.setattr(device_memory, "time", clock)
-        self.control: Any = SimpleNamespace(
-            free_memory=SimpleNamespace(remote=lambda gpu: self.kept.get(gpu, 0)),
-            keep_free_memory=SimpleNamespace(remote=self.kept.__setitem__),
-        )
 
     def _taken_now(self) -> int:
         return int(self.taken(self.now - self._began) * GB)
@@ -73,4 +67,4 @@ def test_what_another_program_keeps_is_waited_for_once(gpu: Gpu) -> None:
 
 def test_on_a_cpu_nothing_is_waited_for(gpu: Gpu) -> None:
     assert gpu.begin_group(lambda waited_s: pytest.fail("asked"), "cpu") == 0
-    assert not gpu.kept
+    assert not gpu.control.told

@@ -20,8 +20,9 @@ from sunspot.run import Run
 from sunspot.run.attempts import Attempt, give_up_damaged, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, delete_checkpoint, find_newest_good
 from sunspot.run.failures import Failure, describe_failure, find_place, read_failures, record_failure
+from sunspot.run.hangs import BRING_ROWS
 from sunspot.run.history import Journal
-from sunspot.run.incidents import BRING_ROWS, Cause
+from sunspot.run.incidents import Cause
 from sunspot.run.ranks import with_columns
 from sunspot.run.status import RunState, Status, restore_status
 from sunspot.submitter.doctor.pending import parse_refusals

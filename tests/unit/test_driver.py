@@ -7,19 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from sunspot.background import TokenBucket
 from sunspot.elastic.claim import begin_attempt
-from sunspot.elastic.control import StopRequest, watch_stop
 from sunspot.elastic.copies import Machine
+from sunspot.elastic.stop import StopRequest, watch_stop
 from sunspot.errors import ConflictError, SettingsError, SunspotError, SupersededError, TerminatedError, run_and_exit
 from sunspot.formatting import as_bytes
 from sunspot.observe.output import shipped_driver_output
@@ -53,8 +51,10 @@ from sunspot.run.submissions import newest_submission, owner_of, record_submissi
 from sunspot.settings import Settings
 from sunspot.train.driver import report_result
 from tests.harness import REPOSITORY, s3
+from tests.harness.control import LocalControl
 from tests.harness.runs import BATCH, begin, commit, start
 from tests.harness.s3 import FaultProxy
+from tests.harness.waiting import wait_until
 
 
 @pytest.fixture
@@ -206,13 +206,12 @@ def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
 def test_an_interrupt_asks_to_save_and_a_second_one_ends_at_once(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = threading.Event()
-    control, request = SimpleNamespace(stop=SimpleNamespace(remote=asked.set)), StopRequest()
-    monkeypatch.setattr("sunspot.elastic.control.STOP_CHECK_EVERY_S", 0.01)
+    control, request = LocalControl(), StopRequest()
+    monkeypatch.setattr("sunspot.elastic.stop.STOP_CHECK_EVERY_S", 0.01)
     usual = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), watch_stop(run, control, request):  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
-        assert asked.wait(20)
+        wait_until(lambda: control.channel.command().stop, seconds=20)
         assert (request.interrupted, request.terminated, request.marked) == (True, False, False)
         signal.raise_signal(signal.SIGINT)
     assert capsys.readouterr().out == "interrupted: it saves, and ends; Ctrl-C again ends it at once, without\n"
@@ -231,14 +230,14 @@ def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
     run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, job: str, error: type[BaseException], code: int
 ) -> None:
     """There it is a lost head, which the operator replaces."""
-    monkeypatch.setattr("sunspot.elastic.control.STOP_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("sunspot.elastic.stop.STOP_CHECK_EVERY_S", 0.01)
 
     def train() -> int:
-        asked, request = threading.Event(), StopRequest()
+        control, request = LocalControl(), StopRequest()
         with recorded_outcome(run, "me", new_driver(), None, 10):
-            with watch_stop(run, SimpleNamespace(stop=SimpleNamespace(remote=asked.set)), request):
+            with watch_stop(run, control, request):
                 signal.raise_signal(number)
-                assert asked.wait(20)
+                wait_until(lambda: control.channel.command().stop, seconds=20)
             request.raise_signal("step 5 of 10 is kept", job)
         return 0
 

@@ -9,29 +9,28 @@ from typing import Any
 import pytest
 
 from sunspot.elastic import nodes
-from sunspot.elastic.control import Command
+from sunspot.elastic.messages import Command
 from sunspot.parallel.decisions import StepActions
 from sunspot.settings import Workers
 from sunspot.train.worker import Worker
+from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
 
 
 def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(get_node_id=lambda: "head")
-    answers = {"get_runtime_context": lambda: context, "nodes": lambda: [], "get": lambda value, timeout: value}
+    answers = {"get_runtime_context": lambda: context, "nodes": lambda: []}
     monkeypatch.setattr(nodes, "ray", SimpleNamespace(**answers))
     monkeypatch.setattr(nodes, "NODE_CHECK_EVERY_S", 0.01)
     draining: dict[str, float | None] = {}
-    looks, saves = [], []
+    looks = []
 
     def look() -> dict[str, float | None]:
         looks.append(1)
         return dict(draining)
 
     monkeypatch.setattr(nodes, "draining_nodes", look)
-    control = SimpleNamespace(  # it has nothing else that could be called
-        group=SimpleNamespace(remote=dict), save=SimpleNamespace(remote=lambda: saves.append(1))
-    )
+    control = LocalControl()
 
     def wait_for_looks() -> None:
         seen = len(looks)
@@ -40,10 +39,10 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
     with nodes.watch_nodes(control, nodes.NodeMonitor({"CPU": 1.0}, Workers(1, 1), list)):
         draining["another"] = None
         wait_for_looks()
-        assert not saves
+        assert not control.told
         draining["head"] = time.time() + 27
         wait_for_looks()
-    assert saves == [1]
+    assert control.told == [("request_save", ())]
 
 
 def test_the_workers_save_once_and_train_on() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig
@@ -17,43 +16,46 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from sunspot.elastic import failures
-from sunspot.elastic.control import ControlChannel, GroupEnd, RankError
+from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.failures import MAX_STARVED, FailureJudge, Suspects, describe_end
+from sunspot.elastic.messages import GroupEnd, RankError
 from sunspot.elastic.receipts import FailureRecorder
 from sunspot.errors import SettingsError, SunspotError
-from sunspot.observe.progress import _Lines
+from sunspot.observe.progress import Progress, _Lines
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import Failure
+from sunspot.run.hangs import Hang
 from sunspot.run.incidents import TIER, Cause
+from tests.harness.control import LocalControl, worker_group
 
 BUG = Failure(1, 0, 0, "NameError", "name 'functional' is not defined", "", "/mine/buggy.py", 6, "loss")
 LOST = RayActorError(error_msg="The actor died because its node has died.\nmore")
 
 
-class Control:
-    """Knows what ended the newest group, and hears what is said."""
+class Control(LocalControl):
+    """Knows what ended the newest group."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.end, self.said, self.gave_up_for = GroupEnd(), list[str](), list[str]()
-        self.left_out, self.noted = list[str](), list[str]()
-        monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
-        monkeypatch.setattr(failures, "OTHERS_S", 0.0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = GroupEnd()
 
-    def __getattr__(self, name: str) -> Any:
-        answers = {
-            "group_end": lambda: self.end,
-            "start_again": self.said.append,
-            "give_up": self.gave_up_for.append,
-            "leave_out": self.left_out.extend,
-            "note": lambda loss, noticed: self.noted.append(loss),
-        }
-        return SimpleNamespace(remote=answers[name])
+    def ask(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        return self.end if method is ControlChannel.group_end else super().ask(method, *given, **named)
+
+    @property
+    def said(self) -> list[str]:
+        return self.heard("start_next_group")
+
+    @property
+    def gave_up_for(self) -> list[str]:
+        return self.heard("give_up")
 
 
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch) -> Control:
-    return Control(monkeypatch)
+    monkeypatch.setattr(failures, "OTHERS_S", 0.0)
+    return Control()
 
 
 def failed(*ranks: int, world_size: int = 2, step: int = 0, taken: int = 0, **changed: Any) -> list[RankError]:
@@ -62,13 +64,13 @@ def failed(*ranks: int, world_size: int = 2, step: int = 0, taken: int = 0, **ch
     return [RankError(Failure(**kind | {"rank": rank, "step": step}), world_size, taken, **of) for rank in ranks]
 
 
-def told(errors: list[RankError], committed: int = 0, hangs: list[dict[str, Any]] | None = None) -> GroupEnd:
-    return GroupEnd(errors, {"step": 53, "committed": committed}, hangs or [])
+def told(errors: list[RankError], committed: int = 0, hangs: list[Hang] | None = None) -> GroupEnd:
+    return GroupEnd(errors, Progress(1, step=53, committed=committed), hangs or [])
 
 
-def hung(rank: int, waiting: bool = False, loading: bool = False) -> dict[str, Any]:
-    about = {"event": "hung", "attempt": 1, "step": 53, "time": 100.0, "rank": rank, "world_size": 2}
-    return {**about, "waiting": waiting, "loading": loading, "detail": f"rank {rank}: no step for 300 s"}
+def hung(rank: int, waiting: bool = False, loading: bool = False) -> Hang:
+    detail = f"rank {rank}: no step for 300 s"
+    return Hang(rank, detail, waiting, loading, world_size=2, attempt=1, step=53, time=100.0)
 
 
 def test_the_same_bug_on_all_ranks_before_a_step_ends_the_run_at_once(control: Control) -> None:
@@ -175,26 +177,26 @@ def test_other_failures_are_charged(control: Control, errors: list[RankError], l
 
 
 def test_what_ended_one_group_is_not_told_of_the_next() -> None:
-    control = ControlChannel.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
-    control.failed(failed(0)[0])
-    control.hung(hung(0, waiting=True), late=False)
+    control = ControlChannel()
+    control.add_rank_error(failed(0)[0])
+    control.add_hang(hung(0, waiting=True), late=False)
     assert (len(control.group_end().errors), len(control.group_end().hangs)) == (1, 1)
-    control.show({"step": 53, "loss": 0.5, "committed": 0, "time": 1.0})
-    control.start_again("rank 0: NameError")
-    state, _, lines = control.fetch()
-    assert (_Lines(100, 50).describe(state), lines) == ("step 53/100  starting again", ["rank 0: NameError"])
-    control.hung(hung(1), late=True)
-    assert control.group_end() == GroupEnd(state=state)
-    incident = control.begin({"attempt": 2, "world_size": 2, "nodes": {}})
-    assert (incident["cause"], incident["detail"]) == (Cause.HUNG, "rank 1: no step for 300 s"), "for the receipt"
+    control.set_progress(Progress(1, 53, 0.5, time=1.0))
+    control.start_next_group("rank 0: NameError")
+    progress, _, lines = control.fetch_news()
+    assert (_Lines(100, 50).describe(progress), lines) == ("step 53/100  starting again", ["rank 0: NameError"])
+    control.add_hang(hung(1), late=True)
+    assert control.group_end() == GroupEnd(progress=progress)
+    incident = control.begin_group(worker_group(2, "a", "b"))
+    assert (incident.cause, incident.detail) == (Cause.HUNG, "rank 1: no step for 300 s"), "for the receipt"
 
 
 def test_the_receipt_of_a_group_without_rows_says_so() -> None:
-    control = ControlChannel.__ray_metadata__.modified_class()  # type: ignore[attr-defined]
-    control.hung(hung(0, waiting=True), late=False)
-    control.hung(hung(1, loading=True), late=False)
-    incident = control.begin({"attempt": 2, "world_size": 2, "nodes": {}})
-    assert (incident["cause"], incident["detail"], incident["noticed"]) == (
+    control = ControlChannel()
+    control.add_hang(hung(0, waiting=True), late=False)
+    control.add_hang(hung(1, loading=True), late=False)
+    incident = control.begin_group(worker_group(2, "a", "b"))
+    assert (incident.cause, incident.detail, incident.noticed) == (
         Cause.NO_ROWS,
         "rank 1: no step for 300 s",
         100.0,
@@ -288,7 +290,7 @@ def test_nodes_are_left_out_before_the_next_group(control: Control) -> None:
 
     assert FailureJudge(control, 3, leave_out)({1: LOST, 2: RuntimeError(), 3: LOST})
     assert asked == {"node 1": 719, "node 3": None}
-    assert control.left_out == ["node a left out: GPU 3 cannot be used"]
+    assert control.heard("add_left_out") == [["node a left out: GPU 3 cannot be used"]]
     end = "; node a left out: GPU 3 cannot be used; starting again, 2 of 3 MAX_FAILURES left"
     assert control.said[0].endswith(end)
 
@@ -319,6 +321,6 @@ def test_a_restart_is_known_by_its_class_and_starts_another_group_at_no_charge(c
 
     run: Any = None
     FailureRecorder(control).after_exception(run, group.errors)
-    assert not control.noted
+    assert not control.told
     FailureRecorder(control).after_exception(run, {**group.errors, 1: ValueError(str(GroupRestartError()))})
-    assert control.noted == ["rank 1: the worker group ends, for a restart"]
+    assert control.channel.begin_group(worker_group(1)).loss == "rank 1: the worker group ends, for a restart"

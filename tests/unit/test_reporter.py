@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 import sunspot.observe.progress
-import sunspot.train.reporter
 import sunspot.train.worker
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.claim import Start
+from sunspot.elastic.messages import Incident
 from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow, RecentMeans
-from sunspot.observe.progress import _Lines, _watch, epoch_line
+from sunspot.observe.progress import News, Progress, _Lines, _watch, epoch_line
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.plan import Plan
 from sunspot.run import open_run
@@ -33,6 +35,7 @@ from sunspot.settings import Settings
 from sunspot.train.reporter import Reporter
 from sunspot.train.step import after_step
 from sunspot.train.worker import Worker
+from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
 
 
@@ -43,11 +46,6 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     """Twelve steps of an epoch of four, reported at its ends; a loop of its own may name its losses as it likes."""
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", reported.append)
-    incident: dict[str, Any] = {"cause": Cause.BEGIN, "detail": "", "noticed": None, "save_began": None}
-    incident |= {"committed": None, "left_out": [{"detail": "node a left out: GPU 3 cannot be used", "time": 1.5}]}
-    monkeypatch.setattr(
-        sunspot.train.reporter.ray, "get", lambda *_, **__: incident | {"world_before": 0, "paused_s": 0.0}
-    )
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
     for first in (1, 4):  # left unmerged by one before it
@@ -57,7 +55,9 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     checkpoints.due.return_value = StepActions()
     journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    control = MagicMock()
+    control = LocalControl()
+    control.channel.explain_start(Incident(Cause.BEGIN))
+    control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
     reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
     telemetry = MagicMock()
     fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
@@ -83,9 +83,8 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert not any("ranks" in record for record in records)
     assert newest_record(run, spans) == records[-1]
     events = {event["event"]: event for event in read_journal(run, "events", spans)}
-    assert (events["node left out"]["detail"], events["node left out"]["time"]) == tuple(
-        incident["left_out"][0].values()
-    )
+    assert events["node left out"]["detail"] == "node a left out: GPU 3 cannot be used"
+    assert events["node left out"]["time"] == pytest.approx(time.time(), abs=100)
     assert {**reported[0], "attempt": 1} == records[0]
     ranks = list(each_rank_record(run, spans))
     assert [(record["step"], record["ranks"]["rows"], record["ranks"]["steps_s"]) for record in ranks] == [
@@ -98,8 +97,8 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     assert status is not None
     assert (status.state, status.step) == (RunState.FINISHING, 12)
     assert status.loss == (11.0 if name == "loss" else None)
-    line = _Lines(12, 4).describe(control.show.remote.call_args_list[-1].args[0])
-    assert "  1 worker starts at the beginning" in [call.args[0] for call in control.say.remote.call_args_list]
+    line = _Lines(12, 4).describe(control.channel.fetch_news().progress)
+    assert "  1 worker starts at the beginning" in control.heard("log")
     assert line == f"step 12/12{'  loss 11.0000' if name == 'loss' else ''}  checkpoint at 0"
     assert len(run.storage.list(run.key("audit"))) == 1
 
@@ -109,14 +108,14 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
 ) -> None:
     """A report after step 3 leaves one step to the window that ends with the epoch of four."""
     monkeypatch.setattr(sunspot.train.worker.ray.train, "report", lambda _: None)
-    monkeypatch.setattr(sunspot.train.reporter.ray, "get", lambda *_, **__: {"cause": Cause.BEGIN})
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
     begun = Start(attempt, [], None, None, 0, {0: "node"}, [], [], None)
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    control = MagicMock()
+    control = LocalControl()
+    control.channel.explain_start(Incident(Cause.BEGIN))
     reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
     fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
     worker = Worker(
@@ -133,7 +132,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     assert [(one["step"], one["loss"]) for one in read_journal(run, "metrics")] == [(3, 2.5), (4, 4.5)]
     status = read_status(run)
     assert status
-    shown = [status.loss, control.record.remote.call_args.args[0]["loss"], checkpoints.save.call_args.args[1]["loss"]]
+    shown = [status.loss, control.heard("add_metrics")[-1]["loss"], checkpoints.save.call_args.args[1]["loss"]]
     assert shown == [3.0, 3.0, 3.0], "the mean of the epoch's rows"
 
 
@@ -150,11 +149,11 @@ def test_after_the_loss_of_a_rank_its_last_step_is_not_shown_as_news(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
-    steps = [{"step": step, "loss": 0.5, "committed": 0, "time": float(step), "doing": ""} for step in (1, 2, 3)]
-    fetched = [(steps[0], [], []), (steps[1], [], ["rank 1: lost"]), (steps[1], [], []), (steps[2], [], [])]
-    answers, closing = iter(fetched), iter([False, False, False, True])
-    monkeypatch.setattr(sunspot.observe.progress.ray, "get", lambda *_, **__: next(answers))
-    _watch(MagicMock(), _Lines(10, 5), cast(Any, SimpleNamespace(wait=lambda _: next(closing))))
+    steps = [Progress(1, step, 0.5, time=float(step)) for step in (1, 2, 3)]
+    lines: list[list[str]] = [[], ["rank 1: lost"], [], []]
+    news = iter([News(steps[number], [], said) for number, said in zip((0, 1, 1, 2), lines, strict=True)])
+    closing = iter([False, False, False, True])
+    _watch(lambda: next(news), _Lines(10, 5), cast(Any, SimpleNamespace(wait=lambda _: next(closing))))
     assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
         "step 1/10",
         "rank 1: lost",
@@ -166,23 +165,16 @@ def test_a_rate_is_of_one_worker_group_alone() -> None:
     """The group after a loss may be past the step of the loss when it is seen first."""
     lines = _Lines(60, 60)
     states = [(1, 31, 100.0), (1, 41, 105.0), (2, 42, 145.0), (2, 46, 147.0)]
-    shown = [
-        lines.describe({"attempt": attempt, "step": step, "loss": 0.5, "committed": 0, "time": time, "doing": ""})
-        for attempt, step, time in states
-    ]
+    shown = [lines.describe(Progress(attempt, step, 0.5, time=time)) for attempt, step, time in states]
     assert [re.findall("[0-9.]+ steps/s", text) for text in shown] == [[], ["2.0 steps/s"], [], ["2.0 steps/s"]]
 
 
 def test_plain_lines_say_only_what_is_new(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.observe.progress, "PLAIN_EVERY_S", 0.0)
-    lines, state = _Lines(10, 5), {"step": 5, "loss": 0.5, "committed": 0, "time": 1.0, "doing": ""}
-    for newest in (
-        state,
-        state,
-        {**state, "doing": "evaluating 2000 rows"},
-        {**state, "doing": "evaluating 2000 rows"},
-    ):
-        lines.state(newest)
+    lines, trains = _Lines(10, 5), Progress(1, 5, 0.5, time=1.0)
+    evaluates = replace(trains, doing="evaluating 2000 rows")
+    for newest in (trains, trains, evaluates, evaluates):
+        lines.show(newest)
     assert capsys.readouterr().out.splitlines() == [
         "step 5/10  loss 0.5000  checkpoint at 0",
         "step 5/10  evaluating 2000 rows",

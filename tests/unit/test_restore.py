@@ -31,6 +31,7 @@ from sunspot.checkpoint.slots import MemorySnapshot
 from sunspot.checkpoint.snapshot import in_buffer, map_tensors, size_of
 from sunspot.elastic.claim import Found, Start, begin_attempt
 from sunspot.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
+from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases, first_incident, make_receipt
 from sunspot.elastic.restore import State, choose_init, load_init, load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
@@ -493,13 +494,7 @@ def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | N
 def test_a_receipt_says_what_a_restart_cost() -> None:
     begin_receipt = Receipt(1, 0, Cause.BEGIN, "", None, None, None, 10, 12, 10, 0, 0, "beginning", 0, 2)
     now = a_start(at(2, 105, 1, step=12), at(1, 10), events=[{**begin_receipt.record(), "attempt": 1}])
-    incident = {
-        "cause": "reclaim",
-        "detail": "node x",
-        "noticed": 100.0,
-        "committed": 101.0,
-        "last_state": {"step": 13},
-    }
+    incident = Incident(Cause.PREEMPTED, "node x", noticed=100.0, committed=101.0, last_step=13)
     receipt = make_receipt(now, State(taken=98.0, tier="memory"), incident, first_step=110.0)
     assert (receipt.since, receipt.cause, receipt.replayed) == (1, Cause.PREEMPTED, 2)
     assert receipt.recovery_s == 10
@@ -510,7 +505,7 @@ def test_a_pause_is_not_lost() -> None:
     ended = Status(RunState.FAILED, "me", time=50.0, step=14)
     now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), other=ended)
     incident = first_incident(now)
-    assert incident["cause"] is Cause.RESUMED
+    assert incident.cause is Cause.RESUMED
     receipt = make_receipt(now, State(taken=40.0), incident, 1010.0)
     assert receipt.paused_s == 950
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
@@ -546,25 +541,25 @@ def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
     assert found
     now = replace(found, attempt=replace(found.attempt, time=70.0))
     incident = first_incident(now)
-    assert (incident["cause"], incident["detail"]) == (cause, detail)
+    assert (incident.cause, incident.detail) == (cause, detail)
     phases = Phases(launched=52.0, up=58.0, formed=66.0, loaded=72.0)
     receipt = make_receipt(now, State(taken=62.0), incident, 75.0, phases)
     assert receipt.replayed == (5 if last_word else 0)
     assert all(at >= 0 for at in receipt.phases.values()), "processes began before the last step of the old group"
     assert ("first step 5.0 s after the start" in describe(receipt)) == (cause is Cause.TAKEN_OVER)
     later = replace(now, before=[*now.before, now.attempt], attempt=claimed_by("2" * 8, at(3, 90)))
-    assert first_incident(later) == {}, "its own group went before: why is known"
+    assert first_incident(later) == Incident(), "its own group went before: why is known"
 
 
 def test_a_first_start_is_no_incident(run: Run) -> None:
-    assert first_incident(begun(run)) == {"cause": Cause.BEGIN}
+    assert first_incident(begun(run)) == Incident(Cause.BEGIN)
 
 
 def test_a_loss_while_workers_make_way_is_a_loss() -> None:
     now = a_start(at(2, 105), at(1, 10))
-    growth = {"cause": Cause.SCALE_UP, "detail": "2 -> 3 workers", "noticed": 100.0}
+    growth = Incident(Cause.SCALE_UP, "2 -> 3 workers", noticed=100.0)
     assert make_receipt(now, State(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
-    receipt = make_receipt(now, State(taken=98.0), {**growth, "loss": "rank 1: died"}, 110.0)
+    receipt = make_receipt(now, State(taken=98.0), replace(growth, loss="rank 1: died"), 110.0)
     assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
 
 

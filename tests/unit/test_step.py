@@ -19,7 +19,7 @@ import sunspot.parallel.decisions
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
-from sunspot.elastic.control import Command
+from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import sunspot.train.worker
 from sunspot.background import Background
 from sunspot.elastic.claim import Start
-from sunspot.elastic.control import Command
+from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.restore import State
 from sunspot.errors import SettingsError
 from sunspot.ray_internals.controller import GroupRestartError
@@ -43,6 +43,7 @@ from sunspot.train.setup import (
     round_products,
 )
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Worker
+from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
 
@@ -205,19 +206,17 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `join_run` gets, without Ray and a group."""
-    names = ("open_run", "quiet_ray_train", "launch_time", "show_claim", "first_status", "first_incident", "record_end")
+    names = ("open_run", "quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
     for name in names:
         monkeypatch.setattr(setup, name, anything)
+    monkeypatch.setattr(setup, "first_incident", lambda _: Incident())
     monkeypatch.setattr(setup, "open_memory", lambda *_: None)
     monkeypatch.setattr(setup, "Watchdog", lambda *_: Watched())
     monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", anything)
-    monkeypatch.setattr("ray.get", lambda *_, **__: None)
     monkeypatch.setattr("ray.train.get_context", anything)
-    told = SimpleNamespace(remote=anything)
-    control = SimpleNamespace(fatal_error=told, explain=told)
     given = {"owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300, "warm_key": ""}
-    return {**given, "plan": SimpleNamespace(settings=Settings()), "control": control}
+    return {**given, "plan": SimpleNamespace(settings=Settings()), "control": LocalControl()}
 
 
 @pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])

@@ -8,27 +8,23 @@ those that a copy in memory keeps from a step, until it is passed over for stora
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
-from sunspot.elastic.control import GroupEnd, RankError
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.copies import RESTORES
 from sunspot.elastic.gpu import OUT_OF_MEMORY
+from sunspot.elastic.messages import GroupEnd, RankError
 from sunspot.errors import SunspotError, shorten
 from sunspot.run.attempts import Attempt
 from sunspot.run.failures import INSTALLED, LOST_PEER, OURS, Failure, describe_failure
-from sunspot.run.incidents import BRING_ROWS, TIER, blame, starved
+from sunspot.run.hangs import BRING_ROWS, blame, starved
+from sunspot.run.incidents import TIER
 
 OTHERS_S = 5.0
 """The longest wait for the errors of the other ranks: Ray tells of the first, and ranks fail alike within a moment."""
-
-ASK_TIMEOUT_S = 10.0
-"""Limit of one question to the control channel, which answers at once unless it is gone."""
 
 MAX_STARVED = 10
 """Groups in a row, without a new checkpoint, to which Ray Data may bring no rows. Each has waited HANG_TIMEOUT_S, and
@@ -95,7 +91,7 @@ class FailureJudge:
     the run.
     """
 
-    def __init__(self, control: Any, max_failures: int, leave_out: LeaveOut = lambda errors: []) -> None:
+    def __init__(self, control: ControlClient, max_failures: int, leave_out: LeaveOut = lambda errors: []) -> None:
         self._control, self._max, self._leave_out = control, max_failures, leave_out
         self._failures = self._starved = self._restores = 0
         self._committed = -1
@@ -112,20 +108,20 @@ class FailureJudge:
         what, (goes_on, why) = describe(end, errors), self._judge(end, lost)
         if goes_on:
             goes_on, why = self._leave_out_broken(find_suspects(end, errors), why)
-        tell = self._control.start_again if goes_on else self._control.give_up
-        tell.remote(f"{what}{why}")
+        tell = ControlChannel.start_next_group if goes_on else ControlChannel.give_up
+        self._control.tell(tell, f"{what}{why}")
         return goes_on
 
     def _judge(self, end: GroupEnd, lost: bool) -> tuple[bool, str]:
         """Whether another group starts, and why not, or how often one still may."""
-        if (committed := end.state.get("committed", 0)) > self._committed:
+        if (committed := end.progress.committed) > self._committed:
             self._failures = self._starved = self._restores = 0
             self._committed = committed
         alike, before = in_user_code_alike(end.errors), self._before
         self._before = alike
         if alike and (alike == before or not any(error.taken for error in end.errors)):
             return False, "; all ranks ended so, and would again"
-        if end.hangs and starved(end.hangs, end.hangs[0]["world_size"]):
+        if end.hangs and starved(end.hangs, end.hangs[0].world_size):
             self._starved += 1
             if self._starved > MAX_STARVED:
                 return False, f". {BRING_ROWS}; no new checkpoint since {MAX_STARVED} groups before got none either"
@@ -149,7 +145,7 @@ class FailureJudge:
             return False, f"; {error}"
         except Exception as error:  # another Ray may raise anything
             return True, f"; whether a GPU is broken is not known: {shorten(error)}{why}"
-        self._control.leave_out.remote(left_out)
+        self._control.tell(ControlChannel.add_left_out, left_out)
         return True, "".join(f"; {line}" for line in left_out) + why
 
     def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
@@ -158,8 +154,7 @@ class FailureJudge:
         lost = any(isinstance(error, RayError) for error in errors.values())
         end = GroupEnd()
         while True:
-            with suppress(RayError):  # the driver is gone, and Ray ends this process
-                end = ray.get(self._control.group_end.remote(), timeout=ASK_TIMEOUT_S)
+            end = self._control.try_ask(ControlChannel.group_end) or end
             missing = not end.errors or len(end.errors) < end.errors[0].world_size
             if lost or end.fatal or not missing or time.monotonic() > until:
                 return end
@@ -196,7 +191,7 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
     known = {failure.rank for failure in told}
     lost = {rank: error for rank, error in errors.items() if isinstance(error, RayError) and rank not in known}
     lost = {} if end.hangs else lost  # the ranks have ended themselves
-    step = max([end.state.get("step", 0), *(failure.step for failure in told)])
+    step = max([end.progress.step, *(failure.step for failure in told)])
     parts: dict[str, list[int]] = {}
     for failure in [failure for failure in told if not failure.consequence] or ([] if lost else told):
         parts.setdefault(describe_failure_in_line(failure), []).append(failure.rank or 0)
@@ -207,8 +202,8 @@ def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
             parts.setdefault(reason(error), []).append(rank)
     lines = [f"rank {', '.join(map(str, sorted(ranks)))}: {text}" for text, ranks in parts.items()]
     if end.hangs:
-        where = blame(end.hangs, end.hangs[0]["world_size"])
-        step = max(step, *(event["step"] for event in end.hangs))
+        where = blame(end.hangs, end.hangs[0].world_size)
+        step = max(step, *(hang.step for hang in end.hangs))
         lines.append(f"{where}, after step {step} (stacks: `sunspot events --stacks`)")
     return "; ".join(lines)
 

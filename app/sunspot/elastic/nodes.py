@@ -9,7 +9,9 @@ from typing import Any
 import ray
 
 from sunspot.background import Background
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.groups import GroupChoice, find_spare, room_of_groups
+from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.errors import SunspotError, shorten
 from sunspot.formatting import in_words
 from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
@@ -27,9 +29,6 @@ were asked for together join within seconds of each other. The lag of Ray's own 
 BACKOFF_FACTOR = 4
 """How much longer room must last after each restart in which Ray did not make a larger group, as another job may hold
 those nodes. After one try alone they would never be used; trying all the time, nothing would be trained."""
-
-GROUP_QUERY_TIMEOUT_S = 5.0
-"""Limit of one query to the control channel, which answers at once unless it is gone."""
 
 WARN_AFTER_S = 30.0
 """How long checks may fail before the user is warned. One that fails now and then does no harm."""
@@ -79,7 +78,11 @@ class NodeMonitor:
         self._tries = 0
 
     def check(
-        self, group: dict[str, Any], nodes: list[dict[str, Any]], draining: dict[str, float | None], now: float
+        self,
+        group: WorkerGroup | None,
+        nodes: list[dict[str, Any]],
+        draining: dict[str, float | None],
+        now: float,
     ) -> NodeEvent | None:
         """The event for this worker group, if there is one.
 
@@ -92,7 +95,7 @@ class NodeMonitor:
         if self._choice:
             self._group_of = groups_of(self._choice, nodes)
             self.asked = self._choice.choose(room_of_groups(room, self._group_of), now)
-        if not group or group["attempt"] == self._ended:
+        if not group or group.attempt == self._ended:
             return None
         found = (
             find_lost(group, nodes)
@@ -101,22 +104,22 @@ class NodeMonitor:
             or self._find_scale_up(group, nodes, now)
         )
         if found:
-            self._ended = group["attempt"]
+            self._ended = group.attempt
         return found
 
-    def _find_spare(self, group: dict[str, Any], nodes: list[dict[str, Any]]) -> NodeEvent | None:
+    def _find_spare(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
         """Nodes of the group that better ones have come for. Those without a worker end by themselves, being idle."""
         if not self._choice:
             return None
-        used = set(group["nodes"].values())
+        used = set(group.nodes.values())
         spare = find_spare(self._room, self._group_of, self.asked, used)
         others = [node for node in nodes if node["NodeID"] not in spare]
-        if used.isdisjoint(spare) or self._possible(self._usable(others)) < group["world_size"]:
+        if used.isdisjoint(spare) or self._possible(self._usable(others)) < group.world_size:
             return None
         return NodeEvent(Cause.MOVED, f"from {_name(used & set(spare), group)}", spare=tuple(spare))
 
-    def _find_scale_up(self, group: dict[str, Any], nodes: list[dict[str, Any]], now: float) -> NodeEvent | None:
-        size = group["world_size"]
+    def _find_scale_up(self, group: WorkerGroup, nodes: list[dict[str, Any]], now: float) -> NodeEvent | None:
+        size = group.world_size
         if size >= self._possible(nodes):
             self._tries = 0
             return None
@@ -132,16 +135,16 @@ class NodeMonitor:
         return min(self._most, sum(self._room.get(node["NodeID"], 0) for node in nodes))
 
 
-def find_lost(group: dict[str, Any], nodes: list[dict[str, Any]]) -> NodeEvent | None:
+def find_lost(group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
     """The group's nodes that are gone."""
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
-    lost = set(group["nodes"].values()) - alive
+    lost = set(group.nodes.values()) - alive
     return NodeEvent(Cause.NODE_LOST, _name(lost, group)) if lost else None
 
 
-def find_preempted(group: dict[str, Any], draining: dict[str, float | None]) -> NodeEvent | None:
+def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> NodeEvent | None:
     """The group's nodes that are draining, and the earliest of their deadlines."""
-    preempted = set(group["nodes"].values()) & set(draining)
+    preempted = set(group.nodes.values()) & set(draining)
     if not preempted:
         return None
     deadlines = [deadline for node in preempted if (deadline := draining[node]) is not None]
@@ -165,8 +168,8 @@ def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float
     return {node: workers for node, workers in room.items() if workers}
 
 
-def _name(nodes: set[str], group: dict[str, Any]) -> str:
-    ranks = {node: [rank for rank, its in sorted(group["nodes"].items()) if its == node] for node in nodes}
+def _name(nodes: set[str], group: WorkerGroup) -> str:
+    ranks = {node: [rank for rank, its in sorted(group.nodes.items()) if its == node] for node in nodes}
     return ", ".join(
         f"node {node[:12]} ({'rank' if len(its) == 1 else 'ranks'} {', '.join(map(str, its))})"
         for node, its in sorted(ranks.items(), key=lambda item: item[1])
@@ -211,7 +214,7 @@ def _describe(asked: dict[str, int]) -> str:
 
 
 @contextmanager
-def watch_nodes(control: Any, monitor: NodeMonitor) -> Iterator[None]:
+def watch_nodes(control: ControlClient, monitor: NodeMonitor) -> Iterator[None]:
     """Restart the worker group, over the control channel, when nodes are preempted or added; while the context lasts.
 
     A lost node is only noted: Ray Train restarts the group itself. When this node, the head, is to go, the group saves;
@@ -226,11 +229,11 @@ def watch_nodes(control: Any, monitor: NodeMonitor) -> Iterator[None]:
     def check() -> None:
         nonlocal checked, warned, leaving, asked
         try:
-            group, draining = ray.get(control.group.remote(), timeout=GROUP_QUERY_TIMEOUT_S), draining_nodes()
+            group, draining = control.ask(ControlChannel.group), draining_nodes()
             event = monitor.check(group, ray.nodes(), draining, time.monotonic())
             if here in draining and not leaving:
                 leaving = True
-                control.save.remote()
+                control.tell(ControlChannel.request_save)
                 print("the head was told to go: the workers save, and a new head continues from there", flush=True)
             if monitor.asked != asked:
                 ask_of_groups(monitor.per_worker, monitor.asked)
@@ -238,10 +241,11 @@ def watch_nodes(control: Any, monitor: NodeMonitor) -> Iterator[None]:
                 print(f"asked for {_describe(asked)}", flush=True)
             if event:
                 drain_nodes(event.spare)
-            if event and event.cause is Cause.NODE_LOST:
-                control.note.remote(cause=event.cause, detail=event.detail, noticed=time.time())
-            elif event:
-                control.restart_group.remote(event.cause, event.detail, time.time(), event.deadline)
+                incident = Incident(event.cause, event.detail, noticed=time.time())
+                if event.cause is Cause.NODE_LOST:
+                    control.tell(ControlChannel.add_incident_facts, incident)
+                else:
+                    control.tell(ControlChannel.restart_group, incident, event.deadline)
             checked = time.monotonic()
         except Exception as error:  # the next check may do better
             if not warned and time.monotonic() - checked > WARN_AFTER_S:

@@ -6,7 +6,9 @@ from typing import Any, TypedDict
 import ray.train
 
 from sunspot.elastic.claim import Start
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import reason
+from sunspot.elastic.messages import Incident
 from sunspot.elastic.restore import State
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
@@ -26,19 +28,18 @@ class Phases(TypedDict, total=False):
 
 
 def make_receipt(
-    start: Start, state: State, incident: dict[str, Any], first_step: float, phases: Phases | None = None
+    start: Start, state: State, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
     """The receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
-    `incident` has the facts of what ended the group before (`ControlChannel.begin`).
+    `incident` is what ended the group before (`ControlChannel.begin_group`).
     """
     attempt, before = start.attempt, start.before
     since = max((receipt.attempt for receipt in read_receipts(start.events)), default=0)
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
     last_steps = [step for number, step, _ in start.heartbeats if number >= since and before]
-    last_steps += [incident.get("last_state", {}).get("step", 0), incident.get("last_step", 0)]
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
-    paused_since = incident.get("paused_since")
+    paused_since = incident.paused_since
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
     world_before = before[-1].metadata.get("world_size", 0) if before else 0
     spent = worker_seconds([*before, attempt], left, first_step)
@@ -48,14 +49,14 @@ def make_receipt(
         since=since,
         cause=cause,
         detail=_detail(cause, incident),
-        noticed=incident.get("noticed"),
-        save_began=incident.get("save_began"),
-        committed=incident.get("committed"),
+        noticed=incident.noticed,
+        save_began=incident.save_began,
+        committed=incident.committed,
         restarted=attempt.time,
         first_step=first_step,
         left=left,
         step=attempt.step,
-        last_step=max(attempt.step, *last_steps),
+        last_step=max(attempt.step, incident.last_step, *last_steps),
         tier=state.tier,
         world_before=world_before,
         world_after=attempt.metadata["world_size"],
@@ -66,20 +67,21 @@ def make_receipt(
     )
 
 
-def _cause(before: list[Attempt], incident: dict[str, Any]) -> Cause:
-    voluntary = incident.get("cause") in (Cause.SCALE_UP, Cause.MOVED)
-    lost_first = voluntary and "loss" in incident  # before it could restart
-    if "cause" in incident and not lost_first:
-        return Cause(incident["cause"])
+def _cause(before: list[Attempt], incident: Incident) -> Cause:
+    voluntary = incident.cause in (Cause.SCALE_UP, Cause.MOVED)
+    lost_first = voluntary and incident.loss  # before it could restart
+    if incident.cause and not lost_first:
+        return incident.cause
     return Cause.WORKER_LOST if before else Cause.BEGIN
 
 
-def _detail(cause: Cause, incident: dict[str, Any]) -> str:
-    order = ("loss", "detail") if cause is Cause.WORKER_LOST else ("detail", "loss")
-    return next((str(incident[name]) for name in order if incident.get(name)), "")
+def _detail(cause: Cause, incident: Incident) -> str:
+    if cause is Cause.WORKER_LOST:
+        return incident.loss or incident.detail
+    return incident.detail or incident.loss
 
 
-def first_incident(start: Start) -> dict[str, Any]:
+def first_incident(start: Start) -> Incident:
     """Why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
 
     Another start of the run was alive if storage took a status of its after this driver had begun. One of the same job
@@ -87,25 +89,25 @@ def first_incident(start: Start) -> dict[str, Any]:
     """
     own, other = start.status, start.other
     if not start.before:
-        return {"cause": Cause.BEGIN}
+        return Incident(Cause.BEGIN)
     if start.before[-1].driver == start.attempt.driver:
-        return {}
+        return Incident()
     if other is None:
-        return {"cause": Cause.DRIVER_LOST, "detail": "no word of the driver before"}
+        return Incident(Cause.DRIVER_LOST, "no word of the driver before")
     if other.state.terminal:
         ended = f"the driver before ended at step {other.step}: {other.state}"
-        return {"cause": Cause.RESUMED, "detail": ended, "paused_since": other.time, "last_step": other.step}
+        return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=other.step)
     if own and own.began < other.seen and own.owner != other.owner:
         taken = f"by {own.owner}, from {other.owner} at step {other.step}"
-        return {"cause": Cause.TAKEN_OVER, "detail": taken, "last_step": other.step}
+        return Incident(Cause.TAKEN_OVER, taken, last_step=other.step)
     silent = f"no word of the driver before since step {other.step}"
-    return {"cause": Cause.DRIVER_LOST, "detail": silent, "last_step": other.step}
+    return Incident(Cause.DRIVER_LOST, silent, last_step=other.step)
 
 
 class FailureRecorder(ray.train.UserCallback):
     """Notes failures of workers on the control channel; runs in Ray Train's controller."""
 
-    def __init__(self, control: Any) -> None:
+    def __init__(self, control: ControlClient) -> None:
         self._control = control
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -113,4 +115,5 @@ class FailureRecorder(ray.train.UserCallback):
         lost = {rank: error for rank, error in worker_exceptions.items() if not isinstance(error, GroupRestartError)}
         if lost:
             lines = [f"rank {rank}: {reason(error)}" for rank, error in sorted(lost.items())]
-            self._control.note.remote(loss="; ".join(lines)[:MAX_DETAIL], noticed=time.time())
+            loss = Incident(loss="; ".join(lines)[:MAX_DETAIL], noticed=time.time())
+            self._control.tell(ControlChannel.add_incident_facts, loss)

@@ -30,8 +30,8 @@ from sunspot.errors import SunspotError
 from sunspot.run import SHARED_MEMORY, Run
 from sunspot.run.attempts import Attempt, newest_number
 from sunspot.run.failures import INSTALLED
+from sunspot.run.hangs import Hang
 from sunspot.run.history import Journal
-from sunspot.run.incidents import HUNG
 from sunspot.storage.deadline import within
 
 FIRST_STEP_S = 600
@@ -72,8 +72,8 @@ BENEATH = re.compile(r"/ray/_private/|/(threading|queue)\.py$")
 """The paths of code that waits for anything."""
 
 
-OnHang = Callable[[dict[str, Any], bool], Any]
-"""Gets the event of a rank that hung, and whether it is of the attempt before, and so comes late."""
+OnHang = Callable[[Hang, bool], Any]
+"""Gets what is known of a rank that hung, and whether it is of the attempt before, and so comes late."""
 
 
 class Watchdog:
@@ -182,11 +182,11 @@ class Watchdog:
         self._set_timer(REPORT_S + LINGER_S)  # should this hang, too
         try:
             faulthandler.dump_traceback(self._file)
-            event = describe(self._header(), self._path.read_text(errors="replace"), time.time())
+            hang = describe(self._header(), self._path.read_text(errors="replace"), time.time())
             reports: list[Callable[[], Any]] = [
-                lambda: print(f"{event['detail']}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
-                lambda: self._on_hang(event, False),
-                lambda: _record(self._run, event, self._path),
+                lambda: print(f"{hang.detail}\n", end="", file=sys.stderr, flush=True),  # at once: others print too
+                lambda: self._on_hang(hang, False),
+                lambda: _record(self._run, hang, self._path),
             ]
             threads = [
                 threading.Thread(target=report, daemon=True) for report in reports
@@ -200,8 +200,8 @@ class Watchdog:
             os._exit(1)
 
 
-def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
-    """The event of a rank that hung, from the `dump` that `faulthandler` wrote of all its threads."""
+def describe(header: dict[str, Any], dump: str, now: float) -> Hang:
+    """Where a rank hung, from the `dump` that `faulthandler` wrote of all its threads."""
     parts = re.split(r"^(Current t|T)hread (0x[0-9a-f]+) \(most recent call first\):\n", dump, flags=re.MULTILINE)
     threads: dict[int, str] = {}
     for kind, number, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -223,19 +223,18 @@ def describe(header: dict[str, Any], dump: str, now: float) -> dict[str, Any]:
         detail += f"; {does} in {function} at {file}:{line}"
     if parts[0].startswith("Timeout"):
         detail += ", and kept all its other threads from running"
-    return {
-        "attempt": header["attempt"],
-        "step": header["step"],
-        "time": now,
-        "event": HUNG,
-        "rank": header["rank"],
-        "world_size": header["world_size"],
-        "detail": detail,
-        "waiting": waiting,
-        "loading": loading,
-        "starting": starting,
-        "stacks": "".join(stacks)[:MAX_STACKS],
-    }
+    return Hang(
+        rank=header["rank"],
+        detail=detail,
+        waiting=waiting,
+        loading=loading,
+        starting=starting,
+        world_size=header["world_size"],
+        attempt=header["attempt"],
+        step=header["step"],
+        time=now,
+        stacks="".join(stacks)[:MAX_STACKS],
+    )
 
 
 def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
@@ -252,17 +251,17 @@ def upload_dumps(run: Run, attempt: int, on_hang: OnHang) -> None:
         with contextlib.suppress(SunspotError, OSError, ValueError, KeyError, TypeError):
             header, _, dump = path.read_text(errors="replace").partition("\n")
             if dump:
-                event = describe(json.loads(header), dump, path.stat().st_mtime)
-                _record(run, event, path)
+                hang = describe(json.loads(header), dump, path.stat().st_mtime)
+                _record(run, hang, path)
                 if since == 1:
-                    on_hang(event, True)
+                    on_hang(hang, True)
             path.unlink(missing_ok=True)
 
 
-def _record(run: Run, event: dict[str, Any], path: Path) -> None:
-    attempt = event["attempt"] or newest_number(run)  # of a group that has claimed none yet: the one that it follows
+def _record(run: Run, hang: Hang, path: Path) -> None:
+    attempt = hang.attempt or newest_number(run)  # of a group that has claimed none yet: the one that it follows
     journal = Journal(run, "events", attempt)
-    journal.append({**event, "attempt": attempt})
+    journal.append({**hang.record(), "attempt": attempt})
     journal.flush()
     path.unlink(missing_ok=True)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import ray
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from sunspot.formatting import visible
 from sunspot.observe.output import log_only
@@ -22,12 +21,37 @@ PLAIN_EVERY_S = 10.0
 """Seconds between two plain lines, besides one at the end of each epoch."""
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a worker group is."""
+
+    attempt: int = 0
+    "0: none has taken a step yet."
+    step: int = 0
+    loss: float | None = None
+    committed: int = 0
+    "The step of the newest checkpoint."
+    time: float = 0.0
+    "When the step had been taken, in seconds since the epoch."
+    doing: str = ""
+    "What is done in place of steps."
+
+
+class News(NamedTuple):
+    """What the terminal is to show."""
+
+    progress: Progress
+    metrics: list[dict[str, Any]]
+    "Records of the metric history."
+    lines: list[str]
+
+
 @contextmanager
-def shown_progress(control: Any, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
-    """Show, while the context lasts, what rank 0 sends to the control channel."""
+def shown_progress(fetch: Callable[[], News], total_steps: int, steps_per_epoch: int) -> Iterator[None]:
+    """Show, while the context lasts, what `fetch` returns."""
     closing = threading.Event()
     screen = _Terminal(total_steps, steps_per_epoch) if sys.stdout.isatty() else _Lines(total_steps, steps_per_epoch)
-    thread = threading.Thread(target=_watch, args=(control, screen, closing), name="progress", daemon=True)
+    thread = threading.Thread(target=_watch, args=(fetch, screen, closing), name="progress", daemon=True)
     thread.start()
     try:
         yield
@@ -36,22 +60,22 @@ def shown_progress(control: Any, total_steps: int, steps_per_epoch: int) -> Iter
         thread.join(timeout=10)
 
 
-def _watch(control: Any, screen: _Lines, closing: threading.Event) -> None:
+def _watch(fetch: Callable[[], News], screen: _Lines, closing: threading.Event) -> None:
     last_time = False
     while not last_time:
         last_time = closing.wait(PROGRESS_EVERY_S)
         try:
-            state, records, lines = ray.get(control.fetch.remote(), timeout=5)
+            news = fetch()
         except Exception:  # a display must never end a run
             continue
-        for text in lines:
+        for text in news.lines:
             screen.print(text)
-        for record in records:
+        for record in news.metrics:
             screen.record(record)
-        if lines:  # of a lost rank, say: the state is from before
-            screen.skip(state)
-        elif state:
-            screen.state(state)
+        if news.lines:  # of a lost rank, say: the progress is from before
+            screen.skip(news.progress)
+        elif news.progress.attempt:
+            screen.show(news.progress)
     screen.close()
 
 
@@ -61,39 +85,39 @@ class _Lines:
     def __init__(self, total_steps: int, steps_per_epoch: int) -> None:
         self._total, self._per_epoch = total_steps, steps_per_epoch
         self._printed = time.monotonic()
-        self._shown: dict[str, Any] = {}
-        self._first: dict[str, Any] = {}
-        "The first state of the worker group, from which its rate counts."
+        self._shown = Progress()
+        self._first = Progress()
+        "The first progress of the worker group, from which its rate counts."
 
     def record(self, record: dict[str, Any]) -> None:
         if record["step"] % self._per_epoch == 0 or record["step"] == self._total:
             self.print(epoch_line(record))
 
-    def state(self, state: dict[str, Any]) -> None:
-        if state != self._shown and time.monotonic() - self._printed >= PLAIN_EVERY_S:
-            self._shown = state
-            self.print(self.describe(state))
+    def show(self, progress: Progress) -> None:
+        if progress != self._shown and time.monotonic() - self._printed >= PLAIN_EVERY_S:
+            self._shown = progress
+            self.print(self.describe(progress))
 
-    def skip(self, state: dict[str, Any]) -> None:
-        """Do not show this state any more."""
-        self._shown = state
+    def skip(self, progress: Progress) -> None:
+        """Do not show this progress any more."""
+        self._shown = progress
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def describe(self, state: dict[str, Any]) -> str:
+    def describe(self, progress: Progress) -> str:
         """One line: step, loss, steps per second, time left, last checkpoint; or what is done in place of steps."""
-        if state.get("doing"):
-            return f"step {state['step']}/{self._total}  {state['doing']}"
-        loss = "" if state["loss"] is None else f"  loss {state['loss']:.4f}"
-        text = f"step {state['step']}/{self._total}{loss}"
-        if not self._first or state.get("attempt") != self._first.get("attempt"):
-            self._first = state
-        elif state["step"] > self._first["step"]:
-            per_step = (state["time"] - self._first["time"]) / (state["step"] - self._first["step"])
-            left = per_step * (self._total - state["step"])
+        if progress.doing:
+            return f"step {progress.step}/{self._total}  {progress.doing}"
+        loss = "" if progress.loss is None else f"  loss {progress.loss:.4f}"
+        text = f"step {progress.step}/{self._total}{loss}"
+        if progress.attempt != self._first.attempt:
+            self._first = progress
+        elif progress.step > self._first.step:
+            per_step = (progress.time - self._first.time) / (progress.step - self._first.step)
+            left = per_step * (self._total - progress.step)
             text += f"  {1 / per_step:.1f} steps/s  {int(left // 60)}:{int(left % 60):02d} left"
-        return f"{text}  checkpoint at {state['committed']}"
+        return f"{text}  checkpoint at {progress.committed}"
 
     def print(self, text: str) -> None:
         """One line for the user."""
@@ -115,8 +139,8 @@ class _Terminal(_Lines):
         self._task = self._bar.add_task("starting the workers", total=total_steps)
         self._bar.start()
 
-    def state(self, state: dict[str, Any]) -> None:
-        self._bar.update(self._task, completed=state["step"], description=self.describe(state))
+    def show(self, progress: Progress) -> None:
+        self._bar.update(self._task, completed=progress.step, description=self.describe(progress))
 
     def close(self) -> None:
         self._bar.stop()

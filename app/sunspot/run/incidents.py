@@ -6,7 +6,7 @@ by a later receipt.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -220,48 +220,3 @@ def find_gaps(attempts: list[Attempt], receipts: list[Receipt], stepped: Iterabl
 def without_receipts(attempts: list[Attempt]) -> list[int]:
     """Attempts of a version that wrote no receipts."""
     return [attempt.number for attempt in attempts if TIER not in attempt.metadata]
-
-
-HUNG = "hung"
-"""The `event` of a rank that stopped taking steps: `rank`, `world_size`, `detail`, `waiting` (for the other ranks),
-`loading` (it waited for rows of Ray Data), `starting` (its group had not claimed an attempt yet: it is recorded with
-the one before), `stacks`."""
-
-BRING_ROWS = (
-    "Ray Data brought no rows: the pods that read them are gone or busy, or its object store is full (see `kubectl get "
-    "pods` and the dashboard); what helps is CPUs that are not reclaimed (data_workers in the profile), or a longer "
-    "HANG_TIMEOUT_S"
-)
-"""Why ranks got no rows, and what helps."""
-
-
-def find_hangs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The hung ranks among a run's events."""
-    needed = ("rank", "waiting", "detail")
-    return [e for e in events if e["event"] == HUNG and all(e.get(name) is not None for name in needed)]
-
-
-def suspects(events: Iterable[dict[str, Any]], world_size: int) -> list[int]:
-    """The ranks of one attempt that probably blocked the others; empty when its events point at none.
-
-    A hung rank makes all others wait in a collective: it is one that was not waiting, or that wrote no event because
-    its process is stopped or its node is lost.
-    """
-    waiting = {event["rank"]: event["waiting"] for event in find_hangs(events)}
-    return [rank for rank in range(world_size) if not waiting.get(rank)] if waiting else []
-
-
-def starved(hung: Sequence[dict[str, Any]], world_size: int) -> bool:
-    """Whether those ranks of one attempt that blocked the others waited for rows of Ray Data, and so did not hang."""
-    loading = {event["rank"] for event in hung if event.get("loading")}
-    blamed = suspects(hung, world_size)
-    return bool(blamed) and loading.issuperset(blamed)
-
-
-def blame(events: Iterable[dict[str, Any]], world_size: int) -> str:
-    """Which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
-    hung = sorted(find_hangs(events), key=lambda event: event["rank"])
-    blamed = suspects(hung, world_size)
-    details = [event["detail"] for event in hung if event["rank"] in blamed or not blamed]
-    silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {event["rank"] for event in hung}]
-    return "; ".join([*details, *silent])

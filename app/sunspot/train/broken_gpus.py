@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from sunspot.background import Background
-from sunspot.elastic.control import CONTROL_TIMEOUT_S
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import Suspects
 from sunspot.elastic.gpu import find_gpu_problem
 from sunspot.elastic.nodes import NODE_CHECK_EVERY_S, find_room
@@ -72,7 +72,7 @@ def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> li
 
 @contextmanager
 def new_nodes_tried(
-    control: Any, nodes: Sequence[Mapping[str, Any]]
+    control: ControlClient, nodes: Sequence[Mapping[str, Any]]
 ) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
     """Leave out nodes that join with broken GPUs while the context lasts; `nodes` have been tried before.
 
@@ -92,7 +92,7 @@ def new_nodes_tried(
         try:
             if problems := find_broken_gpus(joined):
                 lines = _leave_out(problems)
-                control.leave_out.remote(lines)
+                control.tell(ControlChannel.add_left_out, lines)
                 print(f"warning: {'; '.join(lines)}", flush=True)
         finally:
             tried.update(str(node["NodeID"]) for node in joined)
@@ -108,7 +108,7 @@ def new_nodes_tried(
 class BrokenInTraining:
     """Leaves out the nodes on which a GPU has ended a rank; for Ray Train's controller, before the next group."""
 
-    control: Any
+    control: ControlClient
     needed: Needed
 
     def __call__(self, suspects: Suspects) -> list[str]:
@@ -138,7 +138,7 @@ class BrokenInTraining:
                 raise
             return []
         # Before it drains: to a group that still counted, that would be a notice.
-        ray.get(self.control.over.remote(), timeout=CONTROL_TIMEOUT_S)
+        self.control.ask(ControlChannel.forget_group)
         return _leave_out(problems)
 
 

@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
-import ray
 import torch
 
-from sunspot.elastic.control import CONTROL_TIMEOUT_S
+from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.formatting import as_bytes, in_words
 
 DEVICE_WAIT_S = 20.0
@@ -22,7 +20,7 @@ SLACK = 0.02
 
 
 def await_device_memory(
-    device: torch.device, node: str, control: Any, finish: Callable[[Callable[[], None]], None]
+    device: torch.device, node: str, control: ControlClient, finish: Callable[[Callable[[], None]], None]
 ) -> None:
     """Return once as much of the GPU is free as when the group before began on it, or DEVICE_WAIT_S later.
 
@@ -34,9 +32,9 @@ def await_device_memory(
         finish(lambda: _await(device, node, control))
 
 
-def _await(device: torch.device, node: str, control: Any) -> None:
+def _await(device: torch.device, node: str, control: ControlClient) -> None:
     gpu = f"{node} {torch.cuda.get_device_properties(device).uuid}"
-    before: int = ray.get(control.free_memory.remote(gpu), timeout=CONTROL_TIMEOUT_S)
+    before = control.ask(ControlChannel.free_memory, gpu)
     free, total = torch.cuda.mem_get_info(device)
     until, told = time.monotonic() + DEVICE_WAIT_S, False
     while free < before - SLACK * total and time.monotonic() < until:
@@ -50,4 +48,4 @@ def _await(device: torch.device, node: str, control: Any) -> None:
         free, _ = torch.cuda.mem_get_info(device)
     if told:
         print(f"{device}: {as_bytes(free)} of its memory are free", flush=True)
-    control.keep_free_memory.remote(gpu, free)
+    control.tell(ControlChannel.set_free_memory, gpu, free)

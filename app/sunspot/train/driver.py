@@ -30,7 +30,7 @@ from sunspot.storage.deadline import within
 from sunspot.tracking.process import tracked
 
 if TYPE_CHECKING:
-    from sunspot.elastic.control import StopRequest
+    from sunspot.elastic.stop import StopRequest
     from sunspot.plan import Plan
 
 

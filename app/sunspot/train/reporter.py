@@ -3,23 +3,22 @@
 import math
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
-
-import ray
 
 from sunspot.background import Background, Timer
 from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.manager import exceeds_notice
 from sunspot.data.source import rows_in
 from sunspot.elastic.claim import Start
-from sunspot.elastic.control import CONTROL_TIMEOUT_S
+from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.elastic.receipts import Phases, make_receipt
 from sunspot.elastic.restore import State
 from sunspot.errors import StorageError
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
-from sunspot.observe.progress import PROGRESS_EVERY_S
+from sunspot.observe.progress import PROGRESS_EVERY_S, Progress
 from sunspot.observe.prometheus import RunGauges
 from sunspot.observe.ranks import RankHistory
 from sunspot.plan import Plan
@@ -48,7 +47,7 @@ class Reporter:
         plan: Plan,
         start: Start,
         state: State,
-        control: Any,
+        control: ControlClient,
         journals: dict[str, Journal],
         checkpoints: CheckpointManager,
     ) -> None:
@@ -74,14 +73,14 @@ class Reporter:
         self._goodput: float | None = None
         self._goodput_of: tuple[int, float] | None = None
         "Number of receipts and minute that `_goodput` was computed for."
-        group = {"attempt": start.attempt.number, "world_size": len(start.nodes), "nodes": start.nodes}
         self._test_rows = rows_in(plan.test) if plan.test else 0
         origin = "the beginning" if state.tier == "beginning" else f"step {start.attempt.step}, from {state.tier}"
         workers = len(start.nodes)
-        control.say.remote(f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
-        self._incident = ray.get(control.begin.remote(group), timeout=CONTROL_TIMEOUT_S)
-        for node in self._incident.get("left_out", []):
-            journals["events"].append({"event": "node left out", "step": start.attempt.step, **node})
+        control.tell(ControlChannel.log, f"  {plural(workers, 'worker')} start{'s' * (workers == 1)} at {origin}")
+        group = WorkerGroup(start.attempt.number, workers, start.nodes)
+        self._incident = control.ask(ControlChannel.begin_group, group)
+        for node in self._incident.left_out:
+            journals["events"].append({"event": "node left out", "step": start.attempt.step, **asdict(node)})
 
     def due(self) -> bool:
         """Whether a record of the metric history is due."""
@@ -103,13 +102,10 @@ class Reporter:
             self._shown = time.monotonic()
             newest = self._checkpoints.newest.name if self._checkpoints.newest else self._status.checkpoint
             doing = f"evaluating {plural(self._test_rows, 'row')}" if epoch_ends and self._test_rows else ""
-            state = {
-                "doing": doing,
-                "step": step,
-                "loss": window.mean_loss,
-                "committed": step_of(newest) if newest else 0,
-            }
-            self._control.show.remote({**state, "attempt": self._start.attempt.number, "time": time.time()})
+            committed = step_of(newest) if newest else 0
+            number = self._start.attempt.number
+            progress = Progress(number, step, window.mean_loss, committed, time.time(), doing)
+            self._control.tell(ControlChannel.set_progress, progress)
 
     def report(self, record: dict[str, Any], recent: dict[str, Any], ranks: Columns) -> None:
         """Add a record to the metric history, with the numbers of each rank.
@@ -119,7 +115,7 @@ class Reporter:
         """
         self._journals["metrics"].append(record)
         self._ranks.append(record, ranks)
-        self._control.record.remote({**record, **recent})
+        self._control.tell(ControlChannel.add_metrics, {**record, **recent})
         self._summarize_copies()
         self._status = replace(
             self._status,
@@ -140,7 +136,7 @@ class Reporter:
     def add_evaluation(self, record: dict[str, Any]) -> None:
         """Add the evaluation of an epoch whose steps another worker group took."""
         self._journals["metrics"].append({**record, "steps": 0, "rows": 0, "seconds": 0.0})
-        self._control.record.remote(record)
+        self._control.tell(ControlChannel.add_metrics, record)
         self._close_incident()
 
     def _finishing(self, step: int) -> None:
@@ -151,9 +147,10 @@ class Reporter:
 
     def drain(self, time_left_s: float | None) -> None:
         """Wait for the commit of the newest snapshot, and say when it began and whether it is done."""
-        self._control.note.remote(save_began=time.time())
+        self._control.tell(ControlChannel.add_incident_facts, Incident(save_began=time.time()))
         if self._checkpoints.drain(time_left_s) and self._checkpoints.newest:
-            self._control.note.remote(committed=self._checkpoints.newest.time)
+            committed = Incident(committed=self._checkpoints.newest.time)
+            self._control.tell(ControlChannel.add_incident_facts, committed)
 
     def publish(self) -> None:
         """Write the newest numbers to storage; raises `SupersededError` when another process owns the run.
@@ -207,23 +204,23 @@ class Reporter:
         receipt = make_receipt(self._start, self._state, self._incident, time.time(), self.phases)
         self._journals["events"].append(receipt.record())
         self._receipts.append(receipt)
-        self._control.recovered.remote()
+        self._control.tell(ControlChannel.close_incident)
         if receipt.cause.incident or receipt.cause is Cause.TAKEN_OVER:
-            self._control.say.remote(describe(receipt))
+            self._control.tell(ControlChannel.log, describe(receipt))
         self.publisher.run_now()
 
     def _summarize_copies(self) -> None:
         """Say once what copies in memory cost: a loss without notice goes back by as many steps as lie between two."""
         if not self._summarized and (text := self._checkpoints.memory_summary):
             self._summarized = True
-            self._control.say.remote(f"  copies in memory: {text}")
+            self._control.tell(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_notice(self) -> str:
         """The status's warning; shown once on the terminal and in the events, too."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
         if text and not self._warned:
             self._warned = True
-            self._control.say.remote(f"warning: {text}")
+            self._control.tell(ControlChannel.log, f"warning: {text}")
             event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
             self._journals["events"].append(event)
         return text

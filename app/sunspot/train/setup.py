@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import takewhile
@@ -15,7 +16,6 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayError
 from torch.optim import Optimizer
 
 from sunspot.background import Background, start_thread
@@ -29,7 +29,7 @@ from sunspot.data.shared_rows import Workers
 from sunspot.data.source import Batch, Source
 from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.claim import Start, agree_on_start
-from sunspot.elastic.control import CONTROL_TIMEOUT_S, CommandPoller
+from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_end
 from sunspot.elastic.receipts import Phases, first_incident
 from sunspot.elastic.restore import State, load_start
@@ -47,6 +47,7 @@ from sunspot.ray_internals.workers import launch_time, raylet_process
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, record_error
 from sunspot.run.failures import record_failure
+from sunspot.run.hangs import Hang
 from sunspot.run.history import Journal
 from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
@@ -88,12 +89,12 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
 
     def warn(text: str) -> None:
         print(f"warning: {text}", flush=True)
-        control.say.remote(f"warning: {text}")
+        control.tell(ControlChannel.log, f"warning: {text}")
 
-    def note_hang(event: dict[str, Any], late: bool) -> None:  # those of all ranks tell which one is to blame
-        control.hung.remote({name: value for name, value in event.items() if name != "stacks"}, late)
+    def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks tell which one is to blame
+        control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
 
-    if ray.get(control.fatal_error.remote(), timeout=CONTROL_TIMEOUT_S):
+    if control.ask(ControlChannel.fatal_error):
         yield None
         return
     rank, world_size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
@@ -106,7 +107,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         try:
             start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
         except SunspotError as error:
-            tell_driver(error, control)
+            control.try_ask(ControlChannel.set_fatal_error, error)
             raise
         if start is None:
             yield None
@@ -116,7 +117,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         if memory:
             memory.keep(start.snapshot.checkpoint if start.snapshot else None)
         if rank == 0:
-            control.explain.remote(first_incident(start))
+            control.tell(ControlChannel.explain_start, first_incident(start))
             show_claim(run, first_status(start, plan))
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, rank))
@@ -161,7 +162,7 @@ def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:
     return NodeMemory(run.location, warn if first else print)  # what holds for one of a node holds for all
 
 
-def record_end(error: Exception, run: Run, control: Any, start: Start, rank: int, step: int) -> None:
+def record_end(error: Exception, run: Run, control: ControlClient, start: Start, rank: int, step: int) -> None:
     """Record the error that ends this worker, unless another process owns the run.
 
     One that no retry can fix goes to the control channel, as storage may be what failed, and to storage, for the job's
@@ -169,12 +170,12 @@ def record_end(error: Exception, run: Run, control: Any, start: Start, rank: int
     """
     fatal = find_in(error)
     if fatal:
-        tell_driver(fatal, control)
+        control.try_ask(ControlChannel.set_fatal_error, fatal)
     if isinstance(fatal, SupersededError):
         return
     attempt = start.attempt
     end = describe_end(error, attempt, rank, step, start.nodes[rank])
-    control.failed.remote(end)
+    control.tell(ControlChannel.add_rank_error, end)
 
     def record() -> None:
         with suppress(StorageError):
@@ -188,12 +189,6 @@ def record_end(error: Exception, run: Run, control: Any, start: Start, rank: int
         start_thread(record, "record-end").result(limit_s)
 
 
-def tell_driver(error: SunspotError, control: Any) -> None:
-    """End the training for good: no retry can fix this error."""
-    with suppress(RayError):  # the driver is gone, and with it the control channel
-        ray.get(control.fail.remote(error), timeout=CONTROL_TIMEOUT_S)
-
-
 # ------------------------------------------------------------------------------------------------- making the worker
 
 
@@ -205,7 +200,7 @@ def make_worker(
     group: dist.ProcessGroup,
     memory: NodeMemory | None,
     watchdog: Watchdog,
-    control: Any,
+    control: ControlClient,
     warn: Warn,
 ) -> Worker:
     """Build all that a step needs, from the state that the group starts from."""

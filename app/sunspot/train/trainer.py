@@ -3,22 +3,23 @@
 import functools
 import tempfile
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import ray
 import ray.data
-from ray.exceptions import RayError
 from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 
 from sunspot.background import start_thread
 from sunspot.data.ray_loader import StepStreams
 from sunspot.data.source import rows_in
-from sunspot.elastic.control import CONTROL_TIMEOUT_S, GroupEnd, StopRequest, open_control, watch_stop
+from sunspot.elastic.control import ControlChannel, ControlClient, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
+from sunspot.elastic.messages import GroupEnd, Incident
 from sunspot.elastic.nodes import NodeMonitor, wait_for_nodes, watch_nodes
 from sunspot.elastic.receipts import FailureRecorder
+from sunspot.elastic.stop import StopRequest, watch_stop
 from sunspot.errors import SunspotError
 from sunspot.observe.progress import shown_progress
 from sunspot.observe.prometheus import exported_run
@@ -76,7 +77,7 @@ def fit(
     with Ray's reason.
     """
     stop_request = StopRequest() if stop_request is None else stop_request  # an empty one is false
-    incident: dict[str, Any] = {}
+    incident = Incident()
     failure: Exception | None = None
     with ray_session():
         for attempt in range(1, DRIVER_TRIES + 1):
@@ -93,7 +94,7 @@ def fit(
                     time.sleep(DRIVER_BACKOFF_S * attempt)
                     # One that fails while it ends its workers leaves their places reserved: no new group would start.
                     give_back(reserved_groups() - reserved)
-                    incident = {"cause": Cause.DRIVER_LOST, "detail": "Ray's controller failed"}
+                    incident = Incident(Cause.DRIVER_LOST, "Ray's controller failed")
                     continue
             except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
@@ -127,10 +128,8 @@ def judge_end(
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 
 
-def fit_once(
-    plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: dict[str, Any]
-) -> None:
-    """Run one of Ray's trainers to its end; `incident` is what ended the one before, if there was one."""
+def fit_once(plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: Incident) -> None:
+    """Run one of Ray's trainers to its end; `incident` is what ended the one before."""
     settings = plan.settings
     choice, lag_s = None, 0.0
     if settings.num_workers.elastic or settings.node_groups:
@@ -151,14 +150,14 @@ def fit_once(
     with (
         exported_run(settings.run_name),
         open_control() as control,
-        shown_progress(control, plan.total_steps, plan.steps.per_epoch),
+        shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
         watch_stop(run, control, stop_request),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
         watch_nodes(control, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        control.note.remote(**incident)
-        control.leave_out.remote(left_out)
+        control.tell(ControlChannel.add_incident_facts, incident)
+        control.tell(ControlChannel.add_left_out, left_out)
         trainer = make_trainer(plan, owner, driver, resources, control, scratch)
         try:
             judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed))
@@ -166,22 +165,17 @@ def fit_once(
                 # Not in the main thread, where Ray would abort the workers at the first SIGINT.
                 start_thread(trainer.fit, "trainer").result()
         finally:  # workers know more of their end than Ray does
-            end = ask_end(control)
+            # Nothing, if the control channel cannot tell: then what Ray has raised stands.
+            end = control.try_ask(ControlChannel.group_end) or GroupEnd()
             if end.fatal:
                 raise end.fatal
             if end.gave_up:
                 raise WorkersFailedError(end.gave_up)
 
 
-def ask_end(control: Any) -> GroupEnd:
-    """How the last worker group ended; nothing, if the control channel cannot tell: then what Ray has raised stands."""
-    with suppress(RayError):  # it is gone, or hangs
-        end: GroupEnd = ray.get(control.group_end.remote(), timeout=CONTROL_TIMEOUT_S)
-        return end
-    return GroupEnd()
-
-
-def make_trainer(plan: Plan, owner: str, driver: str, resources: Resources, control: Any, scratch: str) -> Any:
+def make_trainer(
+    plan: Plan, owner: str, driver: str, resources: Resources, control: ControlClient, scratch: str
+) -> Any:
     """Ray's trainer for the plan. Ray keeps nothing that a run needs, only its own files in `scratch`.
 
     Its uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and

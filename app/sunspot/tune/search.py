@@ -5,9 +5,9 @@ called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from sunspot.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
 from sunspot.run import Run, open_run
@@ -78,7 +78,8 @@ def train_and_promote(
     import ray
 
     from sunspot.background import Background
-    from sunspot.elastic.control import StopRequest, open_control, watch_stop
+    from sunspot.elastic.control import ControlChannel, open_control
+    from sunspot.elastic.stop import StopRequest, watch_stop
     from sunspot.ray_internals.nodes import reachable_nodes
     from sunspot.ray_session import ray_session
     from sunspot.run.attempts import fatal_error
@@ -101,7 +102,8 @@ def train_and_promote(
         )
         print_plan(search, concurrency)
         with open_control() as control, watch_stop(run, control, stop_request):
-            monitor = SearchMonitor(run, attempt, driver, control, progress, len(trials))
+            stop = partial(control.tell, ControlChannel.request_stop)
+            monitor = SearchMonitor(run, attempt, driver, stop, progress, len(trials))
 
             def stopped() -> bool:
                 return bool(stop_request or monitor.superseded)
@@ -170,9 +172,11 @@ def _promoted_status(status: Status, checkpoint: Checkpoint) -> Status:
 class SearchMonitor:
     """Keeps the status of a running search up to date, and notices when another process takes it over."""
 
-    def __init__(self, run: Run, attempt: Attempt, driver: str, control: Any, progress: Progress, trials: int) -> None:
+    def __init__(
+        self, run: Run, attempt: Attempt, driver: str, stop: Callable[[], None], progress: Progress, trials: int
+    ) -> None:
         self._run, self._attempt, self._driver = run, attempt, driver
-        self._control, self._progress, self._trials = control, progress, trials
+        self._stop, self._progress, self._trials = stop, progress, trials
         self.superseded: SupersededError | None = None
 
     def update(self) -> None:
@@ -181,7 +185,7 @@ class SearchMonitor:
             ensure_owner(self._run, self._attempt)
         except SupersededError as error:
             self.superseded = error
-            self._control.stop.remote()
+            self._stop()
             return
         status = read_status(self._run, self._driver)
         if status:

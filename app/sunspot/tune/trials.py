@@ -16,8 +16,9 @@ from typing import Any
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 
-from sunspot.elastic.control import CommandPoller, StopRequest
+from sunspot.elastic.control import CommandPoller, ControlClient
 from sunspot.elastic.nodes import HEAD
+from sunspot.elastic.stop import StopRequest
 from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts
@@ -62,7 +63,7 @@ def run_trials(
     identity: Sequence[str],
     owner: str,
     at_once: int,
-    control: Any,
+    control: ControlClient,
     stopped: Callable[[], bool],
     on_end: Callable[[int, str], None],
 ) -> None:
@@ -97,7 +98,7 @@ def run_trials(
 
 
 def run_trial(
-    config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: Any
+    config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: ControlClient
 ) -> None:
     """A trial for Tune: train its run, and report its history, old and new."""
     settings = trials[config["trial"] - 1]

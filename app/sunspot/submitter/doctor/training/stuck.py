@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from sunspot.formatting import in_words
-from sunspot.run.incidents import BRING_ROWS, find_hangs, starved, suspects
+from sunspot.run.hangs import BRING_ROWS, read_hangs, starved, suspects
 from sunspot.run.status import RunState
 from sunspot.submitter.doctor.training.case import Case, cut
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
@@ -17,16 +17,16 @@ def find_hung(case: Case) -> Iterator[Finding]:
     """Ranks that took no step until their watchdogs ended them, in the newest attempt with any; they hung, or got no
     rows.
     """
-    hung = find_hangs(case.view.events)
+    hung = read_hangs(case.view.events)
     if not hung:
         return
-    number = max(event["attempt"] for event in hung)
-    its = sorted((event for event in hung if event["attempt"] == number), key=lambda event: event["rank"])
-    starting = any(event.get("starting") for event in its)  # of the group after that attempt, whose hosts are not known
+    number = max(hang.attempt for hang in hung)
+    its = sorted((hang for hang in hung if hang.attempt == number), key=lambda hang: hang.rank)
+    starting = any(hang.starting for hang in its)  # of the group after that attempt, whose hosts are not known
     claimed = next((a.metadata.get("world_size", 0) for a in case.view.attempts if a.number == number), 0)
-    of, world = (0, its[0]["world_size"]) if starting else (number, claimed)
+    of, world = (0, its[0].world_size) if starting else (number, claimed)
     blamed = suspects(its, world)
-    words = {event["rank"]: event["detail"].partition(": ")[2] for event in its}
+    words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
     said = [
         f"{case.name(of, rank)}: {words.get(rank, 'left no word: stopped, or lost with its node')}"
         for rank in blamed or words
@@ -41,14 +41,14 @@ def find_hung(case: Case) -> Iterator[Finding]:
     advice += "; its workers were started again" if again else ""
     details = {
         "attempt": number,
-        "step": its[0]["step"],
+        "step": its[0].step,
         "ranks": blamed or list(words),
         "places": [case.place(of, rank) for rank in blamed or words],
         "calls": {str(rank): text for rank, text in words.items()},
     }
-    traces = tuple(f"rank {event['rank']}: {event['detail']}\n{event.get('stacks') or ''}" for event in its)
+    traces = tuple(f"rank {hang.rank}: {hang.detail}\n{hang.stacks}" for hang in its)
     severity = Severity.WARNING if again or case.state is RunState.SUCCEEDED else Severity.ERROR
-    when = f"as the group after attempt {number} began" if starting else f"after step {its[0]['step']}"
+    when = f"as the group after attempt {number} began" if starting else f"after step {its[0].step}"
     evidence = f"{when}, {'; '.join(said)}{others}"
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 

@@ -1,0 +1,108 @@
+"""What driver, workers and Ray Train's controller tell each other through the control channel (control.py).
+
+Times are in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from sunspot.observe.progress import Progress
+from sunspot.run.failures import Failure
+from sunspot.run.hangs import Hang
+from sunspot.run.incidents import Cause
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the driver asks of the worker group."""
+
+    stop: bool = False
+    "Save and return: the run ends here."
+    restart: bool = False
+    "Save and end: Ray starts a new worker group, without the preempted nodes or with the new ones."
+    deadline: float | None = None
+    "When the first preempted node is gone."
+    save: bool = False
+    "Save, and train on: the head is to go, and a new one continues from there."
+    moves: bool = False
+    "Nodes are given back, and with them the copies in their memory: the state has to be in storage."
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """A worker group that trains."""
+
+    attempt: int
+    world_size: int
+    nodes: dict[int, str]
+    "Ray's id of each rank's node."
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A node that was left out of the cluster."""
+
+    detail: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Why a worker group ended, as far as is known."""
+
+    cause: Cause | None = None
+    detail: str = ""
+    "Of the cause, for people."
+    noticed: float | None = None
+    "When the notice arrived or the loss was detected."
+    loss: str = ""
+    "The errors of ranks that ended without having been told to."
+    save_began: float | None = None
+    committed: float | None = None
+    paused_since: float | None = None
+    "When the driver before had ended."
+    last_step: int = 0
+    "The last step that the group is known to have taken."
+    left_out: tuple[LeftOut, ...] = ()
+    "Nodes left out since the group began."
+
+    def completed_by(self, later: Incident) -> Incident:
+        """Add what was learned later; what was known first stands."""
+        unknown = [one.name for one in fields(self) if not getattr(self, one.name)]
+        return replace(self, **{name: getattr(later, name) for name in unknown})
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended one rank."""
+
+    failure: Failure
+    world_size: int
+    taken: int
+    "Steps that its group had taken."
+    from_outside: bool
+    "It is no error of the program, but of a network, a disk, memory or a device."
+    from_memory: bool = False
+    "Its group began from a copy in memory."
+    node: str = ""
+    "Ray's id of its node."
+    cuda_error: int | None = None
+    "CUDA's code, if it is an error of CUDA other than too little memory."
+
+
+@dataclass(frozen=True)
+class GroupEnd:
+    """What is known of the end of the newest worker group."""
+
+    errors: list[RankError] = field(default_factory=list)
+    "Of the ranks that could report theirs."
+    progress: Progress = field(default_factory=Progress)
+    hangs: list[Hang] = field(default_factory=list)
+    "The ranks that hung, without stacks."
+    fatal: Exception | None = None
+    "The error that ends the training for good."
+    gave_up: str = ""
+    "Why no other group starts; empty if one may."
+    nodes: dict[int, str] = field(default_factory=dict)
+    "Ray's id of each rank's node, unless the group was asked to end."
