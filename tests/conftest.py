@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.harness.logs import printed_and_kept
 
 # No deadlines: how long an example takes depends on the machine. `make test-all` chooses "thorough".
 settings.register_profile("quick", deadline=None, max_examples=25)
@@ -49,6 +51,13 @@ pytest_plugins = [
     "tests.harness.browser",
     "tests.harness.mlflow_server",
 ]
+
+
+@pytest.fixture(autouse=True)
+def warned() -> Iterator[list[str]]:
+    """What this process has been warned of since the test began."""
+    with printed_and_kept() as texts:
+        yield texts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,6 +47,9 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     def program() -> int:
         _refuse_windows()
         arguments = make_parser(load=False).parse_args(words)
+        from sunspot.log import print_logs  # help does without
+
+        print_logs("stderr")
         arguments.begin(arguments)
         return 0
 

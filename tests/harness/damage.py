@@ -347,7 +347,7 @@ def deliver(run: Run) -> None:
     """What the delivery to a tracking service reads."""
     read_tracking_run(run, "mlflow")
     read_delivered(run, "mlflow")
-    Delivery(run, "mlflow", "project", print).missing()
+    Delivery(run, "mlflow", "project").missing()
 
 
 READERS: list[Callable[[Run], Any]] = [

@@ -134,7 +134,7 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
     if whole:
         optimizer.load_state_dict(shard_optimizer_state(optimizer, whole["optimizer"]))
     if origin:
-        retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint", print)
+        retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint")
 
     plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare(model, settings)
     for step in range(group.first, group.upto):

@@ -70,7 +70,7 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
     machines = [Machine("host", "node", None, []) for _ in nodes]
     start = begin_attempt(run, owner, plan.settings, machines, group=group, read=node.read)
     assert start
-    state = load_start(run, plan.settings, start, Found(None, node, NodeParts(group, nodes)), group, print)
+    state = load_start(run, plan.settings, start, Found(None, node, NodeParts(group, nodes)), group)
 
     def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
         options: dict[str, Any] = {"rank": dist.get_rank(group), "world_size": len(nodes), "windows": state.ledger}

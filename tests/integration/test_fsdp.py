@@ -165,9 +165,9 @@ def test_the_last_checkpoint_may_have_safetensors(name: str, groups: Path) -> No
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert_close({key: state[key] for key in expected}, expected, rtol=0, atol=0)
 
-    begun = read_init(Settings(init_from=f"{folder}/model.safetensors.index.json"), None, print)
+    begun = read_init(Settings(init_from=f"{folder}/model.safetensors.index.json"), None)
     assert_close({key: begun[key] for key in expected}, expected, rtol=0, atol=0)
-    one = read_init(Settings(init_from=f"{folder}/{files[0]}"), None, print)
+    one = read_init(Settings(init_from=f"{folder}/{files[0]}"), None)
     assert one.keys() == safetensors.torch.load_file(f"{folder}/{files[0]}").keys()
 
 
@@ -175,10 +175,10 @@ def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
     for name, content in [("a.safetensors", b"?"), ("b.safetensors.index.json", b"[]")]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(SettingsError, match="give a state_dict"):
-            read_init(Settings(init_from=str(tmp_path / name)), None, print)
+            read_init(Settings(init_from=str(tmp_path / name)), None)
     (tmp_path / "c.safetensors.index.json").write_text('{"weight_map": {"weight": "../a.safetensors"}}')
     with pytest.raises(SettingsError, match=r"names \.\./a\.safetensors"):
-        read_init(Settings(init_from=str(tmp_path / "c.safetensors.index.json")), None, print)
+        read_init(Settings(init_from=str(tmp_path / "c.safetensors.index.json")), None)
 
     class Counting(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ def test_another_run_begins_with_parts(copied: Run) -> None:
     copied.storage.delete(copied.key("checkpoints", list_checkpoints(copied)[-1].name, MANIFEST))
     early = list_checkpoints(copied)[-1]
     assert early.step == 4
-    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run"), None, print)
+    given = read_init(Settings(storage_path=copied.storage.locate(""), init_from="run:run"), None)
     assert_close(given, load_model(copied, early), rtol=0, atol=0)
     model = nn.Linear(2, 2)
     with pytest.raises(ConflictError, match="do not fit"):

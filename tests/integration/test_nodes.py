@@ -27,7 +27,7 @@ from sunspot.elastic.control import COMMAND_EVERY_S, CommandPoller, ControlChann
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.nodes import BACKOFF_FACTOR, SETTLED_S, NodeEvent, NodeMonitor, find_room, watch_nodes
-from sunspot.ray_internals import coordinator, warn_once
+from sunspot.ray_internals import coordinator
 from sunspot.ray_internals.controller import end_groups_at_once, give_back, reserved_groups
 from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
@@ -246,7 +246,6 @@ def no_coordinator(ray_address: str) -> None:
 
     wait_until(nobody_trains, seconds=30)
     remove_coordinator()
-    warn_once.cache_clear()
 
 
 def remove_coordinator() -> None:
@@ -440,7 +439,7 @@ def test_rays_own_coordinator_stays(no_coordinator: None, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_a_ray_with_other_internals_is_no_obstacle(
-    no_coordinator: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    no_coordinator: None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     class Other:
         """Takes no `get_cluster_nodes`."""
@@ -452,7 +451,7 @@ def test_a_ray_with_other_internals_is_no_obstacle(
     install_coordinator()
     assert draining_nodes() == {}
     assert draining_nodes() == {}
-    assert capsys.readouterr().out.count("warning: ") == 2, "one for each of the two uses"
+    assert len(warned) == 2, "one for each of the two uses"
     remove_coordinator()
 
 

@@ -63,9 +63,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def deliver(run: Run, project: str, lines: list[str] | None = None) -> Delivery:
+def deliver(run: Run, project: str) -> Delivery:
     """One delivery to MLflow, as the command makes it."""
-    delivery = Delivery(run, "mlflow", project, [].append if lines is None else lines.append)
+    delivery = Delivery(run, "mlflow", project)
     delivery.finish()
     return delivery
 
@@ -151,7 +151,7 @@ def test_a_server_that_is_away_is_told_once_and_its_gap_at_the_end(
 ) -> None:
     trained(run)
     restore_status(run, Status(RunState.RUNNING, "job", attempt=2, checkpoint=checkpoint_name(188, 2)))
-    delivery = Delivery(run, "mlflow", "away", command._print)
+    delivery = Delivery(run, "mlflow", "away")
     inside, outside = os.pipe()
     monkeypatch.setattr(command, "END_TIMEOUT_S", 1)
     monkeypatch.setattr(command.sys, "stdin", os.fdopen(inside))
@@ -224,7 +224,7 @@ def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, m
     assert shown.data.tags["sunspot.run"] == run.location
     assert shown.data.tags["sunspot.incidents"] == "1"
     assert 0 < shown.data.metrics["goodput"] < 1
-    best = choose(run, "best", print)
+    best = choose(run, "best")[0]
     assert shown.data.tags["sunspot.checkpoint"] == best.name
     assert shown.read("report.html", tmp_path) == b"<html>the report"
     assert shown.read("model/model.pt", tmp_path) == f"model.pt of {best.name}".encode()
@@ -236,7 +236,7 @@ def test_a_run_is_there_to_the_digit(run: Run, server: Server, tmp_path: Path, m
 def test_only_what_no_loss_takes_back_is_sent_and_each_step_once(run: Run, server: Server) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, first, *(record(step, BEGUN + step) for step in (5, 10, 15)))
-    following = Delivery(run, "mlflow", "lineage", print)
+    following = Delivery(run, "mlflow", "lineage")
     following.deliver()
     assert Shown(run, "lineage").points == {}, "no checkpoint yet"
     origin = commit(run, first, 10)
@@ -294,15 +294,14 @@ def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server
     assert len(Shown(run, "again").runs) == 2
 
 
-def test_what_is_refused_is_said_to_be_lost(run: Run, server: Server) -> None:
+def test_what_is_refused_is_said_to_be_lost(run: Run, server: Server, warned: list[str]) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})
     commit(run, attempt, 15)
-    lines: list[str] = []
-    delivered = deliver(run, "refused", lines).delivered
+    delivered = deliver(run, "refused").delivered
     assert (delivered.records, delivered.refused) == (2, 1)
-    assert [line for line in lines if line.startswith("warning: lost, as it is refused: the record of step 10")]
+    assert [text for text in warned if text.startswith("tracking: lost, as it is refused: the record of step 10")]
     shown = Shown(run, "refused")
     assert [step for step, *_ in shown.points["loss"]] == [5, 15]
     assert shown.points["top_1"][0][2] != shown.points["top_1"][0][2], "NaN"
@@ -312,7 +311,7 @@ def test_a_tracking_run_that_was_deleted_is_waited_for(run: Run, server: Server)
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     report(run, attempt, record(5, BEGUN + 5))
     commit(run, attempt, 5)
-    following = Delivery(run, "mlflow", "deleted", print)
+    following = Delivery(run, "mlflow", "deleted")
     following.deliver()
     shown = Shown(run, "deleted")
     shown.client.delete_run(shown.id)
@@ -342,7 +341,7 @@ def test_wandb_offline_has_the_history(run: Run, tmp_path: Path) -> None:
     assert "report.html" in files
     assert f"{read_tracking_run(run, 'wandb')}-model" in files
     # The run is trained further: the same tracking run, and only what is new.
-    resumed = start(run, "job", choose(run, "newest", print).name, at=BEGUN + 999, **attempt_metadata())
+    resumed = start(run, "job", choose(run, "newest")[0].name, at=BEGUN + 999, **attempt_metadata())
     report(run, resumed, record(200, BEGUN + 1000))
     commit(run, resumed, 200)
     time.sleep(1)  # W&B names the folder by the second
@@ -400,7 +399,7 @@ def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
             server.kill()
             gone.touch()
             wait_until(lambda: any(e["event"] == "tracking behind" for e in read_journal(run, "events")))
-            wait_until(lambda: choose(run, "newest", print).step == 70)  # it trains on
+            wait_until(lambda: choose(run, "newest")[0].step == 70)  # it trains on
             assert read_delivered(run, "mlflow").step == 30
             server.start()
             server.wait()
@@ -438,7 +437,7 @@ def test_a_server_that_is_killed_and_comes_back_has_all_of_the_run(
     assert shown.info.status == "FINISHED"
     assert shown.data.params["task"] == "tests.tasks.waiting"
     assert shown.read("report.html", tmp_path) == run.storage.read(run.key("report.html"))
-    model = run.storage.read(run.key("checkpoints", choose(run, "best", print).name, "model.pt"))
+    model = run.storage.read(run.key("checkpoints", choose(run, "best")[0].name, "model.pt"))
     assert shown.read("model/model.pt", tmp_path) == model
     told = [e["event"] for e in read_journal(run, "events") if e["event"].startswith("tracking")]
     assert told == ["tracking behind", "tracking goes on"]

@@ -64,6 +64,7 @@ from sunspot.storage.deadline import CURRENT
 from sunspot.storage.local import LocalStorage
 from sunspot.train.run import set_learning_rate
 from tests.harness import REPOSITORY, s3
+from tests.harness.logs import keep_warnings
 from tests.harness.process_group import in_processes
 from tests.harness.s3 import FaultProxy
 
@@ -81,7 +82,7 @@ class Trainee:
         **settings: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.run, self.warnings = run, []
+        self.run, self.warnings = run, keep_warnings()
         self.attempt = Attempt(number, owner, start.name if start else None, start.step if start else 0)
         assert claim(run, read_attempts(run), self.attempt)
         self.model = model or torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
@@ -95,7 +96,6 @@ class Trainee:
             self.model,
             self.optimizer,
             journals=self.journals,
-            warn=self.warnings.append,
         )
         self.step = self.attempt.step
 
@@ -698,10 +698,10 @@ def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: 
         assert world
         if how == "as INIT_FROM":
             sunspot.elastic.restore._init_run = lambda _: its
-            weight = read_init(Settings(init_from="run:run"), world, print)["weight"]
+            weight = read_init(Settings(init_from="run:run"), world)["weight"]
         else:
             start: Any = SimpleNamespace(checkpoint=list_checkpoints(run)[0], snapshot=None)
-            state = load_start(its, Settings(parallel=how), start, Mock(), world, print)
+            state = load_start(its, Settings(parallel=how), start, Mock(), world)
             model = torch.nn.Linear(2, 6, bias=False)
             if state.load_parts:
                 state.load_parts(model, torch.optim.SGD(model.parameters()))
@@ -744,7 +744,7 @@ def test_a_second_try_of_a_part_writes_none_of_its_files_again(run: Run, monkeyp
     monkeypatch.setattr(module, "write_part", write(module.INDEX))
     monkeypatch.setattr(module, "write_weights", write(module.WEIGHTS))
     monkeypatch.setattr(module, "write_common", Mock(side_effect=[StorageError("503 SlowDown"), {}]))
-    writer = PartWriter(0, 1, [], Settings(weights="safetensors"), print)
+    writer = PartWriter(0, 1, [], Settings(weights="safetensors"))
     snapshot: Any = Mock(manifest=Checkpoint("last", 9, 1, 9, 9, 1))
     with pytest.raises(StorageError):
         writer(run, snapshot)

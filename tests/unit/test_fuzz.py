@@ -330,7 +330,7 @@ def test_init_from(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "weights.pt"
     path.write_bytes(content)
     with contextlib.chdir(tmp_path):
-        state = ends_well(lambda: read_init(Settings(init_from=str(path)), None, print))
+        state = ends_well(lambda: read_init(Settings(init_from=str(path)), None))
         assert state is None or isinstance(state, dict)
         assert not PROOF.exists(), "it ran code"
 

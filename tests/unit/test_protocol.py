@@ -275,7 +275,7 @@ class Protocol(RuleBasedStateMachine):
         """One start of a worker group with one worker: as train/setup.py and train/loop.py have it."""
         run = Run(process.storage, RUN)
         sunspot.checkpoint.shared_memory.SHARED_MEMORY = self.folder / str(node)
-        memory = NodeMemory(run.location, str)
+        memory = NodeMemory(run.location)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
         machines = [Machine(f"host-{node}", f"node-{node}", found.held if found else None, [])]
@@ -283,7 +283,7 @@ class Protocol(RuleBasedStateMachine):
         try:
             refuse_if_deleted(run)
             keep_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
-            start = retry_storage(lambda: begin_attempt(run, owner, SETTINGS, machines), limit_s, "beginning", str)
+            start = retry_storage(lambda: begin_attempt(run, owner, SETTINGS, machines), limit_s, "beginning")
         except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
             return
         if not start:
@@ -311,15 +311,13 @@ class Protocol(RuleBasedStateMachine):
         if not (checkpoint := start.checkpoint):
             return [], ()
         limit_s = SETTINGS.storage_timeout_s
-        return json.loads(retry_storage(lambda: read_file(run, checkpoint, "model.pt"), limit_s, "reading", str)), ()
+        return json.loads(retry_storage(lambda: read_file(run, checkpoint, "model.pt"), limit_s, "reading")), ()
 
     def take_steps(
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
     ) -> None:
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
-        committer = CheckpointCommitter(
-            run, attempt, SETTINGS, write_state, lambda: ledger.write(run), events=None, warn=str
-        )
+        committer = CheckpointCommitter(run, attempt, SETTINGS, write_state, lambda: ledger.write(run), events=None)
         for step in itertools.count(attempt.step + 1):
             ledger.add_step(step, torch.tensor(rows_of(taker, step)))
             state.append(taker)

@@ -329,13 +329,13 @@ def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
     write_manifest(run, checkpoint)
     node: Any = SimpleNamespace(load=lambda checkpoint: {}, close=lambda: None)
     group: Any = None
-    restored = load_start(run, Settings(), begun(run), Found(None, node, NodeParts(None, ["me"])), group, print)
+    restored = load_start(run, Settings(), begun(run), Found(None, node, NodeParts(None, ["me"])), group)
     assert not restored.evaluated
 
     rest = {"about": {"metrics": {}, "total_steps": 10}, "ledger": [(6, 7, "rows")]}
     held: Any = SimpleNamespace(describe=lambda: rest, load=None)
     in_memory = replace(a_start(at(2, 0.0)), snapshot=copy(1, 7), parts=[PartCopy(0, copy(1, 7))])
-    restored = load_start(run, Settings(), in_memory, Found(None, node, held), group, print)
+    restored = load_start(run, Settings(), in_memory, Found(None, node, held), group)
     assert restored.ledger == ((6, 7, "rows"),)
 
 
@@ -449,7 +449,7 @@ def test_what_came_with_the_state_comes_back(
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
     chosen = begin_attempt(run, "me", Settings(global_batch_size=5), machines(found and found.held), read=node.read)
     assert chosen
-    state = load_start(run, Settings(), chosen, Found(found, node, NodeParts(None, ["node"])), None, print)  # type: ignore[arg-type]  # a worker alone
+    state = load_start(run, Settings(), chosen, Found(found, node, NodeParts(None, ["node"])), None)  # type: ignore[arg-type]  # a worker alone
     assert state.model["weight"].tolist() == [1, 1]
     assert (state.tier, state.evaluated, state.metrics) == (tier, False, metrics)
     assert state.ledger == (windows if tier == "memory" else ())
@@ -570,11 +570,10 @@ def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
         assert not warn_of_notice(save_s, notice_s)
 
 
-def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
     import sunspot.storage.retry
 
     monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
-    warned: list[str] = []
     answers = iter([StorageError("503"), StorageError("503"), "here"])
 
     def act() -> str:
@@ -583,14 +582,14 @@ def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
             raise answer
         return answer
 
-    assert retry_storage(act, 5, "reading", warned.append) == "here"
+    assert retry_storage(act, 5, "reading") == "here"
     assert len(warned) == 2
 
     def refuse() -> str:
         raise StorageError("403 AccessDenied")
 
     with pytest.raises(StorageError, match=r"reading: storage has failed for .* \(SUNSPOT_STORAGE_TIMEOUT_S=0\.05\)"):
-        retry_storage(refuse, 0.05, "reading", warned.append)
+        retry_storage(refuse, 0.05, "reading")
 
 
 def test_the_timeline_of_a_preemption_names_functions_that_exist() -> None:
@@ -628,7 +627,7 @@ def test_weights_that_are_none_are_one_message_and_run_no_code(kind: str, tmp_pa
         case "nothing":
             path.touch()
     with pytest.raises(SettingsError, match=r"SUNSPOT_INIT_FROM=.*weights\.pt: .*give a state_dict") as refused:
-        read_init(Settings(init_from=str(path)), None, print)
+        read_init(Settings(init_from=str(path)), None)
     assert not proof.exists()
     assert "weights_only" not in str(refused.value), "torch advises what would run the code"
 
@@ -636,9 +635,9 @@ def test_weights_that_are_none_are_one_message_and_run_no_code(kind: str, tmp_pa
 def test_weights_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weight": torch.ones(2)}, "weights.pt")
-    assert read_init(Settings(init_from="weights.pt"), None, print)["weight"].tolist() == [1, 1]
+    assert read_init(Settings(init_from="weights.pt"), None)["weight"].tolist() == [1, 1]
     with pytest.raises(SettingsError, match="no such file"):
-        read_init(Settings(init_from="other.pt"), None, print)
+        read_init(Settings(init_from="other.pt"), None)
 
 
 def test_all_ranks_begin_with_what_rank_0_chose_of_a_live_run(
@@ -657,7 +656,7 @@ def test_all_ranks_begin_with_what_rank_0_chose_of_a_live_run(
         return chosen[0]
 
     monkeypatch.setattr(sunspot.elastic.restore, "broadcast_from_rank0", broadcast_from_rank0)
-    ranks = [read_init(settings, None, print)["weight"].item() for _ in range(2)]
+    ranks = [read_init(settings, None)["weight"].item() for _ in range(2)]
     assert ranks == [1, 1]
 
 
@@ -665,7 +664,7 @@ def test_a_file_that_changes_while_ranks_read_it_is_refused(tmp_path: Path) -> N
     file = tmp_path / "weights.pt"
     settings = Settings(init_from=str(file))
     with pytest.raises(SettingsError, match=r"weights\.pt: no such file"):
-        read_init(settings, None, print)
+        read_init(settings, None)
     torch.save({"weight": torch.ones(1)}, file)
     chosen = choose_init(settings)
     assert load_init(settings, chosen)["weight"].item() == 1

@@ -32,6 +32,7 @@ from sunspot.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tens
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
 from tests.harness.damage import damaged
+from tests.harness.logs import keep_warnings
 
 RUN = "s3://bucket/runs/run"
 
@@ -50,8 +51,8 @@ class Trainee:
 
     def __init__(self, number: int = 1, device: str = "cpu") -> None:
         torch.manual_seed(number)
-        self.warnings: list[str] = []
-        self.memory = NodeMemory(RUN, self.warnings.append)
+        self.warnings = keep_warnings()
+        self.memory = NodeMemory(RUN)
         self.snapshots = Snapshots(self.memory)
         self.number, self.device = number, device
         self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5)).to(device)

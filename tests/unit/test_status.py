@@ -249,7 +249,7 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
 
 
 def test_the_new_owner_delivers_to_the_tracking_service(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = (Delivery(run, "mlflow", "project", print, driver) for driver in (OLD.driver, NEW.driver))
+    old, new = (Delivery(run, "mlflow", "project", driver) for driver in (OLD.driver, NEW.driver))
     opened: list[Delivery] = []
 
     def refuse(delivery: Delivery, attempts: Any) -> None:

@@ -56,16 +56,15 @@ def test_small_micro_batches_are_refused_with_batch_norm() -> None:
         refuse_small_micro_batches(model[0], settings)
 
 
-def test_other_versions_than_before_are_an_event(tmp_path: Path) -> None:
+def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[str]) -> None:
     def events(*before: dict[str, str]) -> list[tuple[str, str]]:
         run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
         attempts = [Attempt(n, "me", None, 0, metadata={"versions": v}) for n, v in enumerate(versions, start=1)]
         start = Start(attempts[-1], attempts[:-1], None, None, 0, {}, [], [], None)
-        open_journals(run, start, warned.append)["events"].flush()
+        open_journals(run, start)["events"].flush()
         return [(record["event"], record["detail"]) for record in read_journal(run, "events")]
 
-    warned: list[str] = []
     same = {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}
     assert events() == events(same) == events({"numpy": "2.4.6"}) == events({"numpy": "1"}, same) == []
     assert not warned
@@ -93,9 +92,9 @@ def test_an_evaluation_that_is_always_cut_short_does_not_keep_the_run_from_train
     assert leaves_out_evaluation(start, total) == left_out
 
 
-def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path) -> None:
-    run, warned = open_run(str(tmp_path), "run"), list[str]()
-    record_left_out(20, events := Journal(run, "events", 1), warned.append)
+def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: list[str]) -> None:
+    run = open_run(str(tmp_path), "run")
+    record_left_out(20, events := Journal(run, "events", 1))
     events.flush()
     [event] = read_journal(run, "events")
     assert (event["event"], event["step"], [event["detail"]]) == ("evaluation left out", 20, warned)
@@ -198,7 +197,7 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
     group: Any = None
-    setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None, print)
+    setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None)
     assert paused == dict.fromkeys(slow, True)
     assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 

@@ -1,6 +1,7 @@
 """`python -m sunspot.baseline`: train without the training program, here or as one Ray task."""
 
 from sunspot.errors import run_and_exit
+from sunspot.log import print_logs
 from sunspot.settings import CommandParser, load_settings
 
 READS = ["task", "run_name", "task_args", "storage_path", "dataset", "test_dataset", "data_root", "use_gpu"]
@@ -18,6 +19,7 @@ def main() -> int:
     )
     on_ray = parser.parse().on_ray
     settings = load_settings()
+    print_logs()
 
     from sunspot.baseline.train import train
     from sunspot.plan import with_absolute_paths

@@ -5,13 +5,13 @@ is committed at a time; when storage is slower than the interval, a newer copy r
 PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (sharded.py).
 """
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -36,6 +36,8 @@ from sunspot.run.checkpoints import (
 from sunspot.run.history import Journal
 from sunspot.settings import Settings
 from sunspot.storage.retry import Outage
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 """Between two looks at what rank 0 has begun, while there is a snapshot to begin."""
@@ -104,7 +106,6 @@ class CheckpointCommitter:
         write: Callable[[Run, Snapshot], Files | None],
         before_commit: Callable[[], None],
         events: Journal | None,
-        warn: Callable[[str], Any],
         order: CommitOrder | None = None,
     ) -> None:
         """`write` uploads a snapshot's files; it returns None where another rank commits them with its own.
@@ -112,7 +113,7 @@ class CheckpointCommitter:
         `before_commit` makes durable what has to be there before the checkpoint; `order` is that of a state in parts.
         """
         self._run, self._attempt, self._settings = run, attempt, settings
-        self._write, self._before_commit, self._events, self._warn = write, before_commit, events, warn
+        self._write, self._before_commit, self._events = write, before_commit, events
         self._order = order or CommitOrder()
         self._waiting: list[Snapshot] = []
         "Those not begun, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
@@ -213,12 +214,12 @@ class CheckpointCommitter:
         outage, limit_s, step = self._outage, self._settings.storage_timeout_s, snapshot.manifest.step
         while True:
             try:
-                outage.attempt(lambda: self._commit(snapshot), limit_s, f"checkpoint at step {step}", self._warn)
+                outage.attempt(lambda: self._commit(snapshot), limit_s, f"checkpoint at step {step}")
             except (StorageError, NotFoundError, DamageError) as error:
                 if outage.tries == 1:  # one event for each outage, however many tries it takes
                     self._record("commit failed", step, str(error))
                 else:
-                    self._warn(f"no commit for {outage.seconds:.0f} s: {error}")
+                    log.warning(f"no commit for {outage.seconds:.0f} s: {error}")
                 if outage.over:
                     raise StorageError(
                         f"no checkpoint could be committed for {outage.seconds:.0f} s "
@@ -292,6 +293,6 @@ class CheckpointCommitter:
             self._record("old checkpoints not deleted", self.newest.step, str(error))
 
     def _record(self, event: str, step: int, detail: str) -> None:
-        self._warn(f"{event} at step {step}: {detail}")
+        log.warning(f"{event} at step {step}: {detail}")
         if self._events:
             self._events.append({"step": step, "time": time.time(), "event": event, "detail": detail})

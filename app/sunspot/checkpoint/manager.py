@@ -8,6 +8,7 @@ commit thread     uploads the copy, verifies it and writes the manifest (commit.
 """
 
 import dataclasses
+import logging
 import math
 import platform
 import time
@@ -42,6 +43,8 @@ from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.history import Journal
 from sunspot.run.incidents import TIER
 
+log = logging.getLogger(__name__)
+
 NOTICE_MARGIN_S = 4.0
 """Between a notice and the save: the driver polls twice a second, rank 0 polls it as often, and a step has to end."""
 
@@ -73,7 +76,6 @@ class CheckpointManager:
         journals: Mapping[str, Journal] | None = None,
         average: WeightAverage | None = None,
         more_files: MoreFiles | None = None,
-        warn: Callable[[str], Any] = print,
         paused: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`group` carries what workers agree on (None: a worker alone); `memory` outlives this process (None: nothing
@@ -110,13 +112,11 @@ class CheckpointManager:
         order = CommitOrder(group if self._sharded else None)
         if self._sharded:
             names = parameter_names(model, optimizer)
-            write = PartWriter(rank, world_size, names, self._settings, warn, more_files, order)
+            write = PartWriter(rank, world_size, names, self._settings, more_files, order)
         if rank == 0 or self._sharded:
             before_commit = self._write_history if rank == 0 else lambda: None
             events = self._journals.get("events")
-            self._committer = CheckpointCommitter(
-                run, attempt, self._settings, write, before_commit, events, warn, order
-            )
+            self._committer = CheckpointCommitter(run, attempt, self._settings, write, before_commit, events, order)
 
     def took_step(self, step: int, rows: torch.Tensor | None) -> None:
         """Record in memory that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it.

@@ -4,6 +4,7 @@ marker, with step and checksum, once the copy in them is complete.
 
 import contextlib
 import itertools
+import logging
 import math
 import mmap
 import os
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +29,8 @@ from sunspot.checkpoint.shared_memory import (
 from sunspot.checkpoint.slots import Slot, list_snapshots
 from sunspot.errors import DamageError, shorten
 from sunspot.run.checkpoints import Checkpoint
+
+log = logging.getLogger(__name__)
 
 MOST_SLOTS = 4
 """The newest complete copy, the one being made, and where copies are uploaded, that one and the one waiting for it."""
@@ -49,8 +51,9 @@ class NodeMemory:
     Without one (`location` None, or no room), slots are private to the process and nothing outlives it.
     """
 
-    def __init__(self, location: str | None, warn: Callable[[str], Any] = print) -> None:
-        self._warn = warn
+    def __init__(self, location: str | None, told: bool = True) -> None:
+        """What holds for one process of a node holds for all: one is enough to be `told` of as a warning."""
+        self._level = logging.WARNING if told else logging.INFO
         self._slots: list[Slot] = []
         self._newest: Slot | None = None
         self.copies = 2
@@ -69,7 +72,7 @@ class NodeMemory:
                 self.directory, self._lock = lock_directory(location)
                 self._inherited = keep_newest(self.directory)
         except OSError as error:
-            self._warn(f"no copies in shared memory: {error}")
+            log.log(self._level, f"no copies in shared memory: {error}")
         self._heartbeat = self._open_heartbeat()
 
     @property
@@ -171,7 +174,7 @@ class NodeMemory:
             slot.pin()
         except OSError as error:
             if not self._unpinned:
-                self._warn(f"copies of the state go to memory that is not pinned, and take longer: {error}")
+                log.log(self._level, f"copies of the state go to memory that is not pinned, and take longer: {error}")
             self._unpinned = True
 
     def complete(
@@ -216,12 +219,13 @@ class NodeMemory:
                 remove_others(self.directory)
             if self._failing:
                 self._failing = False
-                self._warn(f"copies in shared memory go on at step {step}")
+                log.log(self._level, f"copies in shared memory go on at step {step}")
         elif not self._failing:
             self._failing = True
-            self._warn(
+            log.log(
+                self._level,
                 f"the copy at step {step} is not kept in shared memory: {problem}; "
-                "until one is, a loss takes the run back to the copy or the checkpoint before"
+                "until one is, a loss takes the run back to the copy or the checkpoint before",
             )
 
     def pause(self, why: str) -> None:
@@ -229,12 +233,12 @@ class NodeMemory:
         self._paused_until = time.monotonic() + RETRY_S
         if not self._failing:
             self._failing = True
-            self._warn(f"no copies in shared memory until there is room: {why}; {GOES_BACK}")
+            log.log(self._level, f"no copies in shared memory until there is room: {why}; {GOES_BACK}")
 
     def stop(self, why: str) -> None:
         """Make no more copies that outlive this process; those there are stay."""
         if self.shared:
-            self._warn(f"no more copies in shared memory: {why}; {GOES_BACK}")
+            log.log(self._level, f"no more copies in shared memory: {why}; {GOES_BACK}")
         self._stopped = True
 
     def keep(self, checkpoint: str | None) -> None:
@@ -266,5 +270,8 @@ class NodeMemory:
                 os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # as for a slot
                 return mmap.mmap(file.fileno(), HEARTBEAT.size)
         except OSError as error:
-            self._warn(f"steps are not recorded in shared memory, so a receipt may count too few lost ones: {error}")
+            log.log(
+                self._level,
+                f"steps are not recorded in shared memory, so a receipt may count too few lost ones: {error}",
+            )
             return None

@@ -5,6 +5,7 @@ where none does, but some need it, it is sent. The workers may be more or fewer 
 """
 
 import itertools
+import logging
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ from sunspot.checkpoint.sharded import load_pieces
 from sunspot.checkpoint.slots import MemorySnapshot, as_bytes, read_snapshot
 from sunspot.checkpoint.snapshot import padded, tensors_in
 from sunspot.errors import DamageError, shorten
+from sunspot.log import warn_once
 from sunspot.parallel.collectives import gather_objects
 from sunspot.parallel.sharding import Place
-from sunspot.run.objects import warn_once
 from sunspot.shared_pages import Pages, map_pages
+
+log = logging.getLogger(__name__)
 
 
 class PartCopy(NamedTuple):
@@ -67,7 +70,7 @@ class NodeParts:
                 try:
                     loaded = read_snapshot(copy.held)
                 except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, DamageError) as error:
-                    warn_once(f"the copy in shared memory {copy.held.file} cannot be used: {shorten(error)}")
+                    warn_once(log, f"the copy in shared memory {copy.held.file} cannot be used: {shorten(error)}")
                     damaged.append(copy)
                 else:
                     self._pages[copy.held.part], self._rests[copy.held.part] = loaded.pages, loaded.rest

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer, map_parallel
+
+log = logging.getLogger(__name__)
 
 KINDS = ("model", "optimizer")
 """The files of a part, in the order of their numbers: prediction does not read the optimizer's."""
@@ -70,14 +73,13 @@ class PartWriter:
         world_size: int,
         names: list[str],
         settings: Settings,
-        warn: Callable[[str], Any],
         more_files: MoreFiles | None = None,
         order: CommitOrder | None = None,
     ) -> None:
         """`names`: the parameters', in the optimizer's order (`parameter_names`); `more_files`: of the last one."""
         self._more_files, self._order = more_files, order or CommitOrder()
         self._rank, self._world_size, self._names = rank, world_size, names
-        self._timeout_s, self._warn = settings.storage_timeout_s + LATE_S, warn
+        self._timeout_s = settings.storage_timeout_s + LATE_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
         "Seconds that its own part took: the others', on slower connections, may take as long again."
@@ -142,7 +144,7 @@ class PartWriter:
                 raise RuntimeError(text)
             if waited > WARN_AFTER_S and not warned:
                 warned = True
-                self._warn(f"{text}; waiting for at most {limit_s:.0f} s")
+                log.warning(f"{text}; waiting for at most {limit_s:.0f} s")
             time.sleep(POLL_EVERY_S)
 
 

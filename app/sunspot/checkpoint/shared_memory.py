@@ -5,6 +5,7 @@ Each process locks one of its own below that of the run; the next process on the
 
 import contextlib
 import fcntl
+import logging
 import os
 import pickle
 import shutil
@@ -17,8 +18,11 @@ from typing import IO
 from sunspot.cgroup import memory_left
 from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot, list_snapshots, position, read_snapshot
 from sunspot.errors import DamageError, shorten
+from sunspot.log import warn_once
 from sunspot.run import SHARED_MEMORY, node_memory_directory
-from sunspot.run.objects import is_count, is_moment, warn_once
+from sunspot.run.objects import is_count, is_moment
+
+log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 64
 """Of a run on one node, those included that are just ending."""
@@ -104,7 +108,7 @@ def find_snapshot(location: str) -> LoadedSnapshot | None:
         try:
             return read_snapshot(snapshot)
         except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, DamageError) as error:
-            warn_once(f"the copy in shared memory {snapshot.file} cannot be used: {shorten(error)}")
+            warn_once(log, f"the copy in shared memory {snapshot.file} cannot be used: {shorten(error)}")
     return None
 
 

@@ -5,6 +5,7 @@ A copy counts once a marker, with step and checksum, stands beside it.
 
 import contextlib
 import io
+import logging
 import mmap
 import os
 import zlib
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from sunspot.errors import DamageError
+from sunspot.log import warn_once
 from sunspot.run.attempts import checkpoint_name, nonce_of
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.run.objects import Count, Moment, parse_verified, warn_once, with_checksum
+from sunspot.run.objects import Count, Moment, parse_verified, with_checksum
 from sunspot.shared_pages import Pages, map_pages
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ def list_snapshots(directory: Path) -> Iterator[MemorySnapshot]:
         except OSError:
             continue
         except DamageError as error:
-            warn_once(str(error))
+            warn_once(log, str(error))
 
 
 def _read_marker(marker: Path) -> MemorySnapshot:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from sunspot.data.images import GREY_MODES, fit_pixels, open_checked
 from sunspot.data.mnist import open_mnist
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
+from sunspot.log import print_logs
 from sunspot.settings import CommandParser
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=64, help="imagefolder: height and width (default: 64)")
     parser.add_argument("out", metavar="OUT", help="a local directory that does not exist yet")
     given = parser.parse(arguments)
+    print_logs()
     if given.form == "mnist":
         rows = convert_mnist(given.data_root, given.out)
     elif not given.root:

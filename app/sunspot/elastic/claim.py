@@ -93,7 +93,7 @@ class Start:
 
 
 def agree_on_start(
-    run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, warn: Callable[[str], Any], driver: str = ""
+    run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, driver: str = ""
 ) -> tuple[Start | None, Found]:
     """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
 
@@ -109,7 +109,7 @@ def agree_on_start(
     held = found.held if found else None
     mine = Machine(socket.gethostname(), node, held, find_heartbeats(run.location), parts, sunspot.warm.forked)
     machines = gather_objects(mine, group)
-    start = begin_attempt(run, owner, settings, machines, driver, group, state.read, node_parts.read, warn)
+    start = begin_attempt(run, owner, settings, machines, driver, group, state.read, node_parts.read)
     return start, Found(found, state, node_parts)
 
 
@@ -122,7 +122,6 @@ def begin_attempt(
     group: dist.ProcessGroup | None = None,
     read: Callable[[Checkpoint], list[str]] | None = None,
     read_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: [],
-    warn: Callable[[str], Any] = print,
 ) -> Start | None:
     """Claim the next attempt, given each rank's machine, and choose its start; None when this job may not train on.
 
@@ -136,11 +135,11 @@ def begin_attempt(
     limit_s = settings.storage_timeout_s
 
     def on_rank_0(act: Callable[[], Result]) -> Result:
-        return broadcast_from_rank0(group, lambda: retry_storage(act, limit_s, "beginning an attempt", warn))
+        return broadcast_from_rank0(group, lambda: retry_storage(act, limit_s, "beginning an attempt"))
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
         return retry_storage(
-            lambda: read(checkpoint) if read else find_faults(run, checkpoint), limit_s, "reading a checkpoint", warn
+            lambda: read(checkpoint) if read else find_faults(run, checkpoint), limit_s, "reading a checkpoint"
         )
 
     attempt = on_rank_0(lambda: claim_attempt(run, owner, settings, machines, driver))

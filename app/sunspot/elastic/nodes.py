@@ -1,5 +1,6 @@
 """Watches the cluster's nodes for what matters to the workers: a preemption, a loss, better nodes, room to scale up."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, staying_nodes
 from sunspot.run.incidents import Cause
 from sunspot.settings import Workers
+
+log = logging.getLogger(__name__)
 
 NODE_CHECK_EVERY_S = 0.5
 """Seconds between two checks: a notice may be as short as 15 s."""
@@ -250,7 +253,7 @@ def watch_nodes(control: ControlClient, monitor: NodeMonitor) -> Iterator[None]:
         except Exception as error:  # the next check may do better
             if not warned and time.monotonic() - checked > WARN_AFTER_S:
                 warned = True
-                print(f"warning: notices of nodes may be missed: {shorten(error)}", flush=True)
+                log.warning(f"notices of nodes may be missed: {shorten(error)}")
 
     with Background(NODE_CHECK_EVERY_S, check):
         yield

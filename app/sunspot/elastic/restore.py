@@ -48,7 +48,6 @@ def load_start(
     start: Start,
     found: Found,
     group: dist.ProcessGroup,
-    warn: Callable[[str], Any],
 ) -> State:
     """The state to go on from, on every rank, out of what `agree_on_start` returned. All workers call this together."""
     if not start.checkpoint:
@@ -56,12 +55,10 @@ def load_start(
     if start.snapshot:
         return _load_snapshot(start, found)
     if not start.checkpoint:
-        return State(model=read_init(settings, group, warn)) if settings.init_from else State()
+        return State(model=read_init(settings, group)) if settings.init_from else State()
     checkpoint = start.checkpoint
-    if is_sharded(checkpoint):
-        state = _load_sharded(run, settings, checkpoint, group, warn)
-    else:
-        state = found.state.load(checkpoint)
+    sharded = is_sharded(checkpoint)
+    state = _load_sharded(run, settings, checkpoint, group) if sharded else found.state.load(checkpoint)
     return State(
         **state,
         evaluated=checkpoint.evaluated,
@@ -72,13 +69,11 @@ def load_start(
     )
 
 
-def _load_sharded(
-    run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup, warn: Callable[[str], Any]
-) -> dict[str, Any]:
+def _load_sharded(run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup) -> dict[str, Any]:
     """A checkpoint in parts, on every rank; rank 0 alone reads what is in them, which is a request for each part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
-        return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint", warn)
+        return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint")
 
     contents = broadcast_from_rank0(group, lambda: patiently(lambda: read_contents(run, checkpoint)))
 
@@ -110,15 +105,15 @@ def _load_snapshot(start: Start, found: Found) -> State:
     )
 
 
-def read_init(settings: Settings, group: dist.ProcessGroup | None, warn: Callable[[str], Any]) -> Any:
+def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
     """The state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file.
 
     All workers call this together, and get the same one: rank 0 chooses. Raises `SettingsError`, or `ConflictError`
     when it was replaced while they read it.
     """
     limit_s, what = settings.storage_timeout_s, f"reading SUNSPOT_INIT_FROM={settings.init_from}"
-    chosen = broadcast_from_rank0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what, warn))
-    return run_on_all_ranks(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what, warn))
+    chosen = broadcast_from_rank0(group, lambda: retry_storage(lambda: choose_init(settings), limit_s, what))
+    return run_on_all_ranks(group, lambda: retry_storage(lambda: load_init(settings, chosen), limit_s, what))
 
 
 def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:

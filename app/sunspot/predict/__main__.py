@@ -7,6 +7,7 @@ from typing import Any
 
 from sunspot.errors import run_and_exit
 from sunspot.formatting import visible
+from sunspot.log import print_logs
 from sunspot.settings import CommandParser, Settings, load_settings
 
 DESCRIPTION = """\
@@ -20,6 +21,7 @@ python -m sunspot.predict lora --prompt "The with statement"           how a lan
 def main() -> int:
     """Predict files, or a dataset; print a table or, with --json, one document."""
     arguments = _parse()
+    print_logs("stderr")
     given = {"STORAGE_PATH": arguments.storage, "DATASET": arguments.dataset}
     settings = load_settings({name: value for name, value in given.items() if value})
 

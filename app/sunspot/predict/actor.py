@@ -1,6 +1,6 @@
 """A Ray actor with the model of a verified checkpoint: starting it, getting its results, ending it."""
 
-import sys
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,11 +8,12 @@ from typing import Any
 import ray
 
 from sunspot.errors import GaveUpError, SettingsError, SunspotError, find_in, shorten
-from sunspot.formatting import visible
 from sunspot.predict.classifier import Classifier
 from sunspot.ray_session import ray_session
 from sunspot.settings import PREFIX
 from sunspot.storage.local import local_path
+
+log = logging.getLogger(__name__)
 
 START_S = 600
 """Time for a worker to start: a free core, a process, importing torch, reading the checkpoint twice."""
@@ -84,4 +85,4 @@ def absolute_path(location: str, name: bool = True) -> str:
 def print_warnings(texts: Iterable[str]) -> None:
     """Print each on stderr, apart from the result."""
     for text in texts:
-        print(f"warning: {visible(text)}", file=sys.stderr, flush=True)
+        log.warning(text)

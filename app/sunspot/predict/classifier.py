@@ -124,7 +124,7 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
         place, chosen = open_directory(location)
     else:
         place = open_run(storage, run)
-        chosen = choose(place, checkpoint, warnings.append)
+        chosen, warnings = choose(place, checkpoint)
     where = place.storage.locate(place.key("checkpoints", chosen.name)).rstrip("/")
     faults = find_faults(place, chosen)
     needed = ["extra_state.pt"] if is_sharded(chosen) else ["model.pt", "extra_state.pt"]

@@ -3,6 +3,7 @@
 import heapq
 import io
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from sunspot.run.predictions import (
 )
 from sunspot.run.status import own_status
 from sunspot.tasks import load_predict, load_task
+
+log = logging.getLogger(__name__)
 
 LIMIT_S = 120
 """For all rows: after that, the predictions so far are stored."""
@@ -67,7 +70,7 @@ def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str =
         if own_status(run, driver):
             write_predictions(run, predictions)
     except Exception as error:
-        print(f"warning: no predictions for the report: {shorten(error)}", flush=True)
+        log.warning(f"no predictions for the report: {shorten(error)}")
 
 
 def _has_predictions(run: Run, checkpoint: Checkpoint) -> bool:

@@ -1,5 +1,6 @@
 """What a task shows of its trained model: its `show`, called once when training has ended, stored for the report."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from sunspot.run.shown import (
 from sunspot.run.status import own_status
 from sunspot.tasks import load_task
 
+log = logging.getLogger(__name__)
+
 ROWS = 256
 """Most held-out rows (training rows without any) that a task is given to show."""
 
@@ -57,7 +60,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
         if own_status(run, driver):
             write_exhibit(run, TaskExhibit(checkpoint.name, checkpoint.step, parts))
     except Exception as error:
-        print(f"warning: the task shows nothing in the report: {shorten(error)}", flush=True)
+        log.warning(f"the task shows nothing in the report: {shorten(error)}")
 
 
 def show(plan: Plan, run: str, checkpoint: str) -> list[Exhibit]:

@@ -4,11 +4,3 @@ Each file has one subject, and says why no public API does it. Public is what Ra
 `@DeveloperAPI`, and has in a module that its documentation names. `make lint` refuses imports of what is not, outside
 of this package (`banned-api` in pyproject.toml).
 """
-
-import functools
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Print a warning, unless this process has done so before."""
-    print(f"warning: {text}", flush=True)

@@ -9,6 +9,7 @@ ray._raylet.PlacementGroupID       to give back what a failed controller had res
                                    groups that one has made oneself
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from sunspot.errors import shorten
-from sunspot.ray_internals import warn_once
+from sunspot.log import warn_once
+
+log = logging.getLogger(__name__)
 
 
 class GroupRestartError(RayActorError):
@@ -40,7 +43,9 @@ def end_groups_at_once() -> list[Any]:
         from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
         from ray.train.v2._internal.execution.controller.state import RestartingState
     except ImportError as error:
-        warn_once(f"with too few nodes left, those told to go may be replaced only when their notice is over: {error}")
+        warn_once(
+            log, f"with too few nodes left, those told to go may be replaced only when their notice is over: {error}"
+        )
         return []
 
     class EndAtOnce(ControllerCallback, WorkerGroupCallback):
@@ -58,7 +63,9 @@ def end_groups_at_once() -> list[Any]:
                 try:
                     group.shutdown()
                 except Exception as error:  # another Ray may raise anything, and an error here would end the run
-                    warn_once(f"a worker group that restarts keeps its nodes until the next begins: {shorten(error)}")
+                    warn_once(
+                        log, f"a worker group that restarts keeps its nodes until the next begins: {shorten(error)}"
+                    )
 
     return [EndAtOnce()]
 
@@ -76,7 +83,7 @@ def asked_of_failures(judge: Callable[[dict[int, Exception]], bool]) -> Iterator
 
         own = data_parallel_trainer.create_failure_policy
     except (ImportError, AttributeError) as error:
-        warn_once(f"MAX_FAILURES counts all failures of a start, whatever came of it in between: {shorten(error)}")
+        warn_once(log, f"MAX_FAILURES counts all failures of a start, whatever came of it in between: {shorten(error)}")
         yield
         return
 

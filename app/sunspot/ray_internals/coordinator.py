@@ -6,14 +6,17 @@ ray._private.state.actors               whether a Ray Train controller lives: th
                                         dashboard, which local sessions do not have
 """
 
+import logging
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sunspot.errors import shorten
-from sunspot.ray_internals import warn_once
+from sunspot.log import warn_once
 from sunspot.ray_internals.nodes import staying_nodes
+
+log = logging.getLogger(__name__)
 
 COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor that tells Ray Train which nodes it may use."""
@@ -59,7 +62,9 @@ def install_coordinator() -> float:
             ray.get(found.forget_runs.remote(), timeout=COORDINATOR_START_TIMEOUT_S)
         return 0.0
     except Exception as error:  # another Ray may raise anything
-        warn_once(f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}")
+        warn_once(
+            log, f"restarts after a lost node may take up to 20 s more: no coordinator of our own: {shorten(error)}"
+        )
         _remove_coordinator()
         return RAY_TICK_S
 

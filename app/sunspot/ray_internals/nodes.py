@@ -5,6 +5,7 @@ ray._raylet.GcsClient.drain_node              to give back nodes of a group that
                                               public API, only `ray start` drains, and its own node
 """
 
+import logging
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,9 @@ from typing import Any
 
 import ray
 
-from sunspot.ray_internals import warn_once
+from sunspot.log import warn_once
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
 """The kernel of a live machine accepts a connection at once, however busy the machine is."""
@@ -33,7 +36,9 @@ def draining_nodes() -> dict[str, float | None]:
     try:
         ask = ray._private.state.state.get_draining_nodes
     except AttributeError as error:
-        warn_once(f"losing a node that was told to go costs steps: this Ray does not tell which those are ({error})")
+        warn_once(
+            log, f"losing a node that was told to go costs steps: this Ray does not tell which those are ({error})"
+        )
         return {}
     return {node: deadline_ms / 1000 or None for node, deadline_ms in ask().items()}
 
@@ -47,7 +52,7 @@ def drain_nodes(nodes: Iterable[str], why: str = "better nodes have come") -> No
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
         accepted, refusal = client.drain_node(node, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, why, NO_DEADLINE)
         if not accepted:
-            print(f"warning: node {node[:12]} is not given back: {refusal}", flush=True)
+            log.warning(f"node {node[:12]} is not given back: {refusal}")
 
 
 def reachable_nodes(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What a report shows of a run, read from storage; a part that cannot be read is reported, and hides no other."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,10 +16,10 @@ from sunspot.run.history import each_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
-from sunspot.run.predictions import Predictions, read_predictions
+from sunspot.run.predictions import Predictions, load_predictions
 from sunspot.run.ranks import each_rank_record, with_columns
-from sunspot.run.shown import TaskExhibit, read_exhibit
-from sunspot.run.status import RunState, read_status
+from sunspot.run.shown import TaskExhibit, load_exhibit
+from sunspot.run.status import RunState, load_newest_status
 
 MAX_CHECKPOINTS = 50
 """Only the newest are verified and shown: each costs a request."""
@@ -112,21 +113,19 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
             troubles.append(f"{what} cannot be read: {error}")
             return otherwise
 
-    def left_out(what: str) -> Callable[[str], Any]:
-        return lambda text: troubles.append(f"{what} cannot be read: {text}")
-
     none: list[Any] = []
     attempts = [a for a in tried(lambda: read_attempts(run), none, "the list of its attempts") if a.chosen]
     spans = lineage(attempts)
-    events = read_journal(run, "events", warn=left_out("an event"))
+    damaged = defaultdict[str, list[str]](list)
+    events = read_journal(run, "events", damaged=damaged["an event"])
     receipts = read_receipts(events)
     history = History()
     _, best_by, _ = retention(attempts)
-    for record in each_record(run, "metrics", spans, warn=left_out("a part of the metric history")):
+    for record in each_record(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
         history.add(record, best_by)
         if record.get("ranks"):  # of an earlier version
             history.ranks.add(with_columns(record))
-    for record in each_rank_record(run, spans, left_out("a part of the numbers of each rank")):
+    for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
         history.ranks.add(record)
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
     checkpoints, not_shown = tried(lambda: _read_checkpoints(run, spans), no_checkpoints, "the list of its checkpoints")
@@ -135,21 +134,21 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
         state=state,
         reason=reason,
         time=time.time(),
-        status=read_status(run, warn=left_out("its status")),
+        status=tried(lambda: load_newest_status(run), None, "its status"),
         identity=tried(lambda: read_identity(run), None, "run.json"),
         attempts=attempts,
         events=events,
         receipts=receipts,
         checkpoint=next((kept.checkpoint for kept in reversed(checkpoints) if kept.state == "verified"), None),
         last=history.last,
-        failures=read_failures(run, left_out("an error that ended a process")),
+        failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
         gaps=find_gaps(attempts, receipts, history.attempts),
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
-        predictions=read_predictions(run, left_out("the predictions")),
-        shown=read_exhibit(run, left_out("what the task shows")),
-        troubles=troubles,
+        predictions=tried(lambda: load_predictions(run), None, "the predictions"),
+        shown=tried(lambda: load_exhibit(run), None, "what the task shows"),
+        troubles=troubles + [f"{what} cannot be read: {text}" for what, texts in damaged.items() for text in texts],
     )
 
 

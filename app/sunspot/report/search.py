@@ -12,7 +12,7 @@ from sunspot.report.page import STATES, footer, whole_page
 from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.history import each_record
-from sunspot.run.objects import read_or_default, warn_once
+from sunspot.run.objects import read_or_default
 from sunspot.run.search import Results, Trial, read_results
 from sunspot.run.status import RunState
 
@@ -51,7 +51,7 @@ def render_search(run: Run, results: Results, curves: Curves) -> bytes:
 
 
 def _curve(run: Run, metric: str) -> list[tuple[int, float]]:
-    spans = read_or_default(lambda: lineage(read_attempts(run)), list[Span](), warn_once)
+    spans = read_or_default(lambda: lineage(read_attempts(run)), list[Span]())
     values = [(record["step"], record.get(metric)) for record in each_record(run, "metrics", spans)]
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and can_draw(value)]
 

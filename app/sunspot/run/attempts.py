@@ -11,6 +11,7 @@ of checkpoints and audit folders carry it, so a process of the deleted run write
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import socket
@@ -29,6 +30,8 @@ from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Worke
 from sunspot.run.status import refuse_if_deleted
 from sunspot.run.submissions import owner_of
 from sunspot.storage.base import map_parallel
+
+log = logging.getLogger(__name__)
 
 CLAIM = re.compile(r"(0[0-9]{3}|[1-9][0-9]{3,8})\.json")
 """A file of `attempts/` with which an attempt claimed its number."""
@@ -152,7 +155,7 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
             try:
                 _read_chosen(run, file, files)
             except DamageError as error:
-                print(f"warning: start {number} of the run is given up: {error}", flush=True)
+                log.warning(f"start {number} of the run is given up: {error}")
                 nowhere = Attempt(number, "nobody", None, 0, nonce=new_nonce(), chosen=False)
                 run.storage.write(run.key("attempts", file), _to_json(nowhere))
 

@@ -320,8 +320,8 @@ def _key(run: Run, name: str, file: str) -> str:
     return run.key("checkpoints", name, file)
 
 
-def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
-    """The checkpoint with a name, or the 'newest' or 'best' whole one; `warn` hears of those passed over.
+def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint with a name, or the 'newest' or 'best' whole one, and a line on each that was passed over.
 
     Raises `NotFoundError`, or `DamageError` when none is whole.
     """
@@ -330,7 +330,8 @@ def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
         named = read_manifest(run, which)
         if named is None:
             raise NotFoundError(f"{run.storage.locate(run.key('checkpoints', which))}: deleted meanwhile")
-        return named
+        return named, []
+    notes: list[str] = []
     attempts = read_attempts(run)
     if which == "newest":
         chosen, passed_over = find_newest_good(run, attempts, trust_listing=True)
@@ -343,13 +344,12 @@ def choose(run: Run, which: str, warn: Callable[[str], Any]) -> Checkpoint:
         chosen = whole[0] if whole else None
         passed_over = tuple(PassedOver(c.name, Unusable.DAMAGED, "; ".join(faults)) for c, faults in checked if faults)
         if chosen and metric not in chosen.metrics:
-            warn(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
-    for each in passed_over:
-        warn(f"passed over {each}")
+            notes.append(f"no checkpoint has the metric {metric} (SUNSPOT_CHECKPOINT_METRIC); this is the newest")
+    notes += [f"passed over {each}" for each in passed_over]
     if chosen:
-        return chosen
+        return chosen, notes
     if any(each.kind is Unusable.DAMAGED for each in passed_over):
-        raise DamageError(f"{run.location}: no checkpoint is whole")
+        raise DamageError(f"{run.location}: no checkpoint is whole: {'; '.join(map(str, passed_over))}")
     raise NotFoundError(f"{run.location}: no checkpoint yet")
 
 

@@ -8,15 +8,13 @@ A killed process leaves none.
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from sunspot.errors import format_trace, without_secrets
+from sunspot.errors import DamageError, format_trace, without_secrets
 from sunspot.run import Run, to_json
 from sunspot.run.logs import STREAM, driver_stream, rank_stream
-from sunspot.run.objects import Count, Moment, read, read_or_default, warn_once
+from sunspot.run.objects import Count, Moment, read, tell_damage
 from sunspot.storage.base import map_parallel
 
 INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen ")
@@ -91,9 +89,18 @@ def record_failure(run: Run, failure: Failure) -> None:
     run.storage.write(run.key("failures", f"{name}.json"), to_json(asdict(failure)))
 
 
-def read_failures(run: Run, warn: Callable[[str], Any] = warn_once) -> list[Failure]:
-    """All failures that can be read, oldest first; `warn` hears of the others. Raises `StorageError`."""
+def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
+    """All failures that can be read, oldest first; `damaged` gets why others cannot. Raises `StorageError`."""
     files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("failures"))]
     ours = [file for file in files if STREAM.fullmatch(file.removesuffix(".json"))]
-    found = map_parallel(lambda file: read_or_default(lambda: read(run, Failure, "failures", file), None, warn), ours)
+
+    def read_one(file: str) -> Failure | None:
+        try:
+            failure: Failure = read(run, Failure, "failures", file)
+            return failure
+        except DamageError as error:
+            tell_damage(str(error), damaged)
+            return None
+
+    found = map_parallel(read_one, ours)
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sunspot.errors import NotFoundError, StorageError
 from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Span
-from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, warn_once
+from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, tell_damage
 from sunspot.run.segments import READ_TRIES, Segment, SegmentWriter, list_segments, new_stream, tidy_lines
 from sunspot.storage.base import READS_IN_FLIGHT, map_parallel
 
@@ -61,13 +61,13 @@ def tidy_journals(run: Run, before: int) -> None:
 
 
 def read_journal(
-    run: Run, kind: Kind, spans: Sequence[Span] | None = None, warn: Callable[[str], Any] = warn_once
+    run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
     """The records of all attempts, each journal's in order; with `spans`, only those whose steps count.
 
-    Damaged records are left out; `warn` hears of them, once for a segment.
+    Damaged records are left out; `damaged` gets a line on each segment that has some, or else a warning tells.
     """
-    return list(each_record(run, kind, spans, warn=warn))
+    return list(each_record(run, kind, spans, damaged=damaged))
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
@@ -82,7 +82,7 @@ def each_record(
     kind: Kind,
     spans: Sequence[Span] | None = None,
     listed: Sequence[Segment] | None = None,
-    warn: Callable[[str], Any] = warn_once,
+    damaged: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Like `read_journal`, a few segments at a time: a long history need not fit into memory.
 
@@ -99,7 +99,7 @@ def each_record(
             lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
             whole = len(lines) == segment.last - segment.first + 1  # not thinned
             missed = max(0, given.get(segment.stream, 0) - segment.first) if whole else 0
-            for record in _parse_lines(kind, lines[missed:], place, warn):
+            for record in _parse_lines(kind, lines[missed:], place, damaged):
                 if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
                     yield record
             given[segment.stream] = segment.last + 1
@@ -137,7 +137,7 @@ def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | N
                 for segment in reversed([each for each in segments if each.attempt == span.attempt]):
                     lines = run.storage.read(segment.entry.key).splitlines()
                     place = run.storage.locate(segment.entry.key)
-                    for record in _parse_lines("metrics", lines[::-1], place, warn_once):
+                    for record in _parse_lines("metrics", lines[::-1], place):
                         if span.holds(record["attempt"], record["step"]):
                             return record
             return None
@@ -146,7 +146,7 @@ def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | N
 
 
 def _parse_lines(
-    kind: Kind, lines: Sequence[bytes], place: str, warn: Callable[[str], Any]
+    kind: Kind, lines: Sequence[bytes], place: str, troubles: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """The records of a segment that are as they must be."""
     validate, is_usable = adapter(FORMS[kind]).validate_json, USABLE[kind]
@@ -161,7 +161,7 @@ def _parse_lines(
             yield record
         damaged += not usable
     if damaged:
-        warn(f"{place}: {damaged} of {len(lines)} lines cannot be used")
+        tell_damage(f"{place}: {damaged} of {len(lines)} lines cannot be used", troubles)
 
 
 FORMS: dict[Kind, Any] = {

@@ -1,11 +1,14 @@
 """What a run may never change: the settings that give its steps their meaning, its rows, and their order."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from sunspot.errors import ConflictError, NotFoundError
 from sunspot.run import Run
 from sunspot.run.objects import Count, read_verified, with_checksum
+
+log = logging.getLogger(__name__)
 
 FILE = "run.json"
 
@@ -82,7 +85,7 @@ def _refuse_other_order(run: Run, begun: Rows, rows: Rows, environment: Mapping[
         return
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
     if accepts(environment, name := f"order-{rows.order}"):
-        print(f"warning: the rows come in another order from here on ({change})", flush=True)
+        log.warning(f"the rows come in another order from here on ({change})")
         run.storage.write(run.key(ROWS), with_checksum(asdict(rows)))
         return
     raise ConflictError(

@@ -7,8 +7,8 @@ metrics, events, failures, predictions, search results, tracking) is left out wi
 
 import functools
 import hashlib
+import logging
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from annotated_types import Ge, Le, Lt, Predicate
 
 from sunspot.errors import DamageError
+from sunspot.log import warn_once
 from sunspot.run import Run, to_json
 from sunspot.storage.base import Storage
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -159,19 +162,21 @@ def digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(to_json(record)).hexdigest()
 
 
-def read_or_default(read: Callable[[], Form], otherwise: Form, warn: Callable[[str], Any]) -> Form:
+def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
     """What `read` returns, or `otherwise` and a warning when that is damaged."""
     try:
         return read()
     except DamageError as error:
-        warn(str(error))
+        tell_damage(str(error))
         return otherwise
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """Print a warning on stderr, the first time only: what is watched is read every few seconds."""
-    print(f"warning: {text}; left out", file=sys.stderr, flush=True)
+def tell_damage(text: str, damaged: list[str] | None = None) -> None:
+    """Add what cannot be used to `damaged`, or else warn of it."""
+    if damaged is None:
+        warn_once(log, f"{text}; left out")
+    else:
+        damaged.append(text)
 
 
 def adapter(form: Any) -> "TypeAdapter[Any]":

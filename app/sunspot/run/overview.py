@@ -4,6 +4,7 @@ A listing has name, size and time of every object, which is most of what the lis
 """
 
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -12,13 +13,14 @@ from typing import Any
 
 from sunspot.errors import NotFoundError, StorageError
 from sunspot.formatting import as_time, in_words, plural
+from sunspot.log import warn_once
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, attempt_of, lineage, read_attempts, step_of
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, PassedOver, Unusable, by_step, find_newest_good, retention
 from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Cause, Receipt, goodput, read_receipts
-from sunspot.run.objects import CHECKPOINT, RUN, warn_once
+from sunspot.run.objects import CHECKPOINT, RUN
 from sunspot.run.status import (
     DELETION,
     FOLDER,
@@ -36,6 +38,8 @@ from sunspot.run.status import (
 from sunspot.run.submissions import SUBMISSION, list_submissions
 from sunspot.storage.base import Entry, Storage, map_parallel
 from sunspot.storage.bucket import READ_TIMEOUT_S, REQUEST_TRIES
+
+log = logging.getLogger(__name__)
 
 HALF_DELETED = "it is being deleted; if nobody is at it any more, `sunspot delete` goes on"
 
@@ -82,10 +86,10 @@ def run_exists(run: Run) -> bool:
     )
 
 
-def list_runs(storage: Storage, warn: Callable[[str], Any] = warn_once) -> list[RunSummary]:
+def list_runs(storage: Storage) -> list[RunSummary]:
     """Every run, the last modified first: the pages of one listing, and no reads.
 
-    A run of which this user may not read a part is left out, as its state would be a guess; `warn` hears of it.
+    A run of which this user may not read a part is left out, as its state would be a guess, with a warning.
     """
     unreadable: dict[str, StorageError] = {}
     folders: dict[str, list[Entry]] = {}
@@ -96,7 +100,7 @@ def list_runs(storage: Storage, warn: Callable[[str], Any] = warn_once) -> list[
     for name, error in unreadable.items():
         folders.pop(name, None)
         if RUN.fullmatch(name):  # the folder lost+found of a disk is no run
-            warn(f"{name}: {error}")
+            warn_once(log, f"{name}: {error}; left out")
     found = [summary for name, entries in folders.items() if (summary := summarize(name, entries))]
     return sorted(found, key=lambda summary: summary.modified, reverse=True)
 

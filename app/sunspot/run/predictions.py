@@ -1,13 +1,12 @@
 """The predictions of held-out rows that the report shows: `predictions.json`."""
 
 import base64
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default, warn_once
+from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default
 
 FILE = "predictions.json"
 
@@ -66,18 +65,16 @@ def write_predictions(run: Run, predictions: Predictions) -> None:
     run.storage.write(run.key(FILE), to_json(record))
 
 
-def read_predictions(run: Run, warn: Callable[[str], Any] = warn_once) -> Predictions | None:
-    """The run's predictions; None when there are none, or they are damaged, of which `warn` hears.
-
-    Raises `StorageError`.
-    """
+def read_predictions(run: Run) -> Predictions | None:
+    """The run's predictions; None when there are none, or they are damaged. Raises `StorageError`."""
     try:
-        return read_or_default(lambda: _read(run), None, warn)
+        return read_or_default(lambda: load_predictions(run), None)
     except NotFoundError:
         return None
 
 
-def _read(run: Run) -> Predictions:
+def load_predictions(run: Run) -> Predictions:
+    """The run's predictions; raises `NotFoundError`, `DamageError` or `StorageError`."""
     found = read(run, Predictions, FILE)
     if [len(row) for row in found.confusion] != [found.classes] * found.classes:
         place = run.storage.locate(run.key(FILE))

@@ -5,13 +5,12 @@ name of a number, its value of each rank. Old ones are combined (sunspot/observe
 `records`, and has the time and step of the last of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sunspot.run import Run
 from sunspot.run.attempts import Span
 from sunspot.run.history import each_record, list_journal
-from sunspot.run.objects import warn_once
 
 OLDER_FILES = 2
 """Files of an earlier version, of a thousand records each, that are read for the newest ones."""
@@ -31,12 +30,10 @@ def to_rows(ranks: Columns) -> list[dict[str, Any]]:
     return [dict(zip(ranks, values, strict=True)) for values in zip(*ranks.values(), strict=True)]
 
 
-def each_rank_record(
-    run: Run, spans: Sequence[Span], warn: Callable[[str], Any] = warn_once
-) -> Iterator[dict[str, Any]]:
+def each_rank_record(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The records of the steps that count, but for those in the metric history, where an earlier version trained."""
     newest: dict[int, int] = {}
-    for record in each_record(run, "ranks", spans, warn=warn):
+    for record in each_record(run, "ranks", spans, damaged=damaged):
         if record["step"] > newest.get(record["attempt"], -1):  # it was not combined while it was read
             newest[record["attempt"]] = record["step"]
             yield record

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
-from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_or_default, warn_once
+from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_or_default
 from sunspot.run.status import RunState, read_status, read_stop
 
 FILE = "search.json"
@@ -63,13 +63,10 @@ def write_results(run: Run, results: Results) -> None:
     run.storage.write(run.key(FILE), to_json(asdict(results)))
 
 
-def read_results(run: Run, warn: Callable[[str], Any] = warn_once) -> Results | None:
-    """The results of a search as last written; None when there are none, or they are damaged, of which `warn` hears.
-
-    Raises `StorageError`.
-    """
+def read_results(run: Run) -> Results | None:
+    """The results of a search as last written; None when there are none, or they are damaged. Raises `StorageError`."""
     try:
-        return read_or_default(lambda: _read(run), None, warn)
+        return read_or_default(lambda: _read(run), None)
     except NotFoundError:
         return None
 
@@ -95,9 +92,7 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
     if state is RunState.STOPPED:
         stop = read_stop(run)
         reason = f"by {stop.by}" if stop and stop.by else reason
-    best = read_or_default(
-        lambda: best_of(run, metric, order), None, warn_once
-    )  # one damaged trial does not end a search
+    best = read_or_default(lambda: best_of(run, metric, order), None)  # one damaged trial does not end a search
     return Trial(
         run=run.name,
         settings=dict(settings),

@@ -1,13 +1,12 @@
 """What a task shows of its trained model in the report: `shown.json`."""
 
 import base64
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sunspot.errors import NotFoundError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default, warn_once
+from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default
 
 FILE = "shown.json"
 
@@ -47,9 +46,15 @@ def write_exhibit(run: Run, shown: TaskExhibit) -> None:
     run.storage.write(run.key(FILE), to_json(record))
 
 
-def read_exhibit(run: Run, warn: Callable[[str], Any] = warn_once) -> TaskExhibit | None:
-    """What the run shows; None without it, or when it is damaged, of which `warn` hears. Raises `StorageError`."""
+def read_exhibit(run: Run) -> TaskExhibit | None:
+    """What the run shows; None without it, or when it is damaged. Raises `StorageError`."""
     try:
-        return read_or_default(lambda: read(run, TaskExhibit, FILE), None, warn)
+        return read_or_default(lambda: load_exhibit(run), None)
     except NotFoundError:
         return None
+
+
+def load_exhibit(run: Run) -> TaskExhibit:
+    """What the run shows; raises `NotFoundError`, `DamageError` or `StorageError`."""
+    shown: TaskExhibit = read(run, TaskExhibit, FILE)
+    return shown

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from sunspot.errors import DamageError, NotFoundError, StorageError, SupersededError
 from sunspot.run import Run, to_json
@@ -27,7 +26,6 @@ from sunspot.run.objects import (
     read,
     read_content,
     read_or_default,
-    warn_once,
 )
 from sunspot.storage.base import Entry, Storage
 
@@ -200,32 +198,39 @@ def own_status(run: Run, driver: str) -> Entry | None:
     return own if own and newest and attempt_in(own) == attempt_in(newest) else None
 
 
-def read_status(run: Run, driver: str = "", warn: Callable[[str], Any] = warn_once) -> Status | None:
+def read_status(run: Run, driver: str = "") -> Status | None:
     """The status that counts, or that of one start of a driver; None before there is one, or when it is damaged.
 
-    Raises `StorageError`; `warn` hears of damage.
+    Raises `StorageError`.
     """
-    return _read(run, lambda listed: newest_status(listed, driver), warn)
+    return read_or_default(lambda: load_newest_status(run, driver), None)
 
 
 def read_other_status(run: Run, driver: str) -> Status | None:
     """The status that counts among those of all other starts of a driver; otherwise like `read_status`."""
-    return _read(run, lambda listed: newest_status(entry for entry in listed if driver_of(entry) != driver), warn_once)
+    return read_or_default(
+        lambda: _load(run, lambda listed: newest_status(entry for entry in listed if driver_of(entry) != driver)), None
+    )
 
 
-def _read(run: Run, choose: Callable[[list[Entry]], Entry | None], warn: Callable[[str], Any]) -> Status | None:
+def load_newest_status(run: Run, driver: str = "") -> Status | None:
+    """Like `read_status`; raises `DamageError` too."""
+    return _load(run, lambda listed: newest_status(listed, driver))
+
+
+def _load(run: Run, choose: Callable[[list[Entry]], Entry | None]) -> Status | None:
     for _ in range(READ_TRIES):
         entry = choose(list_statuses(run))
         if entry is None:
             return None
         with contextlib.suppress(NotFoundError):  # withdrawn, or tidied away by a newer attempt, since it was listed
-            return usable_status(run.storage, entry, warn)
+            return load_status(run.storage, entry)
     return None
 
 
-def usable_status(storage: Storage, entry: Entry, warn: Callable[[str], Any] = warn_once) -> Status | None:
-    """Like `load_status`; None when it is damaged, of which `warn` hears."""
-    return read_or_default(lambda: load_status(storage, entry), None, warn)
+def usable_status(storage: Storage, entry: Entry) -> Status | None:
+    """Like `load_status`; None when it is damaged."""
+    return read_or_default(lambda: load_status(storage, entry), None)
 
 
 def load_status(storage: Storage, entry: Entry) -> Status:
@@ -272,10 +277,10 @@ class Mark:
     time: Moment = 0.0
 
 
-def read_stop(run: Run, warn: Callable[[str], Any] = warn_once) -> Mark | None:
-    """The request to stop, if there is one. It holds even when it is damaged, of which `warn` hears."""
+def read_stop(run: Run) -> Mark | None:
+    """The request to stop, if there is one. It holds even when it is damaged."""
     try:
-        return read_or_default(lambda: read(run, Mark, STOP), Mark(), warn)
+        return read_or_default(lambda: read(run, Mark, STOP), Mark())
     except NotFoundError:
         return None
 

@@ -6,15 +6,18 @@ from ending, and once its time is over it begins no further operation: what it w
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sunspot.background import start_thread
 from sunspot.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 LEAST_RATE = 100_000
 """Bytes a second: the rate at which bytes that were moved give back time."""
@@ -36,9 +39,9 @@ class ProgressDeadline:
     that its bytes take at LEAST_RATE.
     """
 
-    def __init__(self, limit_s: float, what: str, warn: Callable[[str], Any]) -> None:
-        """`what` is done by the work, for messages; `warn` is told once when it has to wait for long."""
-        self._limit_s, self._what, self._warn = limit_s, what, warn
+    def __init__(self, limit_s: float, what: str) -> None:
+        """`what` is done by the work, for messages."""
+        self._limit_s, self._what = limit_s, what
         self._progress = time.monotonic()
         "When there was progress."
         self._ends = self._progress + limit_s
@@ -69,7 +72,7 @@ class ProgressDeadline:
                     raise StorageError(silent if silent_s > self._limit_s / 2 else slow)
                 if silent_s > WARN_AFTER_S and not warned:
                     warned = True
-                    self._warn(f"{self._what}: {silent}; waiting for at most {left_s:.0f} s more")
+                    log.warning(f"{self._what}: {silent}; waiting for at most {left_s:.0f} s more")
         except BaseException:
             self.passed = True
             raise
@@ -101,9 +104,9 @@ class ProgressDeadline:
             raise StorageError(f"{where}: not begun, as the work that it is part of was given up")
 
 
-def within(limit_s: float, what: str, work: Callable[[], Result], warn: Callable[[str], Any] = print) -> Result:
+def within(limit_s: float, what: str, work: Callable[[], Result]) -> Result:
     """What `work` returns or raises, with a `ProgressDeadline`."""
-    return ProgressDeadline(limit_s, what, warn).run(work)
+    return ProgressDeadline(limit_s, what).run(work)
 
 
 CURRENT: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=None)

@@ -1,11 +1,14 @@
 """Tries again what storage has refused, until it has failed for too long."""
 
+import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sunspot.errors import StorageError
 from sunspot.storage.deadline import ProgressDeadline
+
+log = logging.getLogger(__name__)
 
 BACKOFF_S = (1, 2, 4, 8, 16, 30)
 """Pauses between tries; the last one repeats until the limit."""
@@ -33,13 +36,13 @@ class Outage:
         """Seconds to wait before the next try."""
         return pause_after(self.tries - 1)
 
-    def attempt(self, work: Callable[[], Result], limit_s: float, what: str, warn: Callable[[str], Any]) -> Result:
+    def attempt(self, work: Callable[[], Result], limit_s: float, what: str) -> Result:
         """What `work` returns or raises, in a thread of its own; an error counts as a failed try.
 
         It may last `limit_s`; the last try gets a tenth of that at least. Raises `StorageError` when time is over.
         """
         began = time.monotonic()
-        deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what, warn)
+        deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
         try:
             return deadline.run(work)
         except Exception:
@@ -50,7 +53,7 @@ class Outage:
             raise
 
 
-def retry_storage(act: Callable[[], Result], limit_s: float, what: str, warn: Callable[[str], Any]) -> Result:
+def retry_storage(act: Callable[[], Result], limit_s: float, what: str) -> Result:
     """The result of `act`, retried while storage fails, in a thread of its own.
 
     Raises `StorageError` when storage has failed for `limit_s` seconds, or makes no progress for so long.
@@ -58,14 +61,14 @@ def retry_storage(act: Callable[[], Result], limit_s: float, what: str, warn: Ca
     outage = Outage()
     while True:
         try:
-            return outage.attempt(act, limit_s, what, warn)
+            return outage.attempt(act, limit_s, what)
         except StorageError as error:
             if outage.over:
                 raise StorageError(
                     f"{what}: storage has failed for {outage.seconds:.0f} s "
                     f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
                 ) from error
-            warn(f"{what}: {error}; trying again in {outage.pause_s:g} s")
+            log.warning(f"{what}: {error}; trying again in {outage.pause_s:g} s")
         time.sleep(outage.pause_s)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import select
 import sys
 import time
 
 from sunspot.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
+from sunspot.log import print_logs
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.history import Journal
@@ -16,6 +18,8 @@ from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
 from sunspot.storage.retry import pause_after
 from sunspot.tracking.delivery import Delivery
 from sunspot.tracking.process import command, refuse_unusable
+
+log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Deliver to MLflow or Weights & Biases whatever of a run has not been delivered yet, and nothing twice.
@@ -30,13 +34,14 @@ END_TIMEOUT_S = 30
 def main() -> int:
     """Deliver once, or follow the run until standard input ends."""
     arguments = _parse()
+    print_logs()
     given = {"STORAGE_PATH": arguments.storage} if arguments.storage else {}
     settings = load_settings(given)
     run = open_run(settings.storage_path, arguments.run)
     if not settings.tracking:
         settings = _recorded_service(run, settings)
     refuse_unusable(settings)
-    delivery = Delivery(run, settings.tracking, settings.tracking_project, _print, arguments.follow or "")
+    delivery = Delivery(run, settings.tracking, settings.tracking_project, arguments.follow or "")
     if arguments.follow is not None:
         follow(delivery, min(settings.report_every_s, STATUS_EVERY_S), command(run, settings))
         return 0
@@ -58,7 +63,7 @@ def follow(delivery: Delivery, every_s: float, later: str) -> None:
         _follow(delivery, outage, every_s)
         _finish(delivery, outage, later)
     except SupersededError as error:
-        _print(f"the new owner's process delivers the rest: {error}")
+        log.info(f"tracking: the new owner's process delivers the rest: {error}")
         delivery.leave()
 
 
@@ -90,13 +95,13 @@ def _finish(delivery: Delivery, outage: Outage, later: str) -> None:
             outage.end()
             if delivery.place:
                 lost = f", {delivery.delivered.refused} refused" if delivery.delivered.refused else ""
-                _print(f"{delivery.delivered.records} records delivered{lost}{_at(delivery)}")
+                log.info(f"tracking: {delivery.delivered.records} records delivered{lost}{_at(delivery)}")
             return
         except (TrackingError, StorageError) as error:
             if isinstance(error, TrackingError):
                 outage.add_failure(error)
             if time.monotonic() >= deadline:
-                _print(f"warning: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
+                log.warning(f"tracking: not delivered: {_missing(delivery)}: {error}; {later} delivers it later")
                 return
         time.sleep(min(pause_after(tries), max(0.0, deadline - time.monotonic())))
         tries += 1
@@ -128,7 +133,7 @@ class Outage:
             self.tries = 0
 
     def _record(self, what: str, detail: str) -> None:
-        _print(f"{what}: {detail}")
+        log.info(f"tracking: {what}: {detail}")
         step, number = max(0, self._delivery.delivered.step), self._delivery.attempt
         try:
             if self._journal is None or number != self._number:
@@ -160,10 +165,6 @@ def _missing(delivery: Delivery) -> str:
 
 def _at(delivery: Delivery) -> str:
     return f": {delivery.place}" if delivery.place else ""
-
-
-def _print(text: str) -> None:
-    print(f"tracking: {text}", flush=True)
 
 
 def _parse() -> argparse.Namespace:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -21,11 +22,13 @@ from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_i
 from sunspot.run.checkpoints import Checkpoint, choose, classify, list_directories
 from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
-from sunspot.run.objects import Count, Form, read, read_or_default, warn_once
+from sunspot.run.objects import Count, Form, read, read_or_default
 from sunspot.run.segments import Segment
 from sunspot.run.status import Status, read_status
 from sunspot.settings import PREFIX
 from sunspot.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
+
+log = logging.getLogger(__name__)
 
 RECORDS_AT_ONCE = 50
 """Records in a request: MLflow takes 1,000 metrics, and a record has some 15."""
@@ -45,9 +48,9 @@ class Delivery:
     so each step is shown once. Should even a checkpoint be lost, the steps that are repeated are not sent again.
     """
 
-    def __init__(self, run: Run, name: str, project: str, log: Callable[[str], Any], driver: str = "") -> None:
+    def __init__(self, run: Run, name: str, project: str, driver: str = "") -> None:
         """`driver` is the start of a driver for which it delivers; empty: whoever owns the run."""
-        self.run, self.name, self._project, self._log, self._driver = run, name, project, log, driver
+        self.run, self.name, self._project, self._driver = run, name, project, driver
         self.delivered = read_delivered(run, name)
         self.place = ""
         "The tracking run's address; empty until `deliver` has opened it."
@@ -151,7 +154,7 @@ class Delivery:
         try:
             service.describe(parameters, tags)
         except RefusedError as error:
-            self._log(f"warning: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
+            log.warning(f"tracking: lost, as they are refused: the parameters of attempt {newest.number}: {error}")
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
@@ -175,7 +178,7 @@ class Delivery:
                     self._send(service, [record])
                 return
             refused = 1
-            self._log(f"warning: lost, as it is refused: the record of step {records[0]['step']}: {error}")
+            log.warning(f"tracking: lost, as it is refused: the record of step {records[0]['step']}: {error}")
         sent, last = self.delivered, records[-1]
         now = replace(
             sent,
@@ -201,16 +204,18 @@ class Delivery:
     def _attach_model(self, service: Service) -> str:
         """Deliver the best model; returns its checkpoint's name, or '' if there is none."""
         try:
-            best = choose(self.run, "best", self._log)
+            best, notes = choose(self.run, "best")
             if MODEL not in best.files:  # sharded; only the last one has a whole model as well
-                best = choose(self.run, "newest", self._log)
+                best, notes = choose(self.run, "newest")
+            for text in notes:
+                log.info(f"tracking: {text}")
             if MODEL not in best.files:
                 raise NotFoundError(f"{best.name} has no {MODEL}")
             if best.name != self.delivered.model:
                 service.attach(self._fetch(best), "model")
                 self._record(replace(self.delivered, model=best.name), service.acknowledges)
         except (NotFoundError, DamageError, KeyError) as error:
-            self._log(f"warning: no model to deliver: {shorten(error)}")
+            log.warning(f"tracking: no model to deliver: {shorten(error)}")
             return ""
         return best.name
 
@@ -314,6 +319,6 @@ def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
 
 def _read(run: Run, form: type[Form], file: str) -> Form | None:
     try:
-        return read_or_default(lambda: read(run, form, "tracking", file), None, warn_once)
+        return read_or_default(lambda: read(run, form, "tracking", file), None)
     except NotFoundError:
         return None

@@ -5,6 +5,7 @@ hangs may affect the processes that train.
 """
 
 import importlib.util
+import logging
 import os
 import shlex
 import signal
@@ -17,6 +18,8 @@ from contextlib import contextmanager, suppress
 from sunspot.errors import SettingsError
 from sunspot.run import Run
 from sunspot.settings import PREFIX, Settings
+
+log = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 120
 """How long the driver waits at its end for the rest of the delivery, mainly the model."""
@@ -82,10 +85,7 @@ def tracked(run: Run, settings: Settings, driver: str = "") -> Iterator[None]:
                 os.killpg(process.pid, signal.SIGKILL)  # with its library's processes
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            print(
-                f"warning: tracking: not delivered within {FINISH_TIMEOUT_S} s; {command(run, settings)} goes on",
-                flush=True,
-            )
+            log.warning(f"tracking: not delivered within {FINISH_TIMEOUT_S} s; {command(run, settings)} goes on")
         finally:
             reader.join(OUTPUT_TIMEOUT_S)
 
@@ -113,4 +113,4 @@ def _relay_output(
         print(line, end="", flush=True)
     code = process.wait()
     if (code or not finishing.is_set()) and not abandoned.is_set():
-        print(f"warning: tracking: its process ended with {code}; {later} delivers what is missing", flush=True)
+        log.warning(f"tracking: its process ended with {code}; {later} delivers what is missing")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from sunspot.errors import SettingsError, run_and_exit
+from sunspot.log import print_logs
 from sunspot.search_space import find_dimensions
 from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
 from sunspot.tracking.process import refuse_unusable
@@ -21,6 +22,7 @@ def main(words: Sequence[str] | None = None) -> int:
             f"{given}: one run takes one value; `python -m sunspot.tune` trains a run for each of several"
         )
     settings = load_settings()
+    print_logs()
     refuse_unusable(settings)
     train_run(settings)
     return 0

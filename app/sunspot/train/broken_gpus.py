@@ -3,6 +3,7 @@
 A node is left out by draining it: nothing begins there any more, and it ends once it is idle.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from sunspot.errors import SunspotError
 from sunspot.formatting import plural
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes, staying_nodes
 from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_nodes, list_problems
+
+log = logging.getLogger(__name__)
 
 OF_HARDWARE = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
 """CUDA's codes of errors that no program makes, after which a GPU may still answer."""
@@ -66,7 +69,7 @@ def leave_out_at_start(nodes: Sequence[Mapping[str, Any]], needed: Needed) -> li
     told = f"{count_nodes(problems)} of {plural(promising, 'node')} with GPUs cannot compute on them"
     needed.refuse_loss(_nodes_in(problems), nodes, f"{told}: {list_problems(problems)}")
     verb = "are" if count_nodes(problems) > 1 else "is"
-    print(f"warning: {told}, and {verb} left out: {list_problems(problems)}", flush=True)
+    log.warning(f"{told}, and {verb} left out: {list_problems(problems)}")
     return _leave_out(problems)
 
 
@@ -93,7 +96,7 @@ def new_nodes_tried(
             if problems := find_broken_gpus(joined):
                 lines = _leave_out(problems)
                 control.tell(ControlChannel.add_left_out, lines)
-                print(f"warning: {'; '.join(lines)}", flush=True)
+                log.warning("; ".join(lines))
         finally:
             tried.update(str(node["NodeID"]) for node in joined)
 

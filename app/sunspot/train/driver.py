@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from sunspot.run.status import (
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.deadline import within
 from sunspot.tracking.process import tracked
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from sunspot.elastic.stop import StopRequest
@@ -65,7 +68,7 @@ def train_run(
         owner, checkpoint, skipped = within(limit_s, "reading the newest checkpoint", find_start)
         print(f"run {run.name} in {run.location}")
         for each in skipped:
-            print(f"warning: skipped {visible(str(each))}")
+            log.warning(f"skipped {each}")
         with recorded_outcome(run, owner, driver, checkpoint, settings.max_driver_starts) as outcome:
             origin = describe_origin(settings, checkpoint, skipped)
             outcome.state = train(settings, run, owner, driver, checkpoint, origin, outcome, stop_request, identity)
@@ -172,7 +175,7 @@ def _report(run: Run, driver: str, error: Exception | None) -> None:
     try:
         within(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
     except Exception as trouble:  # how the run ended does not depend on its report
-        print(f"warning: the report could not be written: {shorten(trouble)}", flush=True)
+        log.warning(f"the report could not be written: {shorten(trouble)}")
 
 
 def _write_report(run: Run, driver: str, error: Exception | None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from sunspot.elastic.gpu import try_gpus
 from sunspot.errors import run_and_exit
+from sunspot.log import print_logs
 from sunspot.settings import CommandParser, load_settings
 from sunspot.storage.probe import probe_path
 
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0, metavar="NUMBER", help="compute on so many GPUs")
     parser.add_argument("--output", metavar="FILE", help="write the result there too")
     words = parser.parse(arguments)
+    print_logs("stderr")
     checks = [*probe_path(load_settings().storage_path), *([try_gpus(words.gpus)] if words.gpus else [])]
     text = json.dumps([asdict(check) for check in checks])
     print(text)

@@ -1,5 +1,6 @@
 """Asks nodes what is wrong there; before training, whether every one reads and writes the run's storage."""
 
+import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.run import open_run
 from sunspot.storage.base import map_parallel
+
+log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 120
 """How long a node may take to answer; it starts a process for that."""
@@ -78,10 +81,7 @@ def ask_nodes(
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
         why = answers[silent[0]][1]
-        print(
-            f"warning: {plural(len(silent), 'node')} did not answer, asked about {what}: {_name(silent)}: {why}",
-            flush=True,
-        )
+        log.warning(f"{plural(len(silent), 'node')} did not answer, asked about {what}: {_name(silent)}: {why}")
     problems: Problems = {}
     for node, (problem, _) in answers.items():
         if problem:

@@ -1,5 +1,6 @@
 """Reports a run's progress while it trains: to the terminal, the metric history, the status and the receipts."""
 
+import logging
 import math
 import time
 from contextlib import suppress
@@ -30,6 +31,8 @@ from sunspot.run.incidents import Cause, describe, goodput, read_receipts
 from sunspot.run.ranks import Columns
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
 from sunspot.storage.deadline import within
+
+log = logging.getLogger(__name__)
 
 SHOW_CLAIM_S = 20.0
 """Limit on the wait for storage to take an attempt's first status."""
@@ -220,7 +223,7 @@ class Reporter:
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
         if text and not self._warned:
             self._warned = True
-            self._control.tell(ControlChannel.log, f"warning: {text}")
+            log.warning(text)
             event = {"event": "save exceeds notice", "step": self._status.step, "time": time.time(), "detail": text}
             self._journals["events"].append(event)
         return text

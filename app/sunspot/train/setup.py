@@ -1,9 +1,10 @@
 """Makes a process a worker of the run: claims it with the group, loads the state, builds what a step needs."""
 
+import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -35,6 +36,7 @@ from sunspot.elastic.receipts import Phases, first_incident
 from sunspot.elastic.restore import State, load_start
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError, StorageError, SunspotError, SupersededError, find_in
+from sunspot.log import print_logs, sent_warnings
 from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S, Telemetry
 from sunspot.parallel.collectives import gather_objects, listening_to_rounds, run_on_all_ranks
@@ -57,6 +59,8 @@ from sunspot.train.reporter import Reporter, first_status, show_claim
 from sunspot.train.worker import Worker
 from sunspot.warm.keeper import kept_server
 
+log = logging.getLogger(__name__)
+
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
 
@@ -65,8 +69,6 @@ OF_TODAY = ("lr", "weight_decay", "fused")
 
 EVALUATION_TRIES = 3
 """Worker groups that begin an evaluation before it is left out: it may take longer than there is between notices."""
-
-Warn = Callable[[str], None]
 
 
 @contextmanager
@@ -79,6 +81,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     plan, control = config["plan"], config["control"]
     settings: Settings = plan.settings
     run = open_run(settings.storage_path, settings.run_name)
+    print_logs()
     torch.set_num_threads(config["threads"])
     round_products(settings.precision == "tf32")
     quiet_ray_train()
@@ -86,10 +89,6 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
     phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
-
-    def warn(text: str) -> None:
-        print(f"warning: {text}", flush=True)
-        control.tell(ControlChannel.log, f"warning: {text}")
 
     def note_hang(hang: Hang, late: bool) -> None:  # those of all ranks tell which one is to blame
         control.tell(ControlChannel.add_hang, replace(hang, stacks=""), late)
@@ -99,13 +98,14 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         return
     rank, world_size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     with ExitStack() as stack:
+        stack.enter_context(sent_warnings(partial(control.tell, ControlChannel.log)))
         watchdog = Watchdog(run, rank, world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
         stack.enter_context(listening_to_rounds(watchdog.heartbeat))
-        memory = open_memory(run, settings, warn)
+        memory = open_memory(run, settings)
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
-            start, found = agree_on_start(run, config["owner"], settings, group, warn, config["driver"])
+            start, found = agree_on_start(run, config["owner"], settings, group, config["driver"])
         except SunspotError as error:
             control.try_ask(ControlChannel.set_fatal_error, error)
             raise
@@ -122,8 +122,8 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         outputs = stack.enter_context(ExitStack())
         outputs.enter_context(shipped_worker_output(run, attempt.number, rank))
         try:
-            state = load_start(run, settings, start, found, group, warn)
-            worker = make_worker(plan, run, start, state, group, memory, watchdog, control, warn)
+            state = load_start(run, settings, start, found, group)
+            worker = make_worker(plan, run, start, state, group, memory, watchdog, control)
             place = f"{worker.device} of {socket.gethostname()}"
             print(
                 f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}, "
@@ -138,7 +138,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 stack.enter_context(worker.commands)
             if config["warm_key"] and ray.train.get_context().get_local_rank() == 0:
                 node, after_s = ray.get_runtime_context().get_node_id(), settings.warm_restart_after_s
-                stack.enter_context(kept_server(config["warm_key"], node, raylet_process(), after_s, warn))
+                stack.enter_context(kept_server(config["warm_key"], node, raylet_process(), after_s))
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except GroupRestartError:
@@ -154,12 +154,12 @@ def round_products(rounded: bool) -> None:
     torch.backends.cudnn.allow_tf32 = rounded  # which torch has on, unlike that of matrices
 
 
-def open_memory(run: Run, settings: Settings, warn: Warn) -> NodeMemory | None:
+def open_memory(run: Run, settings: Settings) -> NodeMemory | None:
     """Where this worker's copies outlive it: under DDP on one worker of each node, as each has the whole state."""
     first = ray.train.get_context().get_local_rank() == 0
     if not settings.snapshot_cost or (settings.parallel == "ddp" and not first):
         return None
-    return NodeMemory(run.location, warn if first else print)  # what holds for one of a node holds for all
+    return NodeMemory(run.location, told=first)
 
 
 def record_end(error: Exception, run: Run, control: ControlClient, start: Start, rank: int, step: int) -> None:
@@ -201,7 +201,6 @@ def make_worker(
     memory: NodeMemory | None,
     watchdog: Watchdog,
     control: ControlClient,
-    warn: Warn,
 ) -> Worker:
     """Build all that a step needs, from the state that the group starts from."""
     settings, attempt, context = plan.settings, start.attempt, ray.train.get_context()
@@ -212,12 +211,12 @@ def make_worker(
         model = build_model(plan, task, state, attempt, world_size, device)
         optimizer, average = build_optimizer(settings, task, model, state)
         loader = make_loader(plan, world_size, rank, device, group)
-    journals = open_journals(run, start, warn) if rank == 0 else {}
+    journals = open_journals(run, start) if rank == 0 else {}
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
     if left_out and rank == 0:
-        record_left_out(start.attempt.step, journals["events"], warn)
+        record_left_out(start.attempt.step, journals["events"])
     if rank == 0 and (change := describe_new_length(task, attempt.step, state.total_steps, plan.total_steps)):
-        warn(change)
+        log.warning(change)
     checkpoints = CheckpointManager(
         run,
         attempt,
@@ -233,7 +232,6 @@ def make_worker(
         journals=journals,
         average=average,
         more_files=partial(more_files, model) if (more_files := getattr(task, "checkpoint_files", None)) else None,
-        warn=warn,
         paused=watchdog.paused,
     )
     telemetry = Telemetry(settings.run_name, rank, device, lambda: checkpoints.stall_s)
@@ -348,7 +346,7 @@ def make_padding_batch(source: Source, device: torch.device) -> Batch:
     return {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
 
 
-def open_journals(run: Run, start: Start, warn: Warn) -> dict[str, Journal]:
+def open_journals(run: Run, start: Start) -> dict[str, Journal]:
     """The attempt's metric history and its events, which begin with what differs from the attempt before.
 
     That is the checkpoints it skipped, and the versions of what the run's numbers may depend on.
@@ -361,12 +359,12 @@ def open_journals(run: Run, start: Start, warn: Warn) -> dict[str, Journal]:
 
     for text in attempt.skipped:
         record("checkpoint skipped", text)
-        warn(f"skipped {text}")
+        log.warning(f"skipped {text}")
     before = start.before[-1].metadata.get("versions", {}) if start.before else {}
     now = attempt.metadata.get("versions", {})
     if changed := differences(before, {name: now[name] for name in before if name in now}):
         record("versions changed", ", ".join(changed))
-        warn(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
+        log.warning(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
     return journals
 
 
@@ -392,14 +390,14 @@ def leaves_out_evaluation(start: Start, total_steps: int) -> bool:
     return start.attempt.step < total_steps and 1 + len(list(here)) >= EVALUATION_TRIES
 
 
-def record_left_out(step: int, events: Journal, warn: Warn) -> None:
+def record_left_out(step: int, events: Journal) -> None:
     """Say that the epoch that ends at `step` has no evaluation."""
     detail = (
         f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
         "before its evaluation did, and training goes on"
     )
     events.append({"step": step, "time": time.time(), "event": "evaluation left out", "detail": detail})
-    warn(detail)
+    log.warning(detail)
 
 
 def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:

@@ -1,6 +1,7 @@
 """Trains a plan with Ray Train's trainer, and judges how the training ended."""
 
 import functools
+import logging
 import tempfile
 import time
 from contextlib import nullcontext
@@ -40,6 +41,8 @@ from sunspot.train.library import choose_trainer
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
 from sunspot.warm import keeper
+
+log = logging.getLogger(__name__)
 
 DRIVER_TRIES = 3
 """Starts of the trainer when Ray's own controller fails: no fault of a worker, so MAX_FAILURES is not charged."""
@@ -88,9 +91,7 @@ def fit(
             except ControllerError as error:
                 failure = error
                 if attempt < DRIVER_TRIES and not stop_request and not fatal_error(run, owner, driver):
-                    print(
-                        f"warning: Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}", flush=True
-                    )
+                    log.warning(f"Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}")
                     time.sleep(DRIVER_BACKOFF_S * attempt)
                     # One that fails while it ends its workers leaves their places reserved: no new group would start.
                     give_back(reserved_groups() - reserved)
@@ -111,7 +112,7 @@ def judge_end(
         fatal = fatal_error(run, owner, driver)
         return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
 
-    fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end", print)
+    fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end")
     if fatal:
         raise fatal
     finished = checkpoint and checkpoint.step == plan.total_steps and checkpoint.evaluated
@@ -223,7 +224,7 @@ def choose_warm_key(settings: Settings) -> str:
     if not settings.warm_restart_after_s:
         return ""
     if hindrance := keeper.find_hindrance(ray.get_runtime_context().runtime_env):
-        print(f"warning: no warm restarts: {hindrance}", flush=True)
+        log.warning(f"no warm restarts: {hindrance}")
         return ""
     return keeper.new_key()
 

@@ -1,6 +1,7 @@
 """`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint."""
 
 from sunspot.errors import run_and_exit
+from sunspot.log import print_logs
 from sunspot.settings import CommandParser, Settings
 from sunspot.tune.search import main
 
@@ -9,5 +10,6 @@ Train a run for each of several settings drawn from a search space, and keep the
 A setting with an expression in the place of its value spans the space: SUNSPOT_LEARNING_RATE=loguniform(1e-4,1e-2)"""
 
 if __name__ == "__main__":
+    print_logs()
     CommandParser("sunspot.tune", DESCRIPTION, Settings.model_fields).parse()
     run_and_exit(main, "interrupted: what the trials committed is safe; the same command goes on from there")

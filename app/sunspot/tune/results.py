@@ -1,5 +1,6 @@
 """What a search prints while it runs, and the results that it leaves in its run."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from sunspot.run.search import Results, Trial, read_trial, write_results
 from sunspot.run.status import own_status
 from sunspot.search_space import Search, in_words
 from sunspot.storage.base import map_parallel
+
+log = logging.getLogger(__name__)
 
 TRAINING_METRICS = ("loss", "accuracy")
 """Metrics of training rows; ranking trials by them rewards overfitting."""
@@ -37,10 +40,9 @@ def print_plan(search: Search, concurrency: str) -> None:
         print(f"  {dimension.name}: {dimension.text}")
     print(f"  trials: {settings.trials}, for the {goal}; {concurrency}", flush=True)
     if metric in TRAINING_METRICS:
-        print(
-            f"warning: CHECKPOINT_METRIC={metric} is measured on training rows and rewards overfitting; with held-out "
-            f"rows, set it to test_{metric}",
-            flush=True,
+        log.warning(
+            f"CHECKPOINT_METRIC={metric} is measured on training rows and rewards overfitting; with held-out "
+            f"rows, set it to test_{metric}"
         )
 
 
@@ -76,7 +78,7 @@ def publish_results(search: Search, run: Run, driver: str, progress: Progress) -
         run.storage.write(run.key(FILE), render_search(*gather_search(run)))
         print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)
     except Exception as error:
-        print(f"warning: the results could not be written: {shorten(error)}", flush=True)
+        log.warning(f"the results could not be written: {shorten(error)}")
 
 
 def _read_trial(search: Search, number: int, error: str) -> Trial:

@@ -4,6 +4,7 @@ A search is itself a run, with a status, logs, results and, at its end, one chec
 called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ from sunspot.search_space import Search, load_search
 from sunspot.storage.retry import retry_storage
 from sunspot.tracking.process import refuse_unusable
 from sunspot.tune.results import Progress, collect_results, print_plan, print_trial, publish_results
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -63,7 +66,7 @@ def main() -> int:
         promoted, skipped = find_newest_good(run, attempts)
         print(f"search {run.name} in {run.location}")
         for each in skipped:
-            print(f"warning: skipped {each}")
+            log.warning(f"skipped {each}")
         # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
         starts = settings.max_driver_starts * settings.trials
         with recorded_outcome(run, owner, driver, promoted, starts) as outcome:
@@ -131,7 +134,7 @@ def promote_best(search: Search, run: Run, owner: str, driver: str, progress: Pr
 
     settings = search.settings
     metric, limit_s = settings.checkpoint_metric, settings.storage_timeout_s
-    ranking = retry_storage(lambda: collect_results(search, progress), limit_s, "reading the trials", print).ranking
+    ranking = retry_storage(lambda: collect_results(search, progress), limit_s, "reading the trials").ranking
     if not any(trial.state is RunState.SUCCEEDED for trial in ranking):
         lines = "\n".join(f"  {trial.run}: {trial.state}: {trial.reason}" for trial in ranking)
         raise SunspotError(f"no trial succeeded:\n{lines}")
@@ -139,9 +142,9 @@ def promote_best(search: Search, run: Run, owner: str, driver: str, progress: Pr
         environment = next(s for s in search.trials if s.run_name == trial.run).environment()
         copy = partial(promote, run, owner, environment, Run(run.storage, trial.run), str(trial.checkpoint))
         try:
-            checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint", print)
+            checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint")
         except (DamageError, NotFoundError) as error:
-            print(f"warning: {trial.run} skipped: {error}", flush=True)
+            log.warning(f"{trial.run} skipped: {error}")
             continue
         status = read_status(run, driver)
         if status:

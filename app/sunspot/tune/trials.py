@@ -20,6 +20,7 @@ from sunspot.elastic.control import CommandPoller, ControlClient
 from sunspot.elastic.nodes import HEAD
 from sunspot.elastic.stop import StopRequest
 from sunspot.errors import StorageError, SunspotError, shorten
+from sunspot.log import print_logs
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import HELD_OUT, each_record, list_journal
@@ -101,6 +102,7 @@ def run_trial(
     config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: ControlClient
 ) -> None:
     """A trial for Tune: train its run, and report its history, old and new."""
+    print_logs()
     settings = trials[config["trial"] - 1]
     run = open_run(settings.storage_path, settings.run_name)
     stop_request = StopRequest()

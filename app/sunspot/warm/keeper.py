@@ -2,23 +2,25 @@
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import select
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from sunspot.background import start_thread
 from sunspot.cgroup import memory_left
 from sunspot.formatting import as_bytes
 from sunspot.ray_internals.workers import NODE
 from sunspot.warm import client
+
+log = logging.getLogger(__name__)
 
 IMPORTS_S = 300.0
 """The longest that a server may take to import what a worker had imported."""
@@ -63,7 +65,7 @@ def executable(key: str) -> str:
 
 
 @contextmanager
-def kept_server(key: str, node: str, raylet: int, after_s: float, warn: Callable[[str], Any]) -> Iterator[None]:
+def kept_server(key: str, node: str, raylet: int, after_s: float) -> Iterator[None]:
     """Have a server on this node once the context has lasted for `after_s`; a context that ends well ends it.
 
     `raylet` is the process without which there are no workers.
@@ -76,7 +78,7 @@ def kept_server(key: str, node: str, raylet: int, after_s: float, warn: Callable
         modules = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None)]
         obstacle = begin_server(key, node, raylet, modules)
         if obstacle:
-            warn(f"no warm restarts on node {node[:12]}: {obstacle}")
+            log.warning(f"no warm restarts on node {node[:12]}: {obstacle}")
         else:
             print("warm restarts: the next workers of this node will be forked")
 
@@ -123,7 +125,7 @@ def begin_server(key: str, node: str, raylet: int, modules: list[str], linger_s:
             if answers.poll(IMPORTS_S * 1000) and (line := server.stdout.readline()):
                 return str(json.loads(line)["obstacle"])
     except (OSError, ValueError) as error:
-        print(f"no server of warm restarts: {error}")
+        log.warning(f"no server of warm restarts: {error}")
     os.close(held)
     return "its process has not begun to serve"
 

@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> None:
     `NotFoundError`, `DamageError`, and `SettingsError` for a directory with something else in it.
     """
     run = find_run(args.run, args.storage)
-    checkpoint = choose(run, args.name, warn)
+    checkpoint, notes = choose(run, args.name)
+    for text in notes:
+        warn(text)
     if checkpoint.damage:
         raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
     _refuse_if_cut(run, checkpoint)

@@ -1,0 +1,46 @@
+"""What is logged is printed where an entry point wants it, and a library's user decides for himself."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from sunspot.log import print_logs, sent_warnings, warn_once
+
+log = logging.getLogger("sunspot.some.module")
+
+
+def test_warnings_are_marked_and_reach_the_stream_of_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    log.info("model: 3 modules")
+    log.warning("50%% of %s", "it is\x1b[31m lost\x07")
+    assert capsys.readouterr() == ("model: 3 modules\nwarning: 50% of it is lost\\x07\n", "")
+    print_logs("stderr")
+    log.warning("no copies")
+    assert capsys.readouterr() == ("", "warning: no copies\n"), "printed twice, or beside a verb's JSON"
+
+
+def test_a_driver_that_is_gone_ends_no_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    sent: list[str] = []
+
+    def send(text: str) -> None:
+        sent.append(text)
+        raise ConnectionError("the driver is gone")
+
+    with sent_warnings(send):
+        log.info("model: 3 modules")
+        log.warning("no copies")
+    log.warning("after the run")
+    assert sent == ["warning: no copies"]
+
+
+def test_what_is_watched_is_warned_of_once(warned: list[str]) -> None:
+    for _ in range(3):
+        warn_once(log, "status.json cannot be used")
+    assert warned == ["status.json cannot be used"]
+
+
+def test_nothing_is_installed_in_the_process_of_a_library_user() -> None:
+    program = "import logging, sunspot.client; print(logging.getLogger('sunspot').handlers, logging.root.handlers)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "[] []\n", ended.stderr
