@@ -6,6 +6,7 @@ afterwards. A process of its own, so that forking is safe: no thread of the test
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -70,10 +71,12 @@ class DyingStorage(LocalStorage):
         self._point(f"before upload {key}")
         with super().writer(key) as writer:
             store = writer._store  # type: ignore[attr-defined]
+            pieces = itertools.count()
 
             def store_half(view: memoryview) -> None:
                 store(view[: len(view) // 2])
-                self._point(f"in the middle of upload {key}")
+                if next(pieces) % 50 == 0:  # a file is written in a hundred small pieces
+                    self._point(f"in the middle of upload {key}")
                 store(view[len(view) // 2 :])
 
             writer._store = store_half  # type: ignore[attr-defined]

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hypothesis import strategies as st
 
 from sunspot.cli import main as sunspot
 from sunspot.errors import SunspotError
@@ -35,7 +35,7 @@ from sunspot.run.submissions import record_submission
 from sunspot.storage.local import LocalStorage
 from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run
 from sunspot.train.driver import report_result
-from tests.harness.fuzz import ends_well
+from tests.harness.fuzz import damaged, ends_well
 from tests.harness.runs import begin, commit, consumed, record_audit, report, set_status, start, write_receipt
 
 LONGEST_S = 10
@@ -147,6 +147,7 @@ ODD: list[Any] = [
     *(None, True, -1, 0, 1, 2**63, 10**30, 10**400, 1e308, -1e308, 5e-324, float("nan"), float("inf"), float("-inf")),
     *("", "1", "\x1b[31m", "../../etc/passwd", "a\nb", "\ud800", "x" * 100_000, [], {}, [[]], {"": {}}),
     *("step-00000009-attempt-0003", "step-99999999-attempt-0001", [None] * 3, {"a": None}),
+    *(json.loads("[" * depth + "]" * depth) for depth in (50, 150, 900)),
 ]
 
 WHOLE = [
@@ -157,63 +158,35 @@ WHOLE = [
 ]
 
 
-def damaged(content: bytes, others: Sequence[bytes], random: Random) -> bytes:
-    """`content` with some damage; `others` are other objects, of which it may get a part."""
-    ways: list[Callable[[], bytes]] = [
-        lambda: random.choice(WHOLE),
-        lambda: content[: random.randrange(len(content) + 1)],
-        lambda: _flip(content, random),
-        lambda: _flip(content, random),
-        lambda: _splice(content, random.choice(others), random),
-        lambda: random.choice(others),
-    ]
+def spoiled(content: bytes, others: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+    """`content` with some damage, or another object in its place."""
+    ways = [damaged([content]), damaged([content]), st.sampled_from(WHOLE), st.sampled_from(others)]
     if content.startswith(b"{"):
-        ways += [lambda: _change_json(content, random)] * 4
+        ways += [_changed_json(content), _changed_json(content), _changed_json(content)]
     if content.startswith(b"PAR1"):
-        ways += [lambda: _change_parquet(content, random), lambda: _flip(content, random)]
-    return random.choice(ways)()
+        ways += [_changed_parquet(content)]
+    return st.one_of(ways)
 
 
-def _flip(content: bytes, random: Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(random.choice((1, 1, 2, 5))):
-        if changed:
-            changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
-    return bytes(changed)
-
-
-def _splice(content: bytes, other: bytes, random: Random) -> bytes:
-    return content[: random.randrange(len(content) + 1)] + other[random.randrange(len(other) + 1) :]
-
-
-def _change_json(content: bytes, random: Random) -> bytes:
+@st.composite
+def _changed_json(draw: st.DrawFn, content: bytes) -> bytes:
     """One value of one line, or of the whole, becomes another one, is left out, or gets another name."""
     lines = content.splitlines() if b"}\n{" in content else [content]
-    place = random.randrange(len(lines))
+    place = draw(st.integers(0, len(lines) - 1))
     record = json.loads(lines[place])
-    parents = [node for node in _nodes(record) if node]
-    parent = random.choice(parents)
-    key = random.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
-    what = random.randrange(8)
-    if what == 0:
+    parent = draw(st.sampled_from([node for node in _nodes(record) if node]))
+    key = draw(st.sampled_from(list(parent) if isinstance(parent, dict) else range(len(parent))))
+    what = draw(st.sampled_from(["replace", "count", "rename", "remove"]))
+    if what == "remove":
         del parent[key]
-    elif what == 1 and isinstance(parent, dict):
-        parent[random.choice(("", "later", "\x1b[2J", "x" * 10_000))] = parent.pop(key)
-    elif what == 2:
-        parent[key] = _nested(random.choice((50, 150, 900)))
-    elif what == 3 and isinstance(parent[key], int | float):
-        parent[key] += random.choice((-1, 1, 10, 0.5))
+    elif what == "rename" and isinstance(parent, dict):
+        parent[draw(st.sampled_from(["", "later", "\x1b[2J", "x" * 10_000]))] = parent.pop(key)
+    elif what == "count" and isinstance(parent[key], int | float):
+        parent[key] += draw(st.sampled_from([-1, 1, 10, 0.5]))
     else:
-        parent[key] = random.choice(ODD)
+        parent[key] = draw(st.sampled_from(ODD))
     lines[place] = json.dumps(record).encode()
     return b"\n".join(lines)
-
-
-def _nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
 
 
 def _nodes(value: Any) -> Iterator[Any]:
@@ -224,17 +197,18 @@ def _nodes(value: Any) -> Iterator[Any]:
             yield from _nodes(item)
 
 
-def _change_parquet(content: bytes, random: Random) -> bytes:
+@st.composite
+def _changed_parquet(draw: st.DrawFn, content: bytes) -> bytes:
     """A Parquet file with other rows, or columns."""
     table = pq.read_table(io.BytesIO(content))
+    name = draw(st.sampled_from(table.column_names))
     rows = table.to_pylist()
-    row = random.choice(rows)
-    name = random.choice(table.column_names)
-    row[name] = random.choice((row[name] + 1, 0, -1, 10**9, None))
+    row = draw(st.sampled_from(rows))
+    row[name] = draw(st.sampled_from([row[name] + 1, 0, -1, 10**9, None]))
     changed = pa.table({key: [each[key] for each in rows] for key in table.column_names}, schema=table.schema)
-    changed = random.choice((changed, changed.slice(1), table.drop_columns([name]), table.slice(0, 0)))
+    table = draw(st.sampled_from([changed, changed.slice(1), table.drop_columns([name]), table.slice(0, 0)]))
     buffer = io.BytesIO()
-    pq.write_table(changed, buffer, compression="zstd")
+    pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
 
 
@@ -265,10 +239,10 @@ class Bench:
         keys = [key for key in self.whole if key.startswith(KINDS[kind])]
         return [key for key in keys if kind != "manifests" or key.endswith("manifest.json")]
 
-    def damage(self, kind: str, random: Random) -> tuple[str, bytes]:
+    def damage(self, kind: str, draw: st.DrawFn) -> tuple[str, bytes]:
         """Damage an object of a kind, all others being whole; returns its key and what it is now."""
-        key = random.choice(self.keys(kind))
-        content = damaged(self.whole[key], list(self.whole.values()), random)
+        key = draw(st.sampled_from(self.keys(kind)))
+        content = draw(spoiled(self.whole[key], list(self.whole.values())))
         self.restore()
         self.run.storage.write(key, content)
         return key, content
