@@ -426,8 +426,10 @@ def test_torch_save_into_a_writer(storage: Storage) -> None:
     assert torch.equal(loaded["bias"], state["bias"])
 
 
-@pytest.mark.parametrize("size", [0, 10, 3 * PART + 1])
-@pytest.mark.parametrize("error", [ValueError("mine"), FileNotFoundError("mine"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [(0, ValueError("mine")), (10, FileNotFoundError("mine")), (3 * PART + 1, KeyboardInterrupt())],
+)
 def test_a_writer_that_raises_leaves_nothing(storage: Storage, size: int, error: BaseException) -> None:
     with pytest.raises(type(error)) as raised, storage.writer("run/model.pt") as writer:  # noqa: PT012
         writer.write(bytes(size))
