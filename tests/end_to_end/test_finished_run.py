@@ -80,7 +80,7 @@ def test_more_epochs_train_it_further_from_what_is_whole(
 
 
 @pytest.mark.slow
-def test_it_is_begun_anew_only_on_demand_when_no_checkpoint_is_whole(
+def test_without_a_whole_checkpoint_it_begins_anew_only_on_demand(
     program: Program, copied_run: FinishedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, newest = copied_run.run, copied_run.newest

@@ -58,7 +58,7 @@ def test_it_trains_as_it_is() -> None:
     assert "weights: /runs/mnist/" in output
 
 
-def test_it_is_nobody_and_says_what_it_is() -> None:
+def test_the_image_runs_unprivileged_and_is_labelled() -> None:
     assert docker("run", "--rm", IMAGE, "id", "-u").strip() == "1000"
     assert docker("run", "--rm", IMAGE, "ray", "--version").startswith("ray, version 2.")
     labels = docker("image", "inspect", "--format", "{{json .Config.Labels}}", IMAGE)

@@ -77,7 +77,7 @@ def test_no_forward_pass_is_larger_than_those_of_the_run() -> None:
     assert max(passes) == 8, "shares of 32 rows, in four parts"
 
 
-def test_the_forward_pass_runs_in_the_runs_precision(classifier: Classifier, finished_run: FinishedRun) -> None:
+def test_the_forward_pass_has_the_precision_of_the_run(classifier: Classifier, finished_run: FinishedRun) -> None:
     images = torch.from_numpy(finished_run.rows()["image"][:7])
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
@@ -124,9 +124,7 @@ def test_one_image_a_batch_a_tensor_and_files_say_the_same(
         (None, "type NoneType"),
     ],
 )
-def test_what_is_no_image_of_the_model_is_refused_by_what_was_expected_and_seen(
-    images: Any, seen: str, classifier: Classifier
-) -> None:
+def test_an_image_of_another_shape_is_refused_with_both_shapes(images: Any, seen: str, classifier: Classifier) -> None:
     with pytest.raises(SettingsError, match=f"^images of {seen}.*(takes uint8 .1, 8, 8.|give an array)"):
         classifier.predict(images)
 
@@ -172,7 +170,7 @@ def test_newest_best_a_name_and_directories(copied_run: FinishedRun, tmp_path: P
         Classifier(str(elsewhere))
 
 
-def test_a_damaged_newest_one_is_passed_over_with_a_warning_and_refused_by_name(copied_run: FinishedRun) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning_and_refused_by_name(copied_run: FinishedRun) -> None:
     newest = copied_run.newest
     path = copied_run.directory(newest) / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")

@@ -383,7 +383,7 @@ def test_a_group_that_waits_for_nodes_gives_back_those_that_were_told_to_go(
             assert training.result(120).error is None
 
 
-def test_what_a_killed_driver_had_reserved_is_free_again(no_coordinator: None) -> None:
+def test_resources_of_a_killed_driver_are_free_again(no_coordinator: None) -> None:
     cpu = {"CPU": 0.33}  # three of them are less than 0.99 to a computer
     assert install_coordinator() == 0
     reserve("train-killed", 3, cpu)
@@ -455,7 +455,7 @@ def test_a_ray_with_other_internals_is_no_obstacle(
     remove_coordinator()
 
 
-def test_what_a_failed_controller_had_reserved_is_given_back(ray_address: str) -> None:
+def test_resources_of_a_failed_controller_are_given_back(ray_address: str) -> None:
     @ray.remote(num_cpus=0)
     class Controller:
         def reserve(self) -> None:

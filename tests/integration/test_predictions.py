@@ -124,7 +124,7 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
         ("tests.tasks.tiny", "warning: no predictions for the report: storage is full"),
     ],
 )
-def test_what_prevents_predictions_is_said_and_fails_nothing(
+def test_a_reason_against_predictions_is_logged_and_fails_nothing(
     task: str, said: str, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*words: Any) -> Any:

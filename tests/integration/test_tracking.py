@@ -294,7 +294,7 @@ def test_a_run_in_the_place_of_a_deleted_one_is_another(run: Run, server: Server
     assert len(Shown(run, "again").runs) == 2
 
 
-def test_what_is_refused_is_said_to_be_lost(run: Run, server: Server, warned: list[str]) -> None:
+def test_refused_records_are_reported_as_lost(run: Run, server: Server, warned: list[str]) -> None:
     attempt = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     endless = {**record(10, BEGUN + 10), "m" * 300: 1.0}
     report(run, attempt, record(5, BEGUN + 5), endless, {**record(15, BEGUN + 15), "top@1": float("nan")})

@@ -391,7 +391,7 @@ def results() -> Results:
     return Results("test_accuracy", "max", space, trials, "s-01")
 
 
-def test_the_best_comes_first_and_what_failed_is_not_trusted() -> None:
+def test_the_best_comes_first_and_failed_trials_are_not_trusted() -> None:
     assert [trial.run for trial in results().ranking] == ["s-01", "s-02", "s-03", "s-04"]
     assert [trial.eligible for trial in results().trials] == [True, True, False, False]
 

@@ -167,7 +167,7 @@ def test_a_rank_that_never_takes_its_first_step_ends_later(run: Run) -> None:
     assert event["detail"].startswith("rank 1: no step for 4 s")
 
 
-def test_a_rank_that_hears_nothing_of_the_others_before_an_attempt_is_claimed_ends(run: Run) -> None:
+def test_a_rank_ends_when_it_hears_nothing_before_the_claim(run: Run) -> None:
     """Without the time that a first step may take; it is recorded with the attempt before."""
     claim(run, [], Attempt(1, "job", None, 0))
     waits = """
@@ -361,7 +361,7 @@ def test_where_a_rank_stands(files: list[str], waits_for: str, place: str) -> No
     assert (found.waiting, found.loading) == (waits_for == RANKS, waits_for == ROWS)
 
 
-def test_stacks_are_bounded_and_begin_with_the_training_thread() -> None:
+def test_stacks_are_cut_and_begin_with_the_training_thread() -> None:
     deep = ["/w/recursive.py"] * 100
     found = describe(ABOUT, dump(*[deep] * 100), 1300)
     assert len(found.stacks) == MAX_STACKS

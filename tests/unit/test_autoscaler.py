@@ -90,7 +90,7 @@ def test_pods_stand_in_while_others_are_pending(job: Rendered) -> None:
     assert autoscaler.decide(spot=4, paid=3) == ({}, [])
 
 
-def test_pods_end_that_are_no_longer_asked_for_and_idle(job: Rendered) -> None:
+def test_idle_pods_that_are_no_longer_wanted_end(job: Rendered) -> None:
     autoscaler = Autoscaler(job)
     autoscaler.add(SPOT, 4)
     autoscaler.add(PAID, 2)

@@ -288,7 +288,9 @@ def test_an_api_server_that_is_away_is_waited_for(
     assert len(cluster.deleted) == 1
 
 
-def test_who_may_not_delete_pods_is_told_the_role(cluster: FakeCluster, sunspot: Command, training: Training) -> None:
+def test_a_user_who_may_not_delete_pods_is_told_the_role(
+    cluster: FakeCluster, sunspot: Command, training: Training
+) -> None:
     cluster.on("DELETE", "pods/", answer(403, 'User "me" cannot delete pods'))
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 4
     assert 'User "me" cannot delete pods; have the Role sunspot-chaos of k8s/base bound to you' in sunspot.err

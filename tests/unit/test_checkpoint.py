@@ -251,7 +251,7 @@ class Positive(torch.nn.Linear):
         return super().forward(rows)
 
 
-def test_weights_that_each_forward_pass_changes_through_data_are_copied_at_once(run: Run) -> None:
+def test_weights_changed_through_data_in_each_pass_are_copied_at_once(run: Run) -> None:
     trainee = Trainee(run, model=Positive(40, 40))
     trainee.train(2)
     assert trainee.checkpoints._stepped.ids == {id(trainee.model.bias)}
@@ -427,7 +427,7 @@ def test_a_superseded_process_neither_commits_nor_deletes(run: Run) -> None:
 @pytest.mark.parametrize(
     ("last", "steps"), [("upload_state", [1]), ("expired", [1, 2])], ids=["before its manifest", "before it deletes"]
 )
-def test_what_a_superseded_process_was_about_to_do_is_left_undone(
+def test_a_superseded_process_leaves_its_next_act_undone(
     last: str, steps: list[int], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Trainee(run, checkpoints_to_keep=1)
@@ -712,7 +712,7 @@ def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: 
     assert two_ranks(act) == [{"extra_state.pt", "part-00000.json", "part-00001.json"}, set()]
 
 
-def test_one_rank_looks_for_all_whether_the_parts_of_the_last_checkpoint_are_there(run: Run, two_ranks: Any) -> None:
+def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_ranks: Any) -> None:
     """And of more ranks than there are files of safetensors, only those that write one read what all have."""
 
     def act(rank: Ranks, number: int) -> list[str]:
@@ -828,7 +828,7 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
-def test_a_directory_that_refuses_is_told_of_once_and_training_goes_on(
+def test_a_directory_that_refuses_is_reported_once_and_training_continues(
     number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))

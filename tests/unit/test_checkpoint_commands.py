@@ -178,7 +178,7 @@ def test_the_newest_goes_to_a_directory_of_its_name(
     assert (again.code, "2 files, 2 of them were there already" in again.out) == (0, True)
 
 
-def test_the_best_is_so_by_the_runs_own_measure(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
+def test_the_best_is_chosen_by_the_runs_own_metric(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     measure = {"SUNSPOT_CHECKPOINT_METRIC": "accuracy", "SUNSPOT_CHECKPOINT_ORDER": "max"}
     attempt = Attempt(1, "job", None, 0, metadata={"settings": measure})
     claim(run, [], attempt)
@@ -221,7 +221,7 @@ def test_what_was_begun_is_gone_on_with(
     assert read(out) == wanted
 
 
-def test_a_connection_that_breaks_off_is_gone_on_with(
+def test_a_broken_connection_is_resumed(
     s3_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sunspot = StorageCommand(f"s3://{s3_bucket}/team", capsys)

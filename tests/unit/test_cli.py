@@ -181,7 +181,7 @@ def test_a_storage_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (answer.code, answer.err) == (3, f"error: no run run in {tmp_path}/nowhere; no run is there\n")
 
 
-def test_others_that_cannot_be_listed_do_not_hide_that_the_run_is_not_there(
+def test_a_missing_run_is_said_even_when_others_cannot_be_listed(
     sunspot: StorageCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: LocalStorage, prefix: str) -> list[Entry]:
@@ -401,9 +401,7 @@ def test_parquet_and_json_tell_what_was_written(
     assert sunspot("metrics", empty.name, "--parquet", str(file)).out == f"{file}: 0 records, 0 columns\n"
 
 
-def test_numbers_of_ranks_that_came_with_a_later_version_are_null_before(
-    run: Run, sunspot: StorageCommand, tmp_path: Path
-) -> None:
+def test_numbers_missing_from_some_ranks_are_null(run: Run, sunspot: StorageCommand, tmp_path: Path) -> None:
     old, new = {"rows": 3}, {"rows": 2, "forward_s": 0.5, "throttled_s": None}
     records = [{"step": 1, "loss": 1, "ranks": [old]}, {"step": 2, "loss": 0.5, "ranks": [new, old]}]
     report(run, start(run, "job"), *records)
@@ -453,7 +451,9 @@ def test_an_audit_without_fault(run: Run, sunspot: StorageCommand) -> None:
     assert lines[3] == ["3", str(2 * BATCH), "unfinished", "0"], "that nothing is missing is not known yet"
 
 
-def test_what_does_not_lead_to_the_newest_whole_checkpoint_is_not_audited(run: Run, sunspot: StorageCommand) -> None:
+def test_rows_that_do_not_lead_to_the_newest_whole_checkpoint_are_not_audited(
+    run: Run, sunspot: StorageCommand
+) -> None:
     """Attempt 1 goes on after 2 began; 2 leaves an unfinished checkpoint, and steps that no checkpoint covers."""
     first = start(run, "old")
     record_audit(run, first, consumed(1, 6))

@@ -153,7 +153,7 @@ def test_an_object_replaced_while_it_is_read_is_never_mixed(cloud: Cloud) -> Non
     assert set(first) == {0}
 
 
-def test_a_bucket_that_is_not_there_is_no_missing_object(cloud: Cloud) -> None:
+def test_a_missing_bucket_is_no_missing_object(cloud: Cloud) -> None:
     scheme = cloud.storage.locate("").partition("://")[0]
     elsewhere = open_storage(f"{scheme}://test-not-there/runs")
     for ask in (elsewhere.list, elsewhere.exists):

@@ -415,7 +415,7 @@ def test_only_a_rule_for_this_place_counts(s3_bucket: str, prefix: str, status: 
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 
 
-def test_what_may_not_be_looked_up_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
+def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -> None:
     for query in ("versioning", "lifecycle"):
         s3_proxy.on(lambda request, query=query: query in request.query, s3.answer(403, "AccessDenied"))
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}

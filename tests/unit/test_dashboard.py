@@ -157,7 +157,7 @@ def ask(port: int, method: str = "GET", path: str = "/", body: bytes = b"", **he
         return response.status, response.read().decode()
 
 
-def test_requests_get_the_token_and_bodies_pass(local: LocalPort, dashboard: int) -> None:
+def test_requests_get_the_token_and_keep_their_bodies(local: LocalPort, dashboard: int) -> None:
     port = local.server_address[1]
     assert ask(dashboard) == (401, "no token")
     assert ask(port)[0] == 200
@@ -218,7 +218,7 @@ def test_only_its_own_pages_are_served(local: LocalPort, headers: dict[str, str]
 
 
 @pytest.mark.parametrize("name", ["Host", "origin", "Sec-Fetch-Site"])
-def test_a_header_that_decides_is_there_once(name: str) -> None:
+def test_a_decisive_header_may_come_once_only(name: str) -> None:
     """Of two the dashboard may heed the other one."""
     lines = ["Host: localhost:1", "Origin: http://localhost:1", "Sec-Fetch-Site: same-origin"]
     head = "\r\n".join(["GET / HTTP/1.1", *lines])

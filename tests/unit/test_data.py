@@ -160,7 +160,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path):
     np.testing.assert_array_equal(source.read(0)["image"][0, 0, 0], [0, 1, 0x12, 255])
 
 
-def test_grey_among_colour_becomes_colour_but_not_the_other_way(tmp_path):
+def test_grey_images_become_colour_but_not_the_reverse(tmp_path):
     grey, colour = random_images(4, 4), random_images(4, 4, 3)
     source = open_images(str(write(tmp_path / "a.parquet", pa.array([encode(colour), encode(grey)]), [0, 1])))
     np.testing.assert_array_equal(source.read(0)["image"][1], np.stack([grey] * 3))

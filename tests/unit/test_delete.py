@@ -64,7 +64,7 @@ def in_bucket(bucket_run: Run, capsys: pytest.CaptureFixture[str]) -> Command:
 # ---------------------------------------------------------------------------------------------------- what it asks for
 
 
-def test_without_consent_it_only_shows_and_does_not_end_as_if_it_had_removed_it(
+def test_without_consent_nothing_is_removed_and_the_exit_code_says_so(
     sunspot: Command, run: Run, cluster: FakeCluster
 ) -> None:
     fill(run)
@@ -231,7 +231,7 @@ def test_a_borrowed_cluster_stays(sunspot: Command, run: Run, cluster: FakeClust
     assert cluster.pods
 
 
-def test_a_job_that_a_repository_may_keep_is_told_of(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
+def test_a_job_that_gitops_may_keep_is_reported(sunspot: Command, run: Run, cluster: FakeCluster) -> None:
     fill(run)
     end_job(cluster)
     assert sunspot("delete", "run") == 2
@@ -242,7 +242,7 @@ def test_a_job_that_a_repository_may_keep_is_told_of(sunspot: Command, run: Run,
     assert "run-2 did not come by `sunspot submit`: if a repository keeps it (GitOps), take it out" in sunspot.err
 
 
-def test_versions_that_the_bucket_keeps_are_told_of(in_bucket: Command, bucket_run: Run) -> None:
+def test_kept_versions_of_a_bucket_are_reported(in_bucket: Command, bucket_run: Run) -> None:
     fill(bucket_run)
     bucket = bucket_run.storage.bucket  # type: ignore[attr-defined]
     s3.plain_client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})

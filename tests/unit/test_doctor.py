@@ -378,7 +378,7 @@ def test_memory_that_climbs_on_and_on(run: Run, sunspot: Command, name: str) -> 
         assert "120 MiB a minute, 2 MiB a step; at this rate the limit is met in 8 min" in finding["evidence"]
 
 
-def test_a_climb_is_told_by_no_single_point() -> None:
+def test_a_single_point_is_no_climb_of_memory() -> None:
     times = [float(n) for n in range(20)]
     assert slope([(time, 3 * time + (1000 if time == 7 else 0)) for time in times]) == pytest.approx(3)
     assert climb(times, [100 + 50 * time for time in times]) == pytest.approx(50)

@@ -328,7 +328,7 @@ def test_output_that_storage_does_not_take_is_bounded(run: Run) -> None:
     assert gap[1].decode() == as_bytes(lost)
 
 
-def test_of_output_without_end_the_first_part_and_the_newest_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_and_newest_part_of_endless_output_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank prints 5 kB a second for an hour, and is asked to ship it every 5 s."""
     now, writes = 0.0, 0
     write = run.storage.write

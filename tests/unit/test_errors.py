@@ -42,7 +42,7 @@ def test_a_secret_is_found_however_it_is_quoted(quoted: str, monkeypatch: pytest
     assert str(SunspotError(f"refused: {quoted}")) == "refused: ***"
 
 
-def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_are_no_secret_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "run")  # too short to be told from a word
     for text in (
         "no run run in s3://bucket/runs",

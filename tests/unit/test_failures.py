@@ -93,7 +93,7 @@ def test_the_lighthouse_of_torchft_has_a_processor_that_no_worker_takes() -> Non
         assert json.loads(environment["SUNSPOT_RESOURCES_PER_WORKER"]) == {"CPU": 2, "worker": 1}
 
 
-def test_a_drivers_log_is_read_on_from_its_last_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drivers_log_is_read_from_its_last_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also past carriage returns, and from the beginning in another head."""
     logs, asked = {"a": "one\r\ntwo\rtwo\nthr", "b": "four\n"}, []
 
@@ -205,7 +205,7 @@ def test_the_heads_node_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert subject.deleted
 
 
-def test_who_does_not_answer_for_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_is_silent_for_long_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, result = Subject(99), Result("it", "job", 20, [(0.0, 1)])
     monkeypatch.setattr(subject, "over", lambda: (_ for _ in ()).throw(ClusterError("gone")))
     program.look(subject, result, time.time() - program.STILL_S + 60)

@@ -137,7 +137,7 @@ def test_each_gpu_that_a_node_promises_is_tried(
     assert not driver.in_use
 
 
-def test_of_several_parts_of_a_gpu_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_parts_of_a_gpu_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA shows a process one part of a GPU that is divided (MIG), however many its pod has."""
     pretend(monkeypatch, {"cuda": "13.2"}, cuda=13000, gpus=1)
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "MIG-1,MIG-2")

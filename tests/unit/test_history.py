@@ -80,7 +80,7 @@ def test_a_reader_takes_no_record_twice(run: Run, small: None, monkeypatch: pyte
     assert steps_in(run) == list(range(1, 76))
 
 
-def test_what_is_merged_while_it_is_read_is_found_where_it_went(
+def test_segments_merged_while_they_are_read_are_still_found(
     run: Run, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = written(run, 1, range(1, 109))

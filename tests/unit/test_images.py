@@ -155,7 +155,7 @@ HEADER = "{'descr': '|u1', 'fortran_order': False, 'shape': (%s,), }\n"
     ],
     ids=lambda content: repr(content[10:60]),
 )
-def test_an_array_that_is_none_is_refused_before_it_takes_memory(content: bytes) -> None:
+def test_a_malformed_array_is_refused_before_it_takes_memory(content: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(SettingsError, match="the body: an array"):

@@ -176,7 +176,7 @@ def test_other_failures_are_charged(control: Control, errors: list[RankError], l
     assert not FailureJudge(control, 0)({0: RuntimeError()} | ({1: LOST} if lost else {}))
 
 
-def test_what_ended_one_group_is_not_told_of_the_next() -> None:
+def test_the_end_of_one_group_is_not_told_of_the_next() -> None:
     control = ControlChannel()
     control.add_rank_error(failed(0)[0])
     control.add_hang(hung(0, waiting=True), late=False)
@@ -210,7 +210,7 @@ def test_what_follows_from_anothers_end_is_not_told(control: Control) -> None:
 
 
 @pytest.mark.parametrize("told_it", [True, False])
-def test_a_killed_rank_is_told_and_not_what_the_others_make_of_it(control: Control, told_it: bool) -> None:
+def test_a_killed_rank_is_named_instead_of_what_followed_from_it(control: Control, told_it: bool) -> None:
     """They may be a step ahead of what was shown last."""
     peer = {"type": "RuntimeError", "message": "[gloo/pair.cc:545] Connection reset by peer"}
     control.end = told(failed(0, step=55, **peer) if told_it else [])
@@ -303,7 +303,7 @@ def test_a_node_that_the_run_cannot_do_without_ends_it(control: Control) -> None
     assert control.gave_up_for[0].endswith("; a GPU broke: a: GPU 3 cannot be used; the head cannot be left out")
 
 
-def test_what_another_ray_raises_while_nodes_are_left_out_ends_no_run(control: Control) -> None:
+def test_errors_of_another_ray_while_leaving_nodes_out_end_no_run(control: Control) -> None:
     def fail(suspects: Suspects) -> list[str]:
         raise AttributeError("drain_node")
 

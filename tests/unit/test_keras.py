@@ -144,7 +144,7 @@ def test_a_setting_that_keras_does_not_read_is_refused(task: Any) -> None:
         load_task(Settings(task="small_keras", clip_norm=1.0))
 
 
-def test_what_is_no_compiled_model_is_refused(keras: Any, task: Any) -> None:
+def test_a_model_that_is_not_compiled_is_refused(keras: Any, task: Any) -> None:
     task.build_keras = lambda settings, source: keras.Sequential([keras.layers.Dense(3)])
     with pytest.raises(SettingsError, match=r"build_keras returned a Sequential; return a keras\.Model with its input"):
         build()

@@ -123,7 +123,7 @@ def test_a_plugin_may_give_a_certificate(cluster: FakeCluster, config: Config) -
         (None, "cannot be run here .No such file or directory.; get it from the cloud"),
     ],
 )
-def test_a_plugin_without_a_credential_is_said_to_be_and_nobody_asks_as_anonymous(
+def test_a_plugin_without_a_credential_is_an_error_and_no_anonymous_request(
     cluster: FakeCluster,
     config: Config,
     sunspot: Command,
@@ -186,9 +186,7 @@ def test_a_run_is_submitted_where_the_other_verbs_look_for_it(
 @pytest.mark.parametrize(
     "verb", ["status", "wait", "logs -f", "stop", "resume", "delete", "dashboard", "chaos --kind kill", "doctor"]
 )
-def test_what_is_no_namespace_is_refused_before_anything_is_asked(
-    cluster: FakeCluster, sunspot: Command, verb: str
-) -> None:
+def test_an_invalid_namespace_is_refused_before_any_request(cluster: FakeCluster, sunspot: Command, verb: str) -> None:
     assert sunspot(*verb.split(), "run", "--namespace", "../../x") == 2
     assert "namespace '../../x': set --namespace" in sunspot.err
     assert cluster.requests == []

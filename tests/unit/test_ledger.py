@@ -26,7 +26,7 @@ def recorded(run: Run, attempt: int) -> dict[int, list[int]]:
     return rows
 
 
-def test_what_storage_has_is_forgotten_and_nothing_else(group: dist.ProcessGroup, run: Run) -> None:
+def test_only_what_storage_has_is_forgotten(group: dist.ProcessGroup, run: Run) -> None:
     ledger = Ledger(group, "attempt-0001", 0, [], True)
     take(ledger, 1, 3)
     assert [window[:3] for window in ledger.gather(3)] == [("attempt-0001", 1, 3)]
@@ -157,9 +157,7 @@ def test_a_damaged_file_is_left_for_the_audit_to_find(run: Run) -> None:
         recorded(run, 1)
 
 
-def test_files_that_are_merged_while_they_are_read_are_found_where_they_went(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_merged_while_they_are_read_are_still_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(None, "attempt-0001", 0, [], True)
     write_windows(ledger, run, 1, 20)
     read = run.storage.read

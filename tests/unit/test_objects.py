@@ -176,7 +176,7 @@ def test_an_attempt_of_an_earlier_version_is_read(run: Run) -> None:
     assert read_attempts(run) == [Attempt(1, "job", None, 0, time=5.0, metadata={"world_size": 2})]
 
 
-def test_what_no_text_may_hold_is_replaced_when_it_is_written(run: Run) -> None:
+def test_characters_that_cannot_be_written_are_replaced(run: Run) -> None:
     """Python makes such text of file names that are not UTF-8."""
     write_status(begin(run), Status(RunState.FAILED, "job", reason="a\udcffb \N{WRENCH}"))
     status = read_status(run)
@@ -204,7 +204,7 @@ def test_a_changed_submission_is_refused(run: Run, sunspot: Command) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a", "- a", "kind: RayJob", "metadata: {name: run-5678}", "[" * 9999, "a: &a [*a]"]
 )
-def test_what_is_no_manifest_of_the_job_is_refused(run: Run, text: str) -> None:
+def test_a_manifest_of_another_kind_is_refused(run: Run, text: str) -> None:
     with pytest.raises(DamageError, match="the newest submission"):
         parse_submission(run, "run-1234", text)
 

@@ -93,7 +93,7 @@ def test_a_loop_takes_the_steps_of_ours(parallel: str, tmp_path: Path, own: Call
 
 
 @pytest.mark.parametrize(("parallel", "micro"), [("ddp", 2), ("fsdp", 0)])
-def test_an_infinite_loss_of_rows_that_do_not_count_changes_nothing(
+def test_an_infinite_loss_of_an_uncounted_row_changes_nothing(
     parallel: str, micro: int, tmp_path: Path, own: Callable[..., str]
 ) -> None:
     """Idle ranks are given the first row twice; its loss may be infinite, and 0 times that is not 0."""
@@ -227,7 +227,7 @@ def test_the_loop_of_the_gan_is_that_of_the_docs() -> None:
         assert line.strip() in ["...", *(each.partition("  #")[0] for each in lines)]
 
 
-def test_several_models_and_optimizers_that_cannot_be_are_refused() -> None:
+def test_impossible_models_and_optimizers_are_refused() -> None:
     settings = Settings(task="sunspot.tasks.gan", parallel="fsdp")
     with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: sunspot.tasks.gan has several models .ModuleDict"):
         shard_model(gan.build_model(settings, EmptySource((1, 8, 8), 3)), settings, torch.device("cpu"))

@@ -164,7 +164,7 @@ def test_steps_that_are_long_are_decided_on_at_once(monkeypatch: pytest.MonkeyPa
     assert [step for step, actions in enumerate(agreed, start=1) if actions.restart] == [8]
 
 
-def test_what_was_decided_is_done_when_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_are_carried_out_as_steps_get_longer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two ways, nothing is lost and nothing done twice."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(sunspot.parallel.decisions, "LONG_STEP_S", 0.01)
@@ -219,7 +219,7 @@ def test_a_model_that_may_be_another_without_values_gets_them(table: str) -> Non
     assert build_without_values(lambda: Odd(table=table)) is None
 
 
-def test_a_rank_of_a_test_that_hangs_ends_and_tells_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_in_a_rank_of_a_test_ends_and_tells_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "LIMIT_S", 1.0)
     monkeypatch.setattr(dist, "init_process_group", Mock())  # which alone takes longer on a busy machine
 
@@ -230,6 +230,6 @@ def test_a_rank_of_a_test_that_hangs_ends_and_tells_where(tmp_path: Path, monkey
         in_processes(tmp_path, 1, wait_for_ever)
 
 
-def test_a_rank_of_a_test_that_raises_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_in_a_rank_of_a_test_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="rank 0 of 2 has returned nothing: it raised what stderr tells"):
         in_processes(tmp_path, 2, lambda group: 1 / dist.get_rank(group))

@@ -52,9 +52,7 @@ def test_the_plan_says_what_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("workers", "micro", "limit"), [("2..8", "0", 16), ("2..64", "0", 3), ("8", "0", 0), ("2..8", "5", 5)]
 )
-def test_fewer_workers_need_no_more_memory_each_than_the_most_of_an_elastic_run(
-    workers: str, micro: str, limit: int
-) -> None:
+def test_micro_batches_of_fewer_workers_need_no_more_memory(workers: str, micro: str, limit: int) -> None:
     settings = load_settings({"NUM_WORKERS": workers, "MICRO_BATCH_SIZE": micro, "COMPILE": "default"})
     plan = Plan(settings, EmptySource((1,), 2), None, Steps(1000, 128), 8)
     assert plan.pass_limit == limit

@@ -53,7 +53,7 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
     ],
     ids=lambda text: text[:20].encode("unicode_escape").decode(),
 )
-def test_what_is_no_profile_is_refused_at_once(text: str, tmp_path: Path) -> None:
+def test_a_malformed_profile_is_refused_at_once(text: str, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     os.mkfifo(tmp_path / "fifo")
     path = tmp_path / "mine.yaml"

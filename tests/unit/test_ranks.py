@@ -82,7 +82,7 @@ def test_few_records_are_left_alone() -> None:
     assert downsample(text) == text
 
 
-def test_they_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_written_once_a_minute_in_the_long_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("sunspot.observe.ranks.TokenBucket", partial(TokenBucket, clock=lambda: now))
     history, spans = RankHistory(run, 1), lineage([start(run, "job")])

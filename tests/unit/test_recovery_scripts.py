@@ -144,7 +144,7 @@ def test_a_fault_ends_with_the_first_step_after_it(
     assert sorted(said[:taken]) + said[taken:] == lines
 
 
-def test_complete_is_a_group_with_all_workers_that_has_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_complete_when_all_workers_have_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "START_S", 0)
     now = time.time()
     trained = Group(3, 20, 2, now - 30, 0)
@@ -232,7 +232,7 @@ def test_commands_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         finish(begin("echo no {node}; exit 3", "n1"))
 
 
-def test_who_does_not_answer_is_asked_again() -> None:
+def test_a_question_without_an_answer_is_repeated() -> None:
     answers = iter([ClusterError("gone"), None, "there"])
 
     def ask() -> object:

@@ -396,7 +396,7 @@ def test_the_name_is_the_run_and_a_hash_of_everything(tmp_path: Path) -> None:
     assert len({variant.name for variant in variants}) == len(variants)
 
 
-def test_the_name_tells_no_wording_nor_spelling(tmp_path: Path) -> None:
+def test_the_name_does_not_depend_on_spelling(tmp_path: Path) -> None:
     by_path = render(own_profile(tmp_path, "extends: gke-spot\nnotice_s: 15"), {"LEARNING_RATE": "0.0010"})
     by_name = render("gke-spot", {"LEARNING_RATE": "1e-3"})
     assert by_path.name == by_name.name
@@ -931,7 +931,7 @@ def test_a_profile_that_is_refused(tmp_path: Path, text: str, told: str) -> None
 
 @pytest.mark.parametrize("profile", GPU_PROFILES)
 @pytest.mark.parametrize("image", [None, "sunspot:2", "me/sunspot:2"])
-def test_a_cloud_gets_no_bucket_and_no_image_that_is_not_the_users(profile: str, image: str | None) -> None:
+def test_a_cloud_profile_needs_the_users_own_bucket_and_image(profile: str, image: str | None) -> None:
     with pytest.raises(SettingsError) as raised:
         render_as_given(JobRequest(profile, image=image))
     assert str(raised.value).startswith("2 problems")
@@ -1009,7 +1009,7 @@ def test_nothing_is_written_as_an_alias(full: Rendered) -> None:
         (f"a/sunspot:latest@sha256:{'0' * 64}", True),
     ],
 )
-def test_an_image_that_may_be_another_tomorrow(reference: str, pinned: bool) -> None:
+def test_an_image_that_is_not_pinned_is_warned_of(reference: str, pinned: bool) -> None:
     problem = image_problem(reference)
     assert (problem == "") is pinned
     assert pinned or reference in problem

@@ -148,7 +148,7 @@ def test_windows_that_stay_short_are_drawn_as_they_are() -> None:
     assert drawn[1]["loss"] == pytest.approx(105 / 110)
 
 
-def test_no_line_runs_through_a_time_in_which_nothing_trained(run: Run) -> None:
+def test_curves_are_interrupted_while_nothing_trained(run: Run) -> None:
     page = render(gather(trained(run), RunState.SUCCEEDED, "")).decode()
     [chart] = re.findall(r'aria-label="Loss over wall clock.*?</svg>', page)
     lines = re.findall(r'class="line ([ab])" d="([^"]*)"', chart)
@@ -274,7 +274,7 @@ def test_an_empty_run_says_what_is_missing(run: Run) -> None:
         assert words in text.replace(" :", ":")
 
 
-def test_a_run_that_goes_on(run: Run) -> None:
+def test_a_run_that_continues(run: Run) -> None:
     first = start(begin(run), "job", at=BEGUN, **attempt_metadata())
     write_receipt(run, first, 0, Cause.BEGIN, left=BEGUN, first_step=BEGUN + 5)
     report(run, first, record(3, BEGUN + 10))
@@ -368,7 +368,7 @@ def test_predictions_of_the_largest_pictures_fit(run: Run) -> None:
     assert f"Left out: {88 - shown} images" in page.text
 
 
-def test_what_is_no_png_is_left_out_and_said(run: Run) -> None:
+def test_a_malformed_png_is_left_out_with_a_note(run: Run) -> None:
     trained(run)
     write_predictions(run, predictions_of("step-00000188-attempt-0002", image=b"<svg onload=alert(1)>"))
     page = made(run)
@@ -393,7 +393,7 @@ def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> Non
     assert "Results, 40 of 100,000" in page.text
 
 
-def test_of_a_hundred_thousand_records_few_stay_and_none_that_counts() -> None:
+def test_a_hundred_thousand_records_are_thinned_to_what_counts() -> None:
     series = Series()
     for number in range(100_000):
         loss = {50_123: 9.0, 70_007: 0.001, 99_998: math.nan}.get(number, 1.0 + number % 7 / 10)

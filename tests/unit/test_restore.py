@@ -132,7 +132,7 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
     assert {each.held.step for each in found.parts} <= {step}
 
 
-def test_the_newer_of_a_whole_state_and_one_in_parts_is_taken(run: Run) -> None:
+def test_of_a_whole_state_and_one_in_parts_the_newer_is_taken(run: Run) -> None:
     attempts = [start(run, "me")]
     for whole, expected in [(8, (1, 9, 1)), (9, (0, 9, 0)), (10, (0, 10, 0))]:
         machines = [Machine("a", "a", copy(1, whole), []), Machine("b", "b", None, [], (part(0, 1, 9),))]
@@ -242,7 +242,7 @@ def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: 
     assert find_faults(run, checkpoint) == []
 
 
-def test_who_dies_before_it_has_chosen_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_before_its_choice_costs_no_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(run, start(run, "other"), 5)
 
     def die(*_: Any) -> None:
@@ -267,7 +267,7 @@ def test_a_copy_of_a_run_that_was_deleted_and_begun_again_is_left(run: Run) -> N
     assert begun(run, copy(1, 500)).snapshot is None
 
 
-def test_who_trained_a_run_that_was_begun_again_neither_commits_nor_owns_it(run: Run) -> None:
+def test_the_process_before_a_new_beginning_neither_commits_nor_owns_the_run(run: Run) -> None:
     old = begun(run).attempt
     kept = commit(run, old, 5)
     for entry in run.storage.list(run.key("attempts")):
@@ -387,7 +387,7 @@ def test_a_run_that_is_deleted_while_a_start_is_chosen_is_not_damaged(
     assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
 
 
-def test_who_loses_a_claim_to_another_process_tries_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_claim_is_tried_again_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = sunspot.elastic.claim.claim
 
     def lose(*arguments: Any) -> bool:
@@ -563,7 +563,7 @@ def test_a_loss_while_workers_make_way_is_a_loss() -> None:
     assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
 
 
-def test_a_save_that_does_not_fit_the_notice_is_told_of() -> None:
+def test_a_save_that_does_not_fit_the_notice_is_warned_of() -> None:
     assert "takes 30 s to commit, and a notice leaves 27 s" in warn_of_notice(30.0, 27)
     assert warn_of_notice(25.0, 27), "the notice has to travel first"
     for save_s, notice_s in [(10.0, 27), (None, 27), (30.0, 0)]:
@@ -613,7 +613,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "a pickle in torch's form", "a list", "text", "nothing"])
-def test_weights_that_are_none_are_one_message_and_run_no_code(kind: str, tmp_path: Path) -> None:
+def test_files_that_are_no_weights_are_one_message_and_run_no_code(kind: str, tmp_path: Path) -> None:
     path, proof = tmp_path / "weights.pt", tmp_path / "proof"
     match kind:
         case "a pickle":

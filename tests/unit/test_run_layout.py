@@ -192,7 +192,7 @@ def make_history(draw: Any) -> tuple[list[Attempt], list[Checkpoint], list[int]]
 
 
 @given(st.data())
-def test_the_lineage_holds_each_step_of_the_model_once(data: st.DataObject) -> None:
+def test_the_lineage_has_each_step_once(data: st.DataObject) -> None:
     attempts, checkpoints, taken = make_history(data.draw)
     spans = lineage(attempts)
     for step, attempt in enumerate(taken, 1):
@@ -206,7 +206,7 @@ def test_the_lineage_holds_each_step_of_the_model_once(data: st.DataObject) -> N
     assert len({c.step for c in counted}) == len(counted)
 
 
-def test_no_attempt_no_lineage() -> None:
+def test_a_run_without_attempts_has_no_lineage() -> None:
     assert lineage([]) == []
     assert in_lineage([Checkpoint("step-00000001-attempt-0001", 1, 1, 10, 100, 1)], []) == []
 
@@ -320,7 +320,7 @@ def test_a_manifest_of_a_later_version_with_more_fields_is_whole(run: Run) -> No
     ]
 
 
-def test_what_is_no_checkpoint_is_not_looked_at(run: Run) -> None:
+def test_other_files_among_checkpoints_are_ignored(run: Run) -> None:
     attempt = start(run, "job")
     good = commit(run, attempt, 3)
     for name in (".DS_Store", "copy/manifest.json", "step-00000009/manifest.json", f"{good.name}-old/model.pt"):
@@ -330,7 +330,7 @@ def test_what_is_no_checkpoint_is_not_looked_at(run: Run) -> None:
     assert find_newest_good(run, [attempt]) == (good, ())
 
 
-def test_skipped_ones_are_told_newest_first_and_only_newer_than_the_found(run: Run) -> None:
+def test_skipped_checkpoints_are_told_newest_first(run: Run) -> None:
     attempt = start(run, "job")
     for step in (2, 4, 6, 8):
         commit(run, attempt, step)

@@ -49,7 +49,7 @@ def test_expressions(text: str, function: str, arguments: tuple[object, ...]) ->
     assert (found.function, found.arguments) == (function, arguments)
 
 
-def test_values_of_the_task_are_what_json_makes_of_them() -> None:
+def test_values_of_the_task_are_parsed_as_json() -> None:
     assert dimension("choice(8,0.5,true,relu)", "TASK_ARGS.x").arguments == (8, 0.5, True, "relu")
 
 
@@ -138,7 +138,7 @@ def test_all_problems_at_once() -> None:
     assert "SUNSPOT_NUM_WORKERS=choice(1,2): a search may not vary it, only TASK, " in lines[1]
 
 
-def test_every_value_that_may_be_drawn_is_a_right_one() -> None:
+def test_every_value_that_may_be_drawn_is_valid() -> None:
     assert problems(EPOCHS="choice(1,2,3,4,5,6,7,8,0)", TRIALS="1") == [
         "SUNSPOT_EPOCHS=0: set it to a whole number from 1"
     ]
@@ -247,7 +247,7 @@ def test_find_dimensions_needs_no_other_setting() -> None:
         ("TRIALS", "1000000"),
     ],
 )
-def test_an_expression_without_bounds_is_refused_at_once(name: str, text: str) -> None:
+def test_an_unbounded_expression_is_refused_at_once(name: str, text: str) -> None:
     began = time.monotonic()
     with pytest.raises(SettingsError):
         load_search({"SUNSPOT_SEED": "choice(1,2)", f"SUNSPOT_{name}": text})
@@ -262,5 +262,5 @@ def test_a_long_expression_takes_no_longer_than_its_length() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_half_a_character_is_drawn_with() -> None:
+def test_a_name_with_half_a_character_is_drawn_from() -> None:
     assert load_search({"SUNSPOT_TASK_ARGS": '{"a\\ud800": "choice(1,2)"}'}).trials

@@ -87,7 +87,7 @@ def test_the_report_has_it_beside_the_predictions(run: Run) -> None:
     assert "Confusion matrix" in page
 
 
-def test_without_predictions_it_stands_in_their_place(run: Run) -> None:
+def test_the_reason_stands_in_the_place_of_predictions(run: Run) -> None:
     trained(run)
     run.storage.delete(run.key("predictions.json"))
     assert "No predictions are stored" in page_of(run)

@@ -105,7 +105,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_what_is_found_is_the_state_at_its_step(device: str) -> None:
+def test_a_found_copy_is_the_state_at_its_step(device: str) -> None:
     trainee = Trainee(device=device)
     trainee.train()
     expected = trainee.state()
@@ -360,7 +360,7 @@ def test_copies_find_the_same_room_in_each_attempt(shared_memory: Path, monkeypa
 
 @pytest.mark.parametrize("for_storage", [False, True])
 @pytest.mark.parametrize("slots", [0, 1])
-def test_a_full_memory_keeps_the_copy_there_is_and_is_tried_again(
+def test_full_memory_keeps_the_old_copy_and_is_tried_again(
     slots: int, for_storage: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`slots` are those that there is room for at first."""
@@ -464,7 +464,7 @@ def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest
     assert "No space left on device" in warning
 
 
-def test_memory_that_cuda_does_not_pin_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cuda_does_not_pin_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cudart:
         asked = 0
 
@@ -530,7 +530,7 @@ def test_a_copy_is_dropped_when_a_weight_changes_meanwhile_and_the_next_ones_are
     assert regained == "copies in shared memory go on at step 3"
 
 
-def test_training_waits_neither_for_the_pinning_of_a_copy_nor_for_a_queue_of_its_own(
+def test_training_does_not_wait_for_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With stand-ins for CUDA, which a slot that is made at once has not locked the pages of yet."""
@@ -601,7 +601,7 @@ def test_a_part_stays_until_all_workers_have_a_newer_one() -> None:
     assert regained == "copies in shared memory go on at step 5"
 
 
-def test_without_its_neighbour_a_worker_makes_no_more_copies_and_keeps_those_there_are() -> None:
+def test_a_worker_without_a_neighbour_keeps_its_copies_and_makes_no_new_ones() -> None:
     part = Part()
     part.copy(1, True)
     assert part.copy(2, RuntimeError("Connection closed by peer")) == {1, 2}

@@ -252,7 +252,7 @@ def test_a_job_that_was_refused_has_not_been_taken_over() -> None:
         assert judge(failed, status=first, owner="run-1", now=NOW) == (RunState.FAILED, "begun with other settings")
 
 
-def test_silence_of_a_run_that_should_train_is_said() -> None:
+def test_a_silent_run_that_should_train_is_called_silent() -> None:
     state, reason = judge(job(), status=status(RunState.RUNNING, age=250), owner="run-1#1", now=NOW)
     assert state is RunState.SILENT
     assert re.fullmatch(

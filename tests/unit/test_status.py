@@ -143,7 +143,7 @@ def test_the_workers_of_a_frozen_driver_do_not_claim_the_run_back(run: Run) -> N
         start(run, "job", driver="aaaaaaaa")
 
 
-def test_what_comes_back_late_brings_no_deleted_run_back(run: Run, clock: Clock) -> None:
+def test_late_writes_do_not_bring_a_deleted_run_back(run: Run, clock: Clock) -> None:
     driver = DriverStatus(run, OLD)
     for entry in run.storage.list("run"):
         run.storage.delete(entry.key)
@@ -303,7 +303,7 @@ def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Cloc
     assert look(0).state is RunState.FAILED
 
 
-def test_by_the_writers_wrong_clock_nothing_is_judged(run: Run) -> None:
+def test_a_wrong_clock_of_the_writer_does_not_matter(run: Run) -> None:
     for wrong_by in (-86400, 86400):
         restore_status(run, replace(OLD, time=time.time() + wrong_by))
         assert read_state(run)[0] is RunState.RUNNING
@@ -328,7 +328,7 @@ def test_the_readers_wrong_clock_does_not_freeze_a_live_run(
     assert state_from_storage(status, RunSummary("run"), wrong.time())[0] is RunState.SILENT
 
 
-def test_what_an_nfs_client_has_cached_is_no_silence(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_an_nfs_client_are_no_silence(run: Run, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until this machine itself changes the directory, it shows the names and times that it saw first."""
     write_status(run, OLD)
     usual, seen, asked = LocalStorage.list, LocalStorage.list(run.storage, "run"), []

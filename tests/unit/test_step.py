@@ -121,7 +121,7 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
     assert in_processes(tmp_path, 2, act) == [(True, command.stop, command.restart)] * 2
 
 
-def test_who_has_no_rows_left_is_alive_while_others_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_rows_is_alive_while_others_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As held-out rows may be uneven, and an evaluation may take longer than HANG_TIMEOUT_S."""
     monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
 

@@ -218,7 +218,7 @@ def test_in_parallel_keeps_the_order_and_ends_with_the_first_error() -> None:
     assert len(begun) < 50
 
 
-def test_work_on_storage_that_hangs_is_given_up_and_publishes_nothing(tmp_path: Path) -> None:
+def test_hanging_storage_is_given_up_and_publishes_nothing(tmp_path: Path) -> None:
     storage, let_go, left = LocalStorage(str(tmp_path)), threading.Event(), []
 
     def work() -> None:
@@ -864,7 +864,7 @@ def test_create_whose_answer_was_lost_is_ours(s3_storage: S3Storage, s3_proxy: F
     assert not s3_storage.create("run/a", b"theirs")
 
 
-def test_create_refused_because_another_is_at_it(
+def test_create_is_refused_while_another_writes(
     s3_storage: S3Storage,
     s3_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
@@ -902,7 +902,7 @@ def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: 
     assert len(s3_proxy.requests) == 1
 
 
-def test_delete_of_nothing_on_a_server_that_says_so(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
+def test_deleting_a_missing_object_is_no_error(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", s3.answer(404, "NoSuchKey"))
     s3_storage.delete("run/a")
 

@@ -305,7 +305,7 @@ def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -
     assert writes(cluster) == []
 
 
-def test_what_may_not_be_seen_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
+def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
     assert "whether Secret sunspot-storage is there cannot be seen from here" in sunspot.err
@@ -321,7 +321,7 @@ def test_a_cluster_without_the_operator_or_the_namespace(cluster: FakeCluster, s
     assert "install the KubeRay operator" in sunspot.err
 
 
-def test_what_the_api_server_refuses_is_told_in_its_words(cluster: FakeCluster, sunspot: Command) -> None:
+def test_refusals_are_told_in_the_words_of_the_api_server(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.on("PATCH", "dryRun=All", answer(422, "spec.entrypoint: too long"))
     assert sunspot.submit() == 4
     assert "spec.entrypoint: too long" in sunspot.err
@@ -357,7 +357,7 @@ FORBIDDEN = 'pods "{}" is forbidden: '
         (404, "the server could not find the requested resource", 0),
     ],
 )
-def test_what_keeps_pods_out_is_said_before_a_node_is_paid_for(
+def test_pods_that_would_be_refused_are_found_before_a_node_is_paid_for(
     cluster: FakeCluster, sunspot: Command, tmp_path: Path, status: int, said: str, code: int
 ) -> None:
     profile = tmp_path / "mine.yaml"
@@ -458,7 +458,7 @@ def test_stop_without_waiting_leaves_the_marker_alone(cluster: FakeCluster, suns
     assert cluster.jobs
 
 
-def test_stop_of_what_is_over_or_was_never_there(cluster: FakeCluster, sunspot: Command) -> None:
+def test_stop_of_a_run_that_is_over_or_unknown(cluster: FakeCluster, sunspot: Command) -> None:
     assert sunspot("stop", "run") == 3
     assert sunspot("resume", "run") == 3
     assert not stop_requested(sunspot.run)
@@ -481,7 +481,7 @@ def test_resume_of_a_run_that_was_not_submitted(cluster: FakeCluster, sunspot: C
     assert not stop_requested(sunspot.run)
 
 
-def test_without_a_cluster_stop_and_resume_say_what_they_can(
+def test_without_a_cluster_stop_and_resume_do_what_storage_allows(
     sunspot: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

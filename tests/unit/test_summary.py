@@ -31,7 +31,7 @@ def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | No
     return capsys.readouterr().out
 
 
-def test_the_newest_and_the_best_checkpoint_beside_each_other(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_and_the_best_checkpoint_are_told_apart(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     restore_status(run, STATUS)
     first = start(begin(run), "job", **attempt_metadata(checkpoint_metric="test_loss"))
     commit(run, first, 5, test_loss=0.25, accuracy=0.9, top2=0.99, rows=5)
@@ -86,7 +86,7 @@ def test_a_run_without_a_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("error", [ConflictError("other settings"), SupersededError("another"), KeyboardInterrupt()])
-def test_who_has_no_business_with_the_run_tells_nothing(
+def test_a_process_that_is_no_part_of_the_run_reports_nothing(
     run: Run, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
     assert told(trained(run), capsys, error) == ""

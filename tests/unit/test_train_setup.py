@@ -101,7 +101,7 @@ def test_an_evaluation_that_was_left_out_is_an_event(tmp_path: Path, warned: lis
     assert "step 20 is not evaluated" in warned[0]
 
 
-def test_a_rate_that_moves_with_the_number_of_steps_is_told_of() -> None:
+def test_a_rate_that_depends_on_the_number_of_steps_is_reported() -> None:
     task: Any = SimpleNamespace(schedule=functools.partial(learning_rate_factor, Settings()))
     text = describe_new_length(task, step=80, before=80, now=120)
     assert text.startswith("120 steps by EPOCHS and MAX_STEPS, 80 before: ")

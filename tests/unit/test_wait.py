@@ -249,7 +249,7 @@ def test_outages_that_end_do_not_add_up(run: Run, monkeypatch: pytest.MonkeyPatc
     assert server.left == 0
 
 
-def test_what_the_job_before_has_left_is_not_shown_for_the_next_of_its_name(run: Run) -> None:
+def test_the_status_of_a_deleted_job_is_not_shown_for_its_successor(run: Run) -> None:
     before, after = rayjob(JOB), rayjob(JOB)
     after["metadata"]["uid"] = "another"
     follower = Follower(RunAccess(run))
@@ -285,7 +285,7 @@ def test_credentials_that_expire_meanwhile_are_tried_again_for_a_while(
     assert ("error: " in sunspot.err) == (code == 4)
 
 
-def test_what_this_user_may_not_see_is_named_and_the_rest_is_shown(
+def test_what_the_user_may_not_see_is_named_and_the_rest_is_shown(
     cluster: FakeCluster, run: Run, sunspot: Command, job: str, when: Callable[..., None]
 ) -> None:
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True)]
@@ -333,9 +333,7 @@ def test_a_watch_from_too_long_ago_begins_anew(
     assert len([path for _, path in cluster.requests if "watch=true" in path]) >= 3
 
 
-def test_what_keeps_a_run_pending_is_seen_at_once_and_waiting_goes_on(
-    cluster: FakeCluster, sunspot: Command, job: str
-) -> None:
+def test_the_cause_of_a_pending_run_is_shown_while_waiting(cluster: FakeCluster, sunspot: Command, job: str) -> None:
     waiting = {"reason": "CreateContainerConfigError", "message": 'secret "sunspot-storage" not found'}
     container = {"name": "ray", "image": "i", "state": {"waiting": waiting}}
     cluster.pods = [pod("run-1-x-head", "run-1-x", head=True, phase="Pending", containerStatuses=[container])]
@@ -361,7 +359,7 @@ def test_a_job_that_is_deleted_meanwhile(
     assert "its RayJob is gone" in sunspot.err
 
 
-def test_a_status_that_cannot_be_read_is_as_none(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
+def test_an_unreadable_status_is_treated_as_missing(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
     run.storage.write("run/status.json", b"{")
     cluster.set_status(job, "Complete", "SUCCEEDED")
     assert sunspot("wait", "run") == 0
@@ -417,7 +415,7 @@ def test_a_run_whose_head_was_given_up_is_started_again_as_the_same_job(
     assert owner_of(run, JOB) == f"{JOB}#1", "no new submission: the driver counts its starts, and a thawed one is late"
 
 
-def test_without_a_new_checkpoint_a_head_is_started_again_so_often_only(
+def test_head_restarts_are_limited_without_a_new_checkpoint(
     cluster: FakeCluster, run: Run, sunspot: Command, uids: list[str], when: Callable[..., None]
 ) -> None:
     given = rayjob(JOB)
@@ -652,7 +650,7 @@ def test_requests_are_sent_again(cluster: FakeCluster, run: Run, sunspot: Comman
         (503, "etcd is down", "503 etcd is down"),
     ],
 )
-def test_what_the_api_server_refuses_is_told_with_the_fix(
+def test_refusals_of_the_api_server_name_the_fix(
     cluster: FakeCluster, sunspot: Command, status: int, message: str, said: str
 ) -> None:
     cluster.on("GET", "rayjobs", answer(status, message))

@@ -261,9 +261,7 @@ def test_a_process_with_a_thousand_open_files_begins_a_server(node: Node) -> Non
     assert node.run()[0]["forked"]
 
 
-def test_what_is_not_fit_to_be_forked_does_not_serve(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_unfit_to_fork_does_not_serve(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=[1000], daemon=True).start()"
