@@ -52,6 +52,7 @@ def test_it_trains_without_writing_to_its_own_files(derived: str) -> None:
     assert re.search(r"weights: /runs/mnist/checkpoints/step-00000003-attempt-0001-\w{8}/model\.pt", output)
 
 
+@pytest.mark.slow
 def test_it_trains_as_it_is() -> None:
     output = docker("run", "--rm", "-e", "SUNSPOT_MAX_STEPS=2", IMAGE)
     assert "12000 training rows" in output

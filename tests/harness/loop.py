@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,16 +21,17 @@ from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.node_parts import NodeParts
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.data.source import Batch, read_rows
+from sunspot.data.source import Batch, read_rows, rows_in
 from sunspot.elastic.claim import Found, begin_attempt
 from sunspot.elastic.copies import Machine
 from sunspot.elastic.restore import State, load_start
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
-from sunspot.run import Run
+from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt
-from sunspot.settings import Settings
+from sunspot.run.identity import Rows, keep_identity
+from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
 from sunspot.train.loop import train
 from sunspot.train.setup import build_model, build_optimizer, make_padding_batch
@@ -73,10 +79,45 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
     state = load_start(run, plan.settings, start, Found(None, node, NodeParts(group, nodes)), group)
 
     def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
+        task = load_task(plan.settings)
         options: dict[str, Any] = {"rank": dist.get_rank(group), "world_size": len(nodes), "windows": state.ledger}
+        if hasattr(task, "checkpoint_files"):
+            options["more_files"] = functools.partial(task.checkpoint_files, model)
         return CheckpointManager(run, start.attempt, plan, model, optimizer, group=group, average=average, **options)
 
     return _make_worker(plan, group, start.attempt, state, keep)
+
+
+def train_group(plan: Plan, ranks: int, killed_at: int = 0) -> list[float]:
+    """Begin the run of `plan`, or go on with it, on some ranks, to its end or until all are killed in a step.
+
+    Returns the mean losses that were reported.
+    """
+    run = open_run(plan.settings.storage_path, plan.settings.run_name)
+    rows = Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
+    keep_identity(run, plan.settings.environment(), IDENTITY, rows)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if killed_at:
+            stack.enter_context(pytest.raises(pytest.fail.Exception, match="returned nothing"))
+        return in_processes(Path(folder), ranks, lambda group: _take_part(plan, run, killed_at, group))[0]  # type: ignore[no-any-return]
+    return []
+
+
+def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -> list[float]:
+    worker = join_run(plan, run, "me", group)
+    took_step = worker.checkpoints.took_step
+
+    def took_or_die(step: int, rows: torch.Tensor | None) -> None:
+        if step == killed_at:
+            worker.checkpoints.drain()
+            os.kill(os.getpid(), signal.SIGKILL)
+        took_step(step, rows)
+
+    worker.checkpoints.took_step = took_or_die  # type: ignore[method-assign]
+    QuietWorker.losses = []
+    train(worker)
+    worker.checkpoints.close(finished=True)
+    return QuietWorker.losses
 
 
 def _make_worker(

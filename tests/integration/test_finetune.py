@@ -14,12 +14,13 @@ import torch
 from sunspot.checkpoint.sharded import load_model
 from sunspot.predict.__main__ import main as predict
 from sunspot.run import open_run
-from sunspot.run.attempts import checkpoint_name
-from sunspot.run.checkpoints import Checkpoint, find_faults, read_manifest
+from sunspot.run.attempts import read_attempts
+from sunspot.run.checkpoints import Checkpoint, find_faults
 from sunspot.tasks.pretrained import open_base
 from tests.harness import REPOSITORY
-from tests.harness.finetune_ranks import STEPS
+from tests.harness.finetune_ranks import KILLED_AT, STEPS
 from tests.harness.language_models import write_base
+from tests.harness.training import newest
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def last_of(adapters: Path, name: str, attempt: int = 1) -> Checkpoint:
+def last_of(adapters: Path, name: str) -> Checkpoint:
     run = open_run(str(adapters), name)
-    checkpoint = read_manifest(run, checkpoint_name(STEPS, attempt))
-    assert checkpoint
+    checkpoint = newest(run)
+    assert checkpoint.step == STEPS
     assert find_faults(run, checkpoint) == []
     return checkpoint
 
@@ -47,7 +48,9 @@ def test_losses_do_not_depend_on_the_workers(adapters: Path, name: str) -> None:
     one = losses_of(adapters, "one")
     assert len(one) == STEPS
     assert one[-1] < one[0]
-    assert losses_of(adapters, name) == pytest.approx(one, rel=1e-5)
+    found = losses_of(adapters, name)
+    assert found
+    assert found == pytest.approx(one[-len(found) :], rel=1e-5)
 
 
 def test_bf16_learns_under_fsdp(adapters: Path) -> None:
@@ -56,22 +59,23 @@ def test_bf16_learns_under_fsdp(adapters: Path) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize(("name", "attempt"), [("killed", 2), ("fsdp", 2)])
-def test_the_adapter_is_that_of_an_uninterrupted_run(adapters: Path, name: str, attempt: int) -> None:
+@pytest.mark.parametrize("name", ["killed", "fsdp"])
+def test_the_adapter_is_that_of_an_uninterrupted_run(adapters: Path, name: str) -> None:
+    assert [attempt.step for attempt in read_attempts(open_run(str(adapters), name))] == [0, KILLED_AT - 1]
     expected = load_model(open_run(str(adapters), "one"), last_of(adapters, "one"))
-    found = load_model(open_run(str(adapters), name), last_of(adapters, name, attempt))
+    found = load_model(open_run(str(adapters), name), last_of(adapters, name))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize(("name", "attempt"), [("two", 1), ("fsdp", 2)])
-def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, name: str, attempt: int) -> None:
+@pytest.mark.parametrize("name", ["two", "fsdp"])
+def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, name: str) -> None:
     """It loads in peft; the base is what it was."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    checkpoint, base = last_of(adapters, name, attempt), adapters / "base"
+    checkpoint, base = last_of(adapters, name), adapters / "base"
     folder = adapters / name / "checkpoints" / checkpoint.name
     whole = 16 * sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).state_dict().values())
     files = {file: entry["size"] for file, entry in checkpoint.files.items()}
@@ -87,24 +91,13 @@ def test_a_checkpoint_holds_the_adapter_alone(adapters: Path, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["two", "fsdp"])
 def test_the_model_of_a_checkpoint_answers(adapters: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "sunspot.predict",
-        name,
-        "--storage",
-        str(adapters),
-        "--prompt",
-        "if x",
-        "--prompt",
-        "The",
-        "--tokens",
-        "4",
-    ]
+    arguments = f"sunspot.predict {name} --storage {adapters} --prompt The --prompt if --tokens 4".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [*arguments, "--json"])
         assert predict() == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["step"], [each["prompt"] for each in found["answers"]]) == (STEPS, ["if x", "The"])
+        assert (found["step"], [each["prompt"] for each in found["answers"]]) == (STEPS, ["The", "if"])
         assert all(each["answer"] for each in found["answers"])
         patch.setattr("sys.argv", arguments)
         assert predict() == 0
-        assert capsys.readouterr().out.startswith(f"if x: {found['answers'][0]['answer'][:1]}")
+        assert capsys.readouterr().out.startswith(f"The: {found['answers'][0]['answer'][:1]}")

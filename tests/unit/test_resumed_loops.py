@@ -5,24 +5,18 @@ By forked ranks with the product's own checkpoints, without Ray.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sunspot.data.source import rows_in
 from sunspot.plan import Plan
-from sunspot.run import Run, open_run
+from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts
-from sunspot.run.identity import Rows, keep_identity
-from sunspot.settings import IDENTITY, Settings
-from sunspot.train.loop import train
-from tests.harness.loop import join_run, plan_without_evaluation
-from tests.harness.process_group import in_processes
+from sunspot.settings import Settings
+from tests.harness.loop import plan_without_evaluation, train_group
 from tests.harness.training import consumed, newest, weights
 
 STEPS, KILLED_AT, SAVED_EVERY = 24, 17, 5
@@ -38,31 +32,6 @@ def plan_of(storage: Path, settings: dict[str, Any]) -> Plan:
     return plan
 
 
-def take_part(plan: Plan, run: Run, owner: str, killed_at: int, group: dist.ProcessGroup) -> None:
-    """What a rank does: train to the end, or be killed in a step."""
-    worker = join_run(plan, run, owner, group)
-    took_step = worker.checkpoints.took_step
-
-    def took_or_die(step: int, rows: torch.Tensor | None) -> None:
-        if step == killed_at:
-            worker.checkpoints.drain()
-            os.kill(os.getpid(), signal.SIGKILL)
-        took_step(step, rows)
-
-    worker.checkpoints.took_step = took_or_die  # type: ignore[method-assign]
-    train(worker)
-    worker.checkpoints.close(finished=True)
-
-
-def run_group(plan: Plan, folder: Path, owner: str, ranks: int, killed_at: int = 0) -> None:
-    (folder / owner).mkdir()
-    run = open_run(plan.settings.storage_path, "run")
-    keep_identity(
-        run, plan.settings.environment(), IDENTITY, Rows("", rows_in(plan.source), plan.steps.per_epoch, "", "")
-    )
-    in_processes(folder / owner, ranks, lambda group: take_part(plan, run, owner, killed_at, group))
-
-
 @pytest.mark.parametrize(
     ("settings", "then"),
     [
@@ -76,10 +45,9 @@ def run_group(plan: Plan, folder: Path, owner: str, ranks: int, killed_at: int =
 def test_what_was_killed_goes_on(settings: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
     broken, whole = (plan_of(tmp_path / name, settings) for name in ("broken", "whole"))
     resumed = plan_of(tmp_path / "broken", {**settings, **then})
-    with pytest.raises(pytest.fail.Exception, match="returned nothing"):  # they were killed
-        run_group(broken, tmp_path, "killed", 2, killed_at=KILLED_AT)
-    run_group(resumed, tmp_path, "resumed", 3)
-    run_group(whole, tmp_path, "whole", 1)
+    train_group(broken, 2, killed_at=KILLED_AT)
+    train_group(resumed, 3)
+    train_group(whole, 1)
     run = open_run(str(tmp_path / "broken"), "run")
     assert [attempt.step for attempt in read_attempts(run)] == [0, KILLED_AT // SAVED_EVERY * SAVED_EVERY]
     assert newest(run).step == STEPS
