@@ -12,7 +12,6 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -65,15 +64,11 @@ def _by_hand(page: Path) -> str:
 
 
 def settings_page() -> str:
-    """Every setting as a row: variable, default, what it means, what it takes."""
+    """Every setting: variable, default, what it takes, what it means."""
     kept = {PREFIX + name.upper() for name in IDENTITY}
-    rows = [
-        [
-            f"`{setting.variable}`",
-            f"`{setting.default}`" if setting.default else "empty",
-            setting.meaning + (f" {KEPT}" if setting.variable in kept else ""),
-            setting.takes,
-        ]
+    lines = [
+        f"- `{setting.variable}` ({setting.default or 'empty'}{f', {KEPT}' if setting.variable in kept else ''}): "
+        f"{setting.meaning} Takes {setting.takes}."
         for setting in describe_settings()
     ]
     return f"""# Settings
@@ -87,7 +82,10 @@ refused (exit code 6). All others may change from one start to the next.
 
 Secrets are never settings: credentials come from each service's own usual environment.
 
-{_table(["variable", "default", "meaning", "takes"], rows)}"""
+Each with its default:
+
+{chr(10).join(lines)}
+"""
 
 
 def commands_page() -> str:
@@ -124,7 +122,8 @@ def _profile_sections() -> Iterator[str]:
             yield f"{about}\n"
         for name in own:
             takes = model.model_fields[name].description or ""
-            yield f"- `{name}`: {takes}. {documentation.get(name, '')}".rstrip()
+            meaning = documentation.get(name)
+            yield f"- `{name}`: {meaning} Takes {takes}." if meaning else f"- `{name}`: {takes}."
     yield ""
 
 
@@ -169,11 +168,6 @@ def _documentation(model: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return found
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 if __name__ == "__main__":
