@@ -41,7 +41,7 @@ class StorageCommand:
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([*words, "--storage", self.storage])
-        return Answer(ended.value.code, *self._capsys.readouterr())  # type: ignore[arg-type]
+        return Answer(ended.value.code, *self._capsys.readouterr())
 
     def process(self, *words: str) -> Answer:
         """In a process where neither torch, Ray, NumPy nor pandas can be imported."""

@@ -70,7 +70,7 @@ class DyingStorage(LocalStorage):
     def writer(self, key: str) -> Iterator[Writer]:
         self._point(f"before upload {key}")
         with super().writer(key) as writer:
-            store = writer._store  # type: ignore[attr-defined]
+            store = writer._store
             pieces = itertools.count()
 
             def store_half(view: memoryview) -> None:
@@ -79,7 +79,7 @@ class DyingStorage(LocalStorage):
                     self._point(f"in the middle of upload {key}")
                 store(view[len(view) // 2 :])
 
-            writer._store = store_half  # type: ignore[attr-defined]
+            writer._store = store_half
             yield writer
         self._point(f"after upload {key}")
 
@@ -103,7 +103,7 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
         # The first save stands before the killing begins; each is committed before the next, so that none is skipped.
         checkpoints.drain()
         if step == 1:
-            run.storage._left = dies_at  # type: ignore[attr-defined]
+            run.storage._left = dies_at
 
 
 def judge(root: str) -> dict[str, Any]:

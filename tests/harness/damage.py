@@ -264,10 +264,10 @@ class Bench:
         if key not in self.marks and self.run.storage.read(key) != self.whole[key]:
             self._examine_facts()
         for read in READERS:
-            quietly(lambda read=read: read(self.run))  # type: ignore[misc]
+            quietly(lambda read=read: read(self.run))
         for verb in verbs:
             words = verb.format(scratch=tempfile.mkdtemp(dir=self.folder)).split()
-            told = quietly(lambda words=words: self._use(words))  # type: ignore[misc]
+            told = quietly(lambda words=words: self._use(words))
             assert "Traceback" not in told, f"sunspot {verb}: {told}"
 
     def _examine_facts(self) -> None:

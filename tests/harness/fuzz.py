@@ -60,7 +60,7 @@ class HangError(BaseException):
 def effort(times: int) -> Callable[[Any], Any]:
     """So many inputs for each example of the Hypothesis profile."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=settings.default.max_examples * times, suppress_health_check=checks)  # type: ignore[attr-defined]
+    return settings(max_examples=settings.default.max_examples * times, suppress_health_check=checks)
 
 
 def ends_well(act: Callable[[], Result], limit_s: float = 20.0) -> Result | None:
@@ -109,5 +109,5 @@ def damaged(draw: st.DrawFn, originals: list[bytes]) -> bytes:
                 number = draw(st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]))
                 size = draw(st.sampled_from([4, 8]))
                 order = draw(st.sampled_from(["big", "little"]))
-                content[place : place + size] = (number % 2 ** (8 * size)).to_bytes(size, order)  # type: ignore[arg-type]
+                content[place : place + size] = (number % 2 ** (8 * size)).to_bytes(size, order)
     return bytes(content)

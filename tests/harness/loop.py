@@ -99,7 +99,7 @@ def train_group(plan: Plan, ranks: int, killed_at: int = 0) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if killed_at:
             stack.enter_context(pytest.raises(pytest.fail.Exception, match="returned nothing"))
-        return in_processes(Path(folder), ranks, lambda group: _take_part(plan, run, killed_at, group))[0]  # type: ignore[no-any-return]
+        return in_processes(Path(folder), ranks, lambda group: _take_part(plan, run, killed_at, group))[0]
     return []
 
 
@@ -113,7 +113,7 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
             os.kill(os.getpid(), signal.SIGKILL)
         took_step(step, rows)
 
-    worker.checkpoints.took_step = took_or_die  # type: ignore[method-assign]
+    worker.checkpoints.took_step = took_or_die
     QuietWorker.losses = []
     train(worker)
     worker.checkpoints.close(finished=True)
@@ -161,7 +161,7 @@ def train_ranks(folder: Path, count: int, **settings: Any) -> dict[str, np.ndarr
     """The weights that `count` ranks end with."""
     folder.mkdir()
     plan = plan_without_evaluation(Settings(**settings))
-    return in_processes(folder, count, functools.partial(train_rank, plan))[0]  # type: ignore[no-any-return]
+    return in_processes(folder, count, functools.partial(train_rank, plan))[0]
 
 
 def losses_of_ranks(folder: Path, count: int, **settings: Any) -> list[float]:
@@ -174,7 +174,7 @@ def losses_of_ranks(folder: Path, count: int, **settings: Any) -> list[float]:
         train_rank(plan, group)
         return QuietWorker.losses
 
-    return in_processes(folder, count, act)[0]  # type: ignore[no-any-return]
+    return in_processes(folder, count, act)[0]
 
 
 def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:

@@ -84,7 +84,7 @@ def train(storage: str, owner: str, has_memory: bool) -> int:
     start = begin_attempt(run, owner, settings, machines, read=node.read)
     if start is None:
         return SUPERSEDED
-    state = load_start(run, settings, start, Found(found, node, NodeParts(None, [owner])), None)  # type: ignore[arg-type]  # a worker alone
+    state = load_start(run, settings, start, Found(found, node, NodeParts(None, [owner])), None)  # a worker alone
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     if state.model:

@@ -250,7 +250,7 @@ def test_only_the_bytes_that_are_needed_are_read(copied: Run, monkeypatch: pytes
     @contextmanager
     def counted(key: str, offset: int = 0) -> Iterator[Any]:
         with opened(key, offset) as stream:
-            yield SimpleNamespace(read=lambda size: read.append(size) or original(stream, size))  # type: ignore[arg-type, func-returns-value]
+            yield SimpleNamespace(read=lambda size: read.append(size) or original(stream, size))
 
     monkeypatch.setattr(storage, "open", counted)
     read_into(copied, early, wanted, into)
@@ -326,11 +326,11 @@ def test_a_gather_in_bf16_changes_no_number(norm: type[nn.Module], group: object
             optimizer.step()
             optimizer.zero_grad()
         if parallel == "fsdp":
-            assert model[0][1].weight.to_local().dtype == torch.float32  # type: ignore[index]
-            model[0].unshard()  # type: ignore[index, operator]
-            dtypes = {name: parameter.dtype for name, parameter in model[0].named_parameters()}  # type: ignore[index]
+            assert model[0][1].weight.to_local().dtype == torch.float32
+            model[0].unshard()
+            dtypes = {name: parameter.dtype for name, parameter in model[0].named_parameters()}
             assert dtypes["1.weight"] == torch.bfloat16
-            model[0].reshard()  # type: ignore[index, operator]
+            model[0].reshard()
         return [part_of(parameter.detach()).clone() for parameter in model.parameters()]
 
     for ours, theirs in zip(train("fsdp"), train("ddp"), strict=True):
@@ -402,7 +402,7 @@ def test_without_every_part_there_is_no_checkpoint(run: Run, monkeypatch: pytest
 def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sunspot.checkpoint.sharded
     halves, write_part = Halves(run, monkeypatch), module.write_part
-    halves.checkpoints[0]._committer._write._timeout_s = 0.1  # type: ignore[union-attr]
+    halves.checkpoints[0]._committer._write._timeout_s = 0.1
     monkeypatch.setattr(module, "write_part", lambda *given: (time.sleep(2 - given[-1]), write_part(*given)))
     halves.save(0, 1)
     threading.Timer(2, halves.save, (1, 1)).start()  # a second after that of rank 0, which took two
@@ -433,7 +433,7 @@ def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatc
 
 
 def test_blocks_are_what_models_repeat() -> None:
-    model = gpt.build_model(settings_of("fsdp"), SimpleNamespace(classes=256))  # type: ignore[arg-type]
+    model = gpt.build_model(settings_of("fsdp"), SimpleNamespace(classes=256))
     assert list(find_blocks(model)) == list(model.blocks)
     small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))
     assert list(find_blocks(small)) == [small[1]]

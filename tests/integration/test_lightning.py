@@ -180,7 +180,7 @@ def test_a_module_that_cannot_be_trained_is_named(name: str, message: str, sourc
     from tests.tasks import spoiled_lightning
 
     module = ModuleType("my_task")
-    module.build_module = lambda settings, source: getattr(spoiled_lightning, name)()  # type: ignore[attr-defined]
+    module.build_module = lambda settings, source: getattr(spoiled_lightning, name)()
     settings = load_settings({"TASK": "my_task"})
     task = LightningTask(module, settings)
 

@@ -96,7 +96,7 @@ def test_an_actor_that_cannot_load_says_why_and_is_gone(copied_run: FinishedRun,
         pytest.fail("it has a model")
     assert raised.value.exit_code == 7
     with pytest.raises(SunspotError, match="no checkpoint yet"):
-        get_result(ModelWorker.remote("nothing", "newest", copied_run.storage).describe.remote(), 60, "it")  # type: ignore[attr-defined]
+        get_result(ModelWorker.remote("nothing", "newest", copied_run.storage).describe.remote(), 60, "it")
 
 
 def test_a_table_of_files(predict: Predict, finished_run: FinishedRun, tmp_path: Path) -> None:

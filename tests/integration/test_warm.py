@@ -27,7 +27,7 @@ class Worker:
 
 def test_ray_knows_and_ends_forked_workers(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     context = ray.get_runtime_context()
-    plain = Worker.options(runtime_env={"env_vars": {"GIVEN": "1"}}).remote()  # type: ignore[attr-defined]
+    plain = Worker.options(runtime_env={"env_vars": {"GIVEN": "1"}}).remote()
     cold = ray.get(plain.tell.remote())
     raylet = psutil.Process(cold["process"]).ppid()
     for name, value in {"RAY_JOB_ID": context.get_job_id(), "RAY_RAYLET_PID": str(raylet)}.items():
@@ -42,13 +42,13 @@ def test_ray_knows_and_ends_forked_workers(ray_address: str, monkeypatch: pytest
     }
     servers, printed = set(), 0
     for end in ends.values():
-        worker = Worker.options(runtime_env=runtime_env).remote()  # type: ignore[attr-defined]
+        worker = Worker.options(runtime_env=runtime_env).remote()
         told = ray.get(worker.tell.remote())
         process, server = psutil.Process(told["process"]), psutil.Process(told["parent"])
         assert (told["given"], told["score"]) == ("1", cold["score"])
         clients = [each for each in psutil.Process(raylet).children() if key in each.cmdline()]
         assert len(clients) == 1
-        logs = Path(ray._private.worker._global_node.get_logs_dir_path())  # type: ignore[union-attr]
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path())
         printed += "forked worker" in next(logs.glob(f"worker-*-{process.pid}.out")).read_text()
         end(worker, process)
         psutil.wait_procs([process, *clients], timeout=20)

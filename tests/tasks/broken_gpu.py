@@ -20,7 +20,7 @@ def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
     calls += 1
     if calls == BREAKS_AT and not on_head():
         error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-        error.error_code = 214  # type: ignore[attr-defined]  # as torch's C++ sets it
+        error.error_code = 214  # as torch's C++ sets it
         raise error
     return slow.loss(model, batch)
 

@@ -11,4 +11,4 @@ __all__ = ["build_model", "build_optimizer", "loss", "schedule"]
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    return functional.cross_entropy(model(batch["image"]), batch["label"]), {}  # type: ignore[name-defined]  # noqa: F821
+    return functional.cross_entropy(model(batch["image"]), batch["label"]), {}  # noqa: F821

@@ -28,7 +28,7 @@ leaked: list[bytes] = []
 
 def build_model(settings: Settings, source: Source) -> torch.nn.Module:
     faults.update(settings.task_args)
-    Selections.__getitem__ = read_slowly  # type: ignore[method-assign]
+    Selections.__getitem__ = read_slowly
     if "group" in faults and rank() == 1:
         Path(faults["group"], "cgroup.procs").write_text(str(os.getpid()))
     return tiny.build_model(settings, source)

@@ -25,7 +25,7 @@ marker = Path(os.devnull)
 def build_model(settings: Settings, source: object) -> torch.nn.Module:
     global marker
     marker = Path(settings.task_args["marker"])
-    return tiny.build_model(settings, source)  # type: ignore[arg-type]
+    return tiny.build_model(settings, source)
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:

@@ -22,5 +22,5 @@ def build_trees(settings: Settings, source: Source) -> Trees:
         time.sleep(pause_s)
         return boost()
 
-    trees.boost = boost_slowly  # type: ignore[method-assign]
+    trees.boost = boost_slowly
     return trees

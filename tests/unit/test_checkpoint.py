@@ -283,7 +283,7 @@ def test_a_commit_waits_for_no_step_and_counts_only_what_nobody_changed(
     """The next step may take minutes, or hang. A change that was under way when the copy ended is seen later."""
     trainee = Trainee(run)
     trainee.train(2)
-    before_commit = trainee.checkpoints._committer._before_commit  # type: ignore[union-attr]
+    before_commit = trainee.checkpoints._committer._before_commit
 
     def change_meanwhile() -> None:
         if changes:
@@ -667,7 +667,7 @@ def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> No
     def act(rank: Ranks, number: int) -> None:
         pace = random.Random(number)
         write = PartWriter.__call__
-        PartWriter.__call__ = lambda *given: time.sleep(pace.random() / 20) or write(*given)  # type: ignore[method-assign]
+        PartWriter.__call__ = lambda *given: time.sleep(pace.random() / 20) or write(*given)
         for step in range(1, 16):
             time.sleep(pace.random() / 40)
             rank.save(step)
@@ -694,7 +694,7 @@ def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: 
         rank.checkpoints.close(finished=True)
         dist.barrier()
         opened, world, its = list[str](), dist.group.WORLD, Run(rank.storage, "run")
-        rank.storage.open = noted(opened, rank.storage.open)  # type: ignore[method-assign]
+        rank.storage.open = noted(opened, rank.storage.open)
         assert world
         if how == "as INIT_FROM":
             sunspot.elastic.restore._init_run = lambda _: its
@@ -718,8 +718,8 @@ def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_
     def act(rank: Ranks, number: int) -> list[str]:
         asked = list[str]()
         rank.storage.steps = (100,) if number == 0 else ()
-        rank.storage.list = noted(asked, rank.storage.list)  # type: ignore[method-assign]
-        rank.storage.open = noted(asked, rank.storage.open)  # type: ignore[method-assign]
+        rank.storage.list = noted(asked, rank.storage.list)
+        rank.storage.open = noted(asked, rank.storage.open)
         threading.Timer(0.5, rank.storage.let_go.set).start()
         rank.save(100)
         rank.checkpoints.close(finished=True)

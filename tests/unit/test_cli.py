@@ -216,7 +216,7 @@ def test_the_storage_comes_from_the_environment(
     def ask() -> int:
         with pytest.raises(SystemExit) as ended:
             main(["metrics", "run"])
-        return ended.value.code  # type: ignore[return-value]
+        return ended.value.code
 
     monkeypatch.chdir(tmp_path)
     assert ask() == 3

@@ -108,7 +108,7 @@ def test_a_fit_cluster_and_bucket(sunspot: Command, fit: FakeCluster) -> None:
     assert "2 of 2 nodes match" in found["nodes for workers"]["seen"]
     assert not fit.jobs
     assert not sunspot.run.storage.list(""), "it leaves nothing behind"
-    assert s3.leftover_uploads(sunspot.run.storage.bucket) == []  # type: ignore[attr-defined]
+    assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
     assert sunspot("doctor") == 0
     assert "ok       API server: http://127.0.0.1" in sunspot.out
     assert "ready for a run: 20 checks, 0 with a warning" in sunspot.out
@@ -392,7 +392,7 @@ def test_parts_that_are_refused(sunspot: Command, fit: FakeCluster, s3_proxy: Fa
     assert found["storage latency"]["result"] == "ok"
     assert "AccessDenied" in found["storage"]["seen"]
     assert not sunspot.run.storage.list("")
-    assert s3.leftover_uploads(sunspot.run.storage.bucket) == []  # type: ignore[attr-defined]
+    assert s3.leftover_uploads(sunspot.run.storage.bucket) == []
 
 
 def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster, s3_bucket: str) -> None:
@@ -410,7 +410,7 @@ def test_a_bucket_that_keeps_what_is_deleted(sunspot: Command, fit: FakeCluster,
 )
 def test_only_a_rule_for_this_place_counts(s3_bucket: str, prefix: str, status: str, drops: bool) -> None:
     rule = {"ID": "x", "Status": status, "Filter": {"Prefix": prefix}}
-    rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}  # type: ignore[assignment]
+    rule["AbortIncompleteMultipartUpload"] = {"DaysAfterInitiation": 3}
     s3.plain_client().put_bucket_lifecycle_configuration(Bucket=s3_bucket, LifecycleConfiguration={"Rules": [rule]})
     assert open_storage(f"s3://{s3_bucket}/runs").drops_unfinished() is drops
 

@@ -124,7 +124,7 @@ def test_all_of_a_run_goes_and_nothing_else(in_bucket: Command, bucket_run: Run,
         fill(other)
     cluster.put_job(rayjob("run-2-1", run="run-2"))
     kept = {other.name: files_of(other) for other in others}
-    client, bucket = s3.plain_client(), run.storage.bucket  # type: ignore[attr-defined]
+    client, bucket = s3.plain_client(), run.storage.bucket
     client.put_object(Bucket=bucket, Key="runs/run/", Body=b"")  # as a browser of buckets makes a folder
     client.put_object(Bucket=bucket, Key="runs/run/checkpoints/", Body=b"")
     for key in ("runs/run/checkpoints/x/model.pt", "runs/run-2/checkpoints/x/model.pt"):
@@ -244,7 +244,7 @@ def test_a_job_that_gitops_may_keep_is_reported(sunspot: Command, run: Run, clus
 
 def test_kept_versions_of_a_bucket_are_reported(in_bucket: Command, bucket_run: Run) -> None:
     fill(bucket_run)
-    bucket = bucket_run.storage.bucket  # type: ignore[attr-defined]
+    bucket = bucket_run.storage.bucket
     s3.plain_client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     assert in_bucket("delete", "run", "--yes") == 0
     assert "the bucket keeps versions" in in_bucket.err

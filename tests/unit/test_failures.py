@@ -172,9 +172,9 @@ def test_a_contender_goes_through_the_losses(
     subject, results = Subject(ends_after), [Result("it", "job", 20)]
     if add == "false":
         with pytest.raises(SunspotError, match="ended with 1"):
-            program.train(subject, results, commands, arguments)  # type: ignore[arg-type]
+            program.train(subject, results, commands, arguments)
     else:
-        program.train(subject, results, commands, arguments)  # type: ignore[arg-type]
+        program.train(subject, results, commands, arguments)
         said = log.read_text().splitlines()
         dealt = [f"{kind} {node}" for _, kind, node in results[0].losses]
         assert dealt == said[: 2 * len(dealt) : 2]

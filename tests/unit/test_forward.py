@@ -50,10 +50,10 @@ def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGr
         worker = make_worker(plan_without_evaluation(settings), group)
         worker.plan = dataclasses.replace(worker.plan, settings=chosen)
         batch, seen = next(worker.loader.train(1, 0, 1)), []
-        worker.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))  # type: ignore[misc]
+        worker.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
         losses, metrics = row_losses(worker, worker.model, {name: column[:5] for name, column in batch.items()})
         losses.sum().backward()
-        found.append((seen, losses.detach(), metrics["accuracy"], worker.model[0].weight.grad))  # type: ignore[index]
+        found.append((seen, losses.detach(), metrics["accuracy"], worker.model[0].weight.grad))
     (free, *before), (filled, *after) = found
     assert (free, filled) == ([5], [8])
     for one, other in zip(before, after, strict=True):
@@ -125,6 +125,6 @@ def test_what_lightning_trains_compiles_itself() -> None:
 @pytest.mark.parametrize(("micro", "mode"), [(0, "max-autotune"), (40, "max-autotune-no-cudagraphs")])
 def test_gradients_that_add_up_are_not_left_to_a_graphs_memory(micro: int, mode: str) -> None:
     model, modes = nn.Linear(1, 1), []
-    model.compile = lambda mode, dynamic: modes.append(mode)  # type: ignore[method-assign, assignment, misc]
+    model.compile = lambda mode, dynamic: modes.append(mode)
     compile_model(model, plan_of(1000, micro_batch_size=micro, compile="max-autotune"), 2, CPU)
     assert modes == [mode]

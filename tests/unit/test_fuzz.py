@@ -164,7 +164,7 @@ def test_parquet(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     source = ends_well(lambda: open_images(str(path)))
     for group in range(len(source.row_groups) if source else 0):
-        rows = ends_well(lambda number=group: source.read(number))  # type: ignore[misc,union-attr]
+        rows = ends_well(lambda number=group: source.read(number))
         assert rows is None or rows["image"].dtype == np.uint8
 
 
@@ -285,7 +285,7 @@ def test_hostile_names_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     print_table(["run"], [[summary.name] for summary in found])
     assert not COMMANDS.search(capsys.readouterr().out)
     for name in names:
-        run = ends_well(lambda name=name: find_run(os.fsdecode(name), str(storage.root)))  # type: ignore[misc]
+        run = ends_well(lambda name=name: find_run(os.fsdecode(name), str(storage.root)))
         assert run is None or run.name == os.fsdecode(name)
 
 

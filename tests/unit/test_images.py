@@ -122,7 +122,7 @@ def test_every_cut_is_refused_or_an_image(decode: Decode, form: str) -> None:
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [SHAPE, (2, *SHAPE)])
 def test_an_array_is_read(shape: tuple[int, ...], order: str, tmp_path: Path) -> None:
-    array = np.asarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8), order=order)  # type: ignore[call-overload]
+    array = np.asarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8), order=order)
     np.save(tmp_path / "a.npy", array)
     assert (decode_images((tmp_path / "a.npy").read_bytes(), SHAPE, "a.npy") == array.reshape(-1, *SHAPE)).all()
 

@@ -252,7 +252,7 @@ def cuda_error(code: int | None, cause: Exception | None = None) -> Exception:
     if code is not None:
         error.error_code = code
     error.__cause__ = cause
-    return error  # type: ignore[no-any-return]
+    return error
 
 
 @pytest.mark.parametrize(

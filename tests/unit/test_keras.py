@@ -51,7 +51,7 @@ def task(keras: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         model.compile(keras.optimizers.Adam(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
-    module.build_keras = build_keras  # type: ignore[attr-defined]
+    module.build_keras = build_keras
     monkeypatch.setitem(sys.modules, "small_keras", module)
     return module
 
@@ -62,7 +62,7 @@ def settings_for(**task_args: Any) -> Settings:
 
 def build(**task_args: Any) -> KerasModule:
     settings = settings_for(**task_args)
-    return load_task(settings).build_model(settings, SOURCE)  # type: ignore[return-value]
+    return load_task(settings).build_model(settings, SOURCE)
 
 
 def make_rows() -> Batch:
@@ -127,7 +127,7 @@ def test_a_checkpoint_has_a_file_that_keras_loads(keras: Any, task: Any, tmp_pat
     steps(model, range(3))
     state, scores = model.state_dict(), model(rows)
     steps(model, range(3, 5))  # the file is written behind the training
-    files = load_task(settings).checkpoint_files(model, state)  # type: ignore[attr-defined]
+    files = load_task(settings).checkpoint_files(model, state)
     Path(tmp_path, "model.keras").write_bytes(files["model.keras"])
     loaded = keras.models.load_model(tmp_path / "model.keras")
     images = rows["image"].numpy().transpose(0, 2, 3, 1)

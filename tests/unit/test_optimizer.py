@@ -67,13 +67,13 @@ def test_a_share_of_the_steps_is_a_warm_up(share: float, total: int) -> None:
 
 def test_a_task_of_two_functions_gets_the_rest_by_the_settings() -> None:
     module = ModuleType("mine")
-    module.build_model, module.loss = (lambda *_: nn.Linear(2, 2)), None  # type: ignore[attr-defined]
+    module.build_model, module.loss = (lambda *_: nn.Linear(2, 2)), None
     settings = Settings(schedule="cosine", warmup_steps=1, weight_decay=0.1, learning_rate=0.5)
     task = fill_in(module, settings)
     assert [task.schedule(step, 3) for step in range(3)] == pytest.approx([0.5, 1.0, 0.5])
     decays = {len(g["params"][0].shape): (g["weight_decay"], g["lr"]) for g in _groups(task, settings)}
     assert decays == {2: (0.1, 0.5), 1: (0.0, 0.5)}
-    module.schedule = lambda step, total_steps: 7.0  # type: ignore[attr-defined]
+    module.schedule = lambda step, total_steps: 7.0
     with pytest.raises(SettingsError, match=r"SUNSPOT_SCHEDULE=cosine: .* brings its own schedule"):
         fill_in(module, settings)
     assert fill_in(module, Settings(weight_decay=0.1)).schedule(0, 1) == 7.0
@@ -94,7 +94,7 @@ SCHEDULERS: dict[str, Callable[[Any, Settings, int], Any]] = {
 def test_a_scheduler_is_a_function_of_the_step(build: Callable[[Any, Settings, int], Any]) -> None:
     """From wherever a run goes on, and the same as if it had trained from the beginning."""
     module, settings, total = ModuleType("mine"), Settings(learning_rate=0.05, task_args={"gamma": 0.9}), 20
-    module.build_scheduler = build  # type: ignore[attr-defined]
+    module.build_scheduler = build
     optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), settings.learning_rate)
     scheduler, rates = build(optimizer, settings, total), []
     for _ in range(total):
@@ -147,19 +147,19 @@ def test_a_scheduler_that_is_asked_for_a_step_answers_as_if_it_had_taken_all_bef
 def test_a_run_that_goes_on_far_from_its_beginning_does_not_play_all_rates() -> None:
     asked: list[int] = []
     module = ModuleType("mine")
-    module.build_scheduler = lambda optimizer, *_: LambdaLR(optimizer, lambda step: asked.append(step) or 0.5)  # type: ignore[attr-defined, func-returns-value]
+    module.build_scheduler = lambda optimizer, *_: LambdaLR(optimizer, lambda step: asked.append(step) or 0.5)
     assert fill_in(module, Settings()).schedule(50_000, 10**6) == 0.5
     assert len(asked) < 5
 
 
 def test_a_scheduler_that_cannot_be_is_refused() -> None:
     module, settings = ModuleType("mine"), Settings(task="mine")
-    module.build_scheduler = lambda optimizer, *_: ReduceLROnPlateau(optimizer)  # type: ignore[attr-defined]
+    module.build_scheduler = lambda optimizer, *_: ReduceLROnPlateau(optimizer)
     with pytest.raises(SettingsError, match="TASK=mine: its build_scheduler returned a ReduceLROnPlateau; return"):
         fill_in(module, settings).schedule(0, 10)
     with pytest.raises(SettingsError, match=r"SUNSPOT_WARMUP_STEPS=3: .* brings its own schedule"):
         fill_in(module, Settings(warmup_steps=3))
-    module.schedule = lambda step, total_steps: 1.0  # type: ignore[attr-defined]
+    module.schedule = lambda step, total_steps: 1.0
     with pytest.raises(SettingsError, match="both schedule and build_scheduler"):
         fill_in(module, settings)
 
@@ -189,7 +189,7 @@ def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypat
     """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
     monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
     module, settings, state = ModuleType("mine"), Settings(), State()
-    module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)  # type: ignore[attr-defined]
+    module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)
     images, losses = torch.rand(5, 3, 8, 8), []
     for resumes in (False, True):
         torch.manual_seed(0)

@@ -114,9 +114,9 @@ def loss(model, batch):
 
 def test_no_parameter_changes_before_the_copy_of_it_is_done(group: dist.ProcessGroup, own: Callable[..., str]) -> None:
     worker = make_worker(plan_without_evaluation(Settings(task=own(PLAIN), **BATCH)), group)
-    after, waited = [worker.model[0].weight.detach().clone()], list[torch.Tensor]()  # type: ignore[index]
-    worker.checkpoints.took_step = lambda *_: after.append(worker.model[0].weight.detach().clone())  # type: ignore[index, method-assign]
-    worker.checkpoints.wait_for_copy = lambda: waited.append(worker.model[0].weight.detach().clone())  # type: ignore[index, method-assign]
+    after, waited = [worker.model[0].weight.detach().clone()], list[torch.Tensor]()
+    worker.checkpoints.took_step = lambda *_: after.append(worker.model[0].weight.detach().clone())
+    worker.checkpoints.wait_for_copy = lambda: waited.append(worker.model[0].weight.detach().clone())
     train(worker)
     assert len(waited) == 12
     assert all(torch.equal(before, then) for before, then in zip(after, waited, strict=False))
@@ -165,7 +165,7 @@ def build_model(settings, source):
         settings = Settings(task=task, task_args={"whole": whole}, **BATCH)
         worker = make_worker(plan_without_evaluation(settings), group)
         train(worker)
-        assert [module.training for module in worker.model] == modes  # type: ignore[union-attr]
+        assert [module.training for module in worker.model] == modes
 
 
 def test_several_optimizers_are_saved_and_restored_as_one() -> None:
@@ -232,7 +232,7 @@ def test_impossible_models_and_optimizers_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"PARALLEL=fsdp: sunspot.tasks.gan has several models .ModuleDict"):
         shard_model(gan.build_model(settings, EmptySource((1, 8, 8), 3)), settings, torch.device("cpu"))
     module, model = ModuleType("mine"), nn.Linear(1, 1)
-    module.build_optimizer = lambda model, _: {n: torch.optim.SGD(model.parameters(), 1) for n in "ab"}  # type: ignore[attr-defined]
+    module.build_optimizer = lambda model, _: {n: torch.optim.SGD(model.parameters(), 1) for n in "ab"}
     with pytest.raises(SettingsError, match=r"build_optimizer: .*more than one parameter group"):
         fill_in(module, settings).build_optimizer(model, settings)
 

@@ -45,7 +45,7 @@ def run_ranks(*ranks: Callable[[dist.ProcessGroup], Any]) -> list[Future[Any]]:
         group = dist.ProcessGroupGloo(store, number, len(ranks), timedelta(seconds=LIMIT_S))
         return ranks[number](group)
 
-    return [start_thread(lambda number=number: run(number), "rank") for number in range(len(ranks))]  # type: ignore[misc]
+    return [start_thread(lambda number=number: run(number), "rank") for number in range(len(ranks))]
 
 
 def slowly() -> str:

@@ -348,7 +348,7 @@ class Protocol(RuleBasedStateMachine):
         run = Run(process.storage, RUN)
         for _ in range(3):
             try:
-                return _remove(None, SimpleNamespace(run=run, jobs=()))  # type: ignore[arg-type]
+                return _remove(None, SimpleNamespace(run=run, jobs=()))
             except StorageError:
                 continue
             except ConflictError:

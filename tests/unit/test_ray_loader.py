@@ -44,7 +44,7 @@ def test_workers_get_their_rows_and_each_group_is_read_once(
     order = Order(tuple(groups), 7, window_rows)
     source = CountingSource(tuple(groups))
     planner = RoundPlanner(order, steps, total, round_rows)
-    reader = RoundReader(source, order, steps, world_size, steps.workers(world_size))  # type: ignore[arg-type]
+    reader = RoundReader(source, order, steps, world_size, steps.workers(world_size))
 
     streams: list[list[int]] = [[] for _ in range(world_size)]
     for planned in planner(pa.table({"step": [start]})):
@@ -74,7 +74,7 @@ def test_held_out_rows_are_cut_evenly_however_large_a_group_is(groups: list[int]
     for rank in range(world_size):
         pieces = cut_evenly(groups, world_size, rank)
         index = {name: np.array([piece[name] for piece in pieces], int) for name in ("group", "first", "last")}
-        read = list(PieceReader(source)(index))  # type: ignore[arg-type]
+        read = list(PieceReader(source)(index))
         assert all((part["value"][:, 0] == 2 * part["row"]).all() for part in read)
         rows = [row for part in read for row in part["row"].tolist()]
         evaluated += rows
@@ -89,7 +89,7 @@ def test_a_stream_from_another_step_is_refused(start: int, monkeypatch: pytest.M
     """As storage may show an older attempt to whoever makes the stream."""
     steps = Steps(40, 10)
     order = Order((20, 20), 7, 20)
-    reader = RoundReader(CountingSource((20, 20)), order, steps, 1, 1)  # type: ignore[arg-type]
+    reader = RoundReader(CountingSource((20, 20)), order, steps, 1, 1)
 
     def stream(**_: Any) -> Iterator[dict[str, torch.Tensor]]:
         for planned in RoundPlanner(order, steps, 8, 20)(pa.table({"step": [start]})):

@@ -136,7 +136,7 @@ def test_a_fault_ends_with_the_first_step_after_it(
                 file.write("step\n")
         return run.all
 
-    run.groups = groups  # type: ignore[method-assign]
+    run.groups = groups
     fault = inject(run, "kill", target, commands, random.Random(0))
     assert (fault.target, fault.replayed, fault.world_after) == (target, 4, 1)
     assert 3590 < fault.first_step_s < 3610

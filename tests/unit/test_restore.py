@@ -443,13 +443,13 @@ def test_what_came_with_the_state_comes_back(
         files = {}
         for kind, value in values.items():
             with run.storage.writer(run.key("checkpoints", name, f"{kind}.pt")) as writer:
-                torch.save(value, writer)  # type: ignore[arg-type]  # it needs only write()
+                torch.save(value, writer)  # it needs only write()
             files[f"{kind}.pt"] = {"size": writer.size, "sha256": writer.sha256}
         write_manifest(run, replace(manifest, files=files))
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
     chosen = begin_attempt(run, "me", Settings(global_batch_size=5), machines(found and found.held), read=node.read)
     assert chosen
-    state = load_start(run, Settings(), chosen, Found(found, node, NodeParts(None, ["node"])), None)  # type: ignore[arg-type]  # a worker alone
+    state = load_start(run, Settings(), chosen, Found(found, node, NodeParts(None, ["node"])), None)  # a worker alone
     assert state.model["weight"].tolist() == [1, 1]
     assert (state.tier, state.evaluated, state.metrics) == (tier, False, metrics)
     assert state.ledger == (windows if tier == "memory" else ())
@@ -679,6 +679,6 @@ def commit_weights(run: Run, step: int) -> None:
     attempt = attempts[-1] if attempts else start(run, "another")
     name = checkpoint_name(step, attempt.number, attempt.nonce)
     with run.storage.writer(run.key("checkpoints", name, "model.pt")) as writer:
-        torch.save({"weight": torch.tensor(step)}, writer)  # type: ignore[arg-type]  # it needs only write()
+        torch.save({"weight": torch.tensor(step)}, writer)  # it needs only write()
     files = {"model.pt": {"size": writer.size, "sha256": writer.sha256}}
     write_manifest(run, Checkpoint(name, step, 1, 10, 10, attempt.number, files=files))

@@ -452,7 +452,7 @@ def test_a_long_stream_is_read_in_pieces_and_from_anywhere(run: Run, monkeypatch
         writer.flush()
     read = run.storage.read
     asked: list[str] = []
-    monkeypatch.setattr(run.storage, "read", lambda key: asked.append(key) or read(key))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(run.storage, "read", lambda key: asked.append(key) or read(key))
     for offset, reads in [(0, 3), (SEGMENT_BYTES, 2), (2 * SEGMENT_BYTES + 999, 1), (len(text), 0)]:
         asked.clear()
         assert read_stream(run, "driver-1", offset) == text[offset:]

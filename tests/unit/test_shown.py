@@ -113,7 +113,7 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     plan = make_plan(settings, task)
     attempt = start(begin(run), "me")
     model = task.build_model(settings, plan.source)
-    checkpoints = CheckpointManager(run, attempt, plan, model, task.build_optimizer(model, settings))  # type: ignore[arg-type]
+    checkpoints = CheckpointManager(run, attempt, plan, model, task.build_optimizer(model, settings))
     checkpoints.save(1, {})
     checkpoints.close(finished=True)
     assert checkpoints.newest

@@ -233,7 +233,7 @@ def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
     def on_device(*steps: int) -> Iterator[Batch]:
         return ({name: column.to(device) for name, column in batch.items()} for batch in train(*steps))
 
-    worker.loader.train = on_device  # type: ignore[method-assign]
+    worker.loader.train = on_device
     worker.model = worker.model.to(device)
     worker.optimizer, worker.average = build_optimizer(settings, worker.task, worker.model, State())
     return TrainingRun(worker)
@@ -252,7 +252,7 @@ def test_a_step_reads_nothing_that_the_device_computes(group: dist.ProcessGroup)
 def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
     run = run_on("cuda", group)
     batches = list(run._worker.loader.train(1, 0, 4))
-    run._worker.loader.train = lambda *_: iter(batches)  # type: ignore[assignment, method-assign]
+    run._worker.loader.train = lambda *_: iter(batches)
     for batch in itertools.islice(run.batches(), 4):
         torch.cuda.set_sync_debug_mode("error" if run.position else "default")
         try:

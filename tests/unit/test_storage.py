@@ -187,7 +187,7 @@ def test_what_a_killed_writer_leaves_is_listed_apart_and_discarded(storage: Stor
         if isinstance(storage, Bucket):
             leave_part(storage, key)
         else:
-            killed.append(storage._temporary(key, b"12345"))  # type: ignore[attr-defined]
+            killed.append(storage._temporary(key, b"12345"))
             killed[-1].__enter__()
     [unfinished] = storage.list_unfinished("run")
     assert (unfinished.key, unfinished.size) == ("run/b", 5)

@@ -277,7 +277,7 @@ def test_other_identity_settings_are_refused_before_anything_is_sent(cluster: Fa
 
 
 def test_submit_and_wait(cluster: FakeCluster, sunspot: Command) -> None:
-    cluster.on("GET", "watch=true", lambda handler: (end(cluster, sunspot.run, RunState.SUCCEEDED), handler.watch()), 1)  # type: ignore[arg-type, func-returns-value]
+    cluster.on("GET", "watch=true", lambda handler: (end(cluster, sunspot.run, RunState.SUCCEEDED), handler.watch()), 1)
     assert sunspot.submit("--wait", "--json") == 0, sunspot.err
     lines = [json.loads(line) for line in sunspot.out.splitlines()]
     assert lines[0]["action"] == "created"

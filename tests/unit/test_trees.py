@@ -47,7 +47,7 @@ def make_rows(classes: int = CLASSES) -> Batch:
 
 def build(library: str, classes: int = CLASSES) -> Trees:
     settings = settings_for(library)
-    return load_task(settings).build_model(settings, EmptySource((1, 4, 4), classes))  # type: ignore[return-value]
+    return load_task(settings).build_model(settings, EmptySource((1, 4, 4), classes))
 
 
 def scaled(scores: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_they_learn(library: str) -> None:
     losses, metrics = task.loss(trees, rows)
     assert losses.shape == (ROWS,)
     assert metrics["accuracy"].float().mean() > 0.9
-    assert task.predict(trees, rows["image"]).shape == (ROWS, CLASSES)  # type: ignore[attr-defined]
+    assert task.predict(trees, rows["image"]).shape == (ROWS, CLASSES)
     assert sum(trees.importance().get(number, 0) for number in range(4)) > 0.6 * sum(trees.importance().values())
 
 
@@ -125,22 +125,22 @@ def test_a_table_is_its_columns(library: str, classes: bool, tmp_path: Path) -> 
     settings = settings_for(library, columns=["age", "income"], classes=classes)
     settings = settings.model_copy(update={"dataset": str(tmp_path)})
     task = load_task(settings)
-    source, _ = task.find_sources(settings)  # type: ignore[attr-defined]
+    source, _ = task.find_sources(settings)
     trees = task.build_model(settings, source)
     rows = {name: torch.from_numpy(column) for name, column in read_rows(source, 0, ROWS).items()}
-    trees.begin(rows, {})  # type: ignore[operator]
+    trees.begin(rows, {})
     before = task.loss(trees, rows)[0].mean()
     for _ in range(20):
-        trees.boost()  # type: ignore[operator]
+        trees.boost()
     assert task.loss(trees, rows)[0].mean() < before / 4
-    assert set(trees.importance()) <= {0, 1}  # type: ignore[operator]
+    assert set(trees.importance()) <= {0, 1}
 
 
 @pytest.mark.parametrize("columns", [["age", "label"], "age", [3]])
 def test_columns_are_names(columns: Any) -> None:
     settings = settings_for("xgboost", columns=columns)
     with pytest.raises(SettingsError, match="list the names of columns, without label"):
-        load_task(settings).find_sources(settings)  # type: ignore[attr-defined]
+        load_task(settings).find_sources(settings)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_wrong_options_are_one_message(settings: Settings, said: str) -> None:
 
 @pytest.mark.parametrize("name", EXTRA)
 def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=rf"{name} is not installed; install sunspot-train\[trees\]"):
         build(name)
 

@@ -391,7 +391,7 @@ def uids(cluster: FakeCluster) -> list[str]:
             job = {**job, "status": {}}
         return put(job)
 
-    cluster.put_job = put_job  # type: ignore[method-assign]
+    cluster.put_job = put_job
     return found
 
 
