@@ -196,7 +196,7 @@ class Worker(Machine):
     gpu_tolerations: list[Toleration] | None = _takes("a list of tolerations, as Kubernetes has them")
     "For taints of nodes with GPUs, beside that of `gpu_resource`."
     placement: Literal["spread", "pack", "zone"] | None = _takes("spread, pack or zone")
-    "spread: over nodes, pack: in one zone, both as far as possible; zone: in one zone, or not at all."
+    "Over many nodes or in one zone as far as possible, or in one zone or not at all."
 
 
 class WorkerGroup(Worker):
@@ -242,7 +242,7 @@ class Profile(_Part):
     "How long before its end a node's pods are told."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")
-    "Whether image and storage must be named, as nodes pull the one and a bucket is the other."
+    "Whether the image must be in a registry of yours, and storage a bucket."
     image: Image | None = _takes("the reference of an image, e.g. registry.example/sunspot:1")
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] | None = _takes("IfNotPresent, Always or Never")
     image_pull_secrets: list[ObjectName] | None = _takes("a list of names of Secrets")
