@@ -78,10 +78,10 @@ def make_plan(settings: Settings, task: Any) -> Plan:
     rows = rows_in(source)
     if rows < MIN_ROWS:
         raise DataError(f"{settings.dataset}: {rows} training row; at least {MIN_ROWS} are needed")
-    whole = hasattr(task, "takes_all_rows")
-    if whole:  # a checkpoint comes after each step: there is nothing to copy between
+    full_batch = hasattr(task, "full_batch")
+    if full_batch:  # a checkpoint comes after each step: there is nothing to copy between
         settings = settings.model_copy(update={"snapshot_cost": 0.0})
-    steps = Steps(rows, rows if whole else settings.global_batch_size)
+    steps = Steps(rows, rows if full_batch else settings.global_batch_size)
     by_epochs = settings.epochs * steps.per_epoch
     total = steps.total(settings.epochs, settings.max_steps)
     shape = "x".join(map(str, source.shape))

@@ -161,11 +161,13 @@ def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> No
 def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int, rank: int) -> None:
     """Forward and backward of a rank's share of a step."""
     rows = {column: torch.from_numpy(values) for column, values in read_rows(plan.source, 0, STEPS * BATCH).items()}
-    worker: Any = SimpleNamespace(plan=plan, task=gpt, world_size=ranks, device=torch.device("cpu"))
+    learner: Any = SimpleNamespace(
+        plan=plan, task=gpt, place=SimpleNamespace(world_size=ranks, device=torch.device("cpu"))
+    )
     begin, end = plan.steps.share(step, ranks, rank)
     batch = {column: values[begin:end] for column, values in rows.items()}
-    for part, weight in passes(prepared, batch, BATCH, ranks, plan.settings.micro_batch_size, empty=False):
-        losses, _ = row_losses(worker, prepared, part)
+    for part, weight in passes(prepared, end - begin, BATCH, ranks, plan.settings.micro_batch_size):
+        losses, _ = row_losses(learner, prepared, {name: column[part] for name, column in batch.items()})
         (losses.sum() * weight).backward()
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +26,6 @@ from sunspot.data.source import Batch, read_rows, rows_in
 from sunspot.elastic.claim import Found, begin_attempt
 from sunspot.elastic.copies import Machine
 from sunspot.elastic.restore import State, load_start
-from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
@@ -33,9 +33,10 @@ from sunspot.run.attempts import Attempt
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
+from sunspot.train.learner import Learner, WorkerPlace
 from sunspot.train.loop import train
-from sunspot.train.setup import build_model, build_optimizer, make_padding_batch
-from sunspot.train.worker import Worker
+from sunspot.train.setup import build_model, build_optimizer
+from sunspot.train.worker import Beginning, Worker
 from tests.harness.process_group import in_processes
 
 
@@ -45,7 +46,7 @@ class QuietWorker(Worker):
     losses: ClassVar[list[float]] = []
     "Of the newest worker's records."
 
-    def report(self, record: dict[str, Any], window: MetricWindow) -> None:
+    def report(self, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
 
 
@@ -123,33 +124,15 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
 def _make_worker(
     plan: Plan, group: dist.ProcessGroup, attempt: Attempt, state: State, keep: Callable[..., CheckpointManager]
 ) -> Worker:
-    rank, world_size, device = dist.get_rank(group), dist.get_world_size(group), torch.device("cpu")
+    place = WorkerPlace(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), group)
     task = load_task(plan.settings)
-    model = build_model(plan, task, state, attempt, world_size, device)
+    model = build_model(plan, task, state, attempt, place)
     optimizer, average = build_optimizer(plan.settings, task, model, state)
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), lambda *args, **options: None))
-    loader: Any = Shares(plan, world_size, rank)
-    return QuietWorker(
-        plan=plan,
-        task=task,
-        start=attempt.step,
-        evaluated=True,
-        metrics={},
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        model=model,
-        optimizer=optimizer,
-        average=average,
-        loader=loader,
-        padding_batch=make_padding_batch(plan.source, device),
-        control_group=group,
-        checkpoints=keep(model, optimizer, average),
-        commands=idle,
-        watchdog=idle,
-        telemetry=idle,
-        reporter=None,
-    )
+    loader: Any = Shares(plan, place.world_size, place.rank)
+    learner = Learner(plan, task, place, model, optimizer, average, loader)
+    checkpoints = keep(model, optimizer, average)
+    return QuietWorker(learner, Beginning(attempt.step, True, {}), checkpoints, idle, idle, idle, None, ExitStack())
 
 
 def plan_without_evaluation(settings: Settings) -> Plan:
@@ -181,7 +164,7 @@ def train_rank(plan: Plan, group: dist.ProcessGroup) -> dict[str, np.ndarray]:
     """What one of them does."""
     worker = make_worker(plan, group)
     train(worker)
-    whole = {name: gather(tensor) for name, tensor in worker.model.state_dict().items()}
+    whole = {name: gather(tensor) for name, tensor in worker.learner.model.state_dict().items()}
     dist.barrier()
     return whole
 

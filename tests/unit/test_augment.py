@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from sunspot.errors import SettingsError
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train.augment import augment
 from sunspot.train.run import TrainingRun
-from sunspot.train.step import seed_generators
 from tests.harness.documentation import find_example
-from tests.harness.loop import losses_of_ranks
+from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation
 
 DRAW: Any = None
 
@@ -47,12 +47,10 @@ def test_a_row_is_changed_alike_wherever_it_is() -> None:
         assert not torch.isclose(augment(task, batch, *other, DRAW)["image"], whole["image"]).any()
 
 
-def test_draws_are_not_those_of_the_generators() -> None:
-    step: Any = SimpleNamespace(_random=None, _rows_in_step=4, _has_rows=True, world_size=1, rank=0, position=5)
-    step.settings, step.device = SimpleNamespace(seed=3), "cpu"
-    drawn = TrainingRun.draw(step, 2)
-    seed_generators(3, 5, 0)  # of rank 0 in that step
-    assert not torch.isclose(drawn, torch.rand(4, 2)).any()
+def test_draws_are_not_those_of_the_generators(group: dist.ProcessGroup) -> None:
+    run = TrainingRun(make_worker(plan_without_evaluation(Settings(task="tests.tasks.tiny", seed=3)), group))
+    batch = next(run.batches())  # which seeds the generators
+    assert not torch.isclose(run.draw(2), torch.rand(len(batch["row"]), 2)).any()
 
 
 def test_losses_do_not_depend_on_the_number_of_workers(example: str, tmp_path: Path) -> None:

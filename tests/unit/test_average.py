@@ -81,13 +81,13 @@ def test_a_run_goes_on_from_the_weights_that_it_had() -> None:
 def averages(settings: Settings, looks: bool, group: dist.ProcessGroup) -> list[np.ndarray]:
     """The averages of a run of the small task, which are tried after each step, or not."""
     worker = make_worker(plan_without_evaluation(settings), group)
-    run = TrainingRun(worker)
+    run, learner = TrainingRun(worker), worker.learner
     for batch in run.batches():
         take_step(run, batch)
         if looks:
-            with worker.average.in_place(worker.model), torch.no_grad():
-                worker.task.loss(worker.model, worker.padding_batch)
-    return [gather(average) for average in worker.average._averages]
+            with learner.average.in_place(learner.model), torch.no_grad():
+                learner.task.loss(learner.model, learner.padding_batch)
+    return [gather(average) for average in learner.average._averages]
 
 
 @pytest.mark.parametrize(("workers", "parallel"), [(2, "ddp"), (3, "fsdp")])

@@ -47,13 +47,13 @@ def test_rows_that_fill_up_a_pass_have_no_part_in_the_step(group: dist.ProcessGr
     found = []
     for chosen in (settings, settings.model_copy(update={"compile": "default"})):
         torch.manual_seed(0)
-        worker = make_worker(plan_without_evaluation(settings), group)
-        worker.plan = dataclasses.replace(worker.plan, settings=chosen)
-        batch, seen = next(worker.loader.train(1, 0, 1)), []
-        worker.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
-        losses, metrics = row_losses(worker, worker.model, {name: column[:5] for name, column in batch.items()})
+        learner = make_worker(plan_without_evaluation(settings), group).learner
+        learner.plan = dataclasses.replace(learner.plan, settings=chosen)
+        batch, seen = next(learner.loader.train(1, 0, 1)), []
+        learner.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
+        losses, metrics = row_losses(learner, learner.model, {name: column[:5] for name, column in batch.items()})
         losses.sum().backward()
-        found.append((seen, losses.detach(), metrics["accuracy"], worker.model[0].weight.grad))
+        found.append((seen, losses.detach(), metrics["accuracy"], learner.model[0].weight.grad))
     (free, *before), (filled, *after) = found
     assert (free, filled) == ([5], [8])
     for one, other in zip(before, after, strict=True):
@@ -87,7 +87,7 @@ def test_one_graph_serves_all_steps(group: dist.ProcessGroup, only_graphs: Count
     worker = make_worker(plan_without_evaluation(Settings(**settings, compile="default")), group)
     train(worker)
     assert only_graphs["unique_graphs"] == 1
-    compiled = worker.model.state_dict()
+    compiled = worker.learner.model.state_dict()
     assert list(compiled) == list(plain)
     for name, weights in plain.items():
         np.testing.assert_allclose(compiled[name].numpy(), weights, rtol=0, atol=1e-5)

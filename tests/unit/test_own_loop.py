@@ -26,6 +26,7 @@ from sunspot.tasks import gan, load_task
 from sunspot.tasks.defaults import fill_in
 from sunspot.tasks.optimizers import Optimizers
 from sunspot.train.loop import train
+from sunspot.train.worker import Beginning
 from tests.harness import REPOSITORY
 from tests.harness.loop import losses_of_ranks, make_worker, plan_without_evaluation, train_ranks
 
@@ -114,9 +115,10 @@ def loss(model, batch):
 
 def test_no_parameter_changes_before_the_copy_of_it_is_done(group: dist.ProcessGroup, own: Callable[..., str]) -> None:
     worker = make_worker(plan_without_evaluation(Settings(task=own(PLAIN), **BATCH)), group)
-    after, waited = [worker.model[0].weight.detach().clone()], list[torch.Tensor]()
-    worker.checkpoints.took_step = lambda *_: after.append(worker.model[0].weight.detach().clone())
-    worker.checkpoints.wait_for_copy = lambda: waited.append(worker.model[0].weight.detach().clone())
+    weight: torch.Tensor = worker.learner.model[0].weight.detach()
+    after, waited = [weight.clone()], list[torch.Tensor]()
+    worker.checkpoints.took_step = lambda *_: after.append(weight.clone())
+    worker.checkpoints.wait_for_copy = lambda: waited.append(weight.clone())
     train(worker)
     assert len(waited) == 12
     assert all(torch.equal(before, then) for before, then in zip(after, waited, strict=False))
@@ -144,7 +146,7 @@ def train(run):
     assert drawn.pop("end") == 2
     assert len({number for number, _ in drawn.values()}) == 4
     worker = make_worker(plan, group)
-    worker.start = 2
+    worker.beginning = Beginning(2, True, {})
     importlib.import_module(task).drawn.clear()
     train(worker)
     assert importlib.import_module(task).drawn[3] == drawn[3]
@@ -165,7 +167,7 @@ def build_model(settings, source):
         settings = Settings(task=task, task_args={"whole": whole}, **BATCH)
         worker = make_worker(plan_without_evaluation(settings), group)
         train(worker)
-        assert [module.training for module in worker.model] == modes
+        assert [module.training for module in worker.learner.model] == modes
 
 
 def test_several_optimizers_are_saved_and_restored_as_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from sunspot.elastic.messages import Incident
 from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.progress import News, Progress, _Lines, _watch, epoch_line
-from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
+from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, lineage
@@ -32,11 +33,20 @@ from sunspot.run.incidents import Cause, read_receipts
 from sunspot.run.ranks import each_rank_record
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
+from sunspot.train.learner import WorkerPlace
 from sunspot.train.reporter import Reporter
-from sunspot.train.step import after_step
-from sunspot.train.worker import Worker
+from sunspot.train.worker import Beginning, StepTaken, Worker
 from tests.harness.control import LocalControl
 from tests.harness.runs import begin, consumed, record_audit, start
+
+
+def make_worker(plan: Plan, group: dist.ProcessGroup, *own: Any) -> Worker:
+    """A worker alone; `own` are its checkpoints, commands, telemetry and reporter."""
+    place = WorkerPlace(0, 1, torch.device("cpu"), group)
+    learner: Any = SimpleNamespace(plan=plan, place=place, average=MagicMock())
+    checkpoints, commands, telemetry, reporter = own
+    begun = Beginning(0, True, {})
+    return Worker(learner, begun, checkpoints, commands, MagicMock(), telemetry, reporter, ExitStack())
 
 
 @pytest.mark.parametrize("name", ["loss", "generator_loss"])
@@ -60,18 +70,11 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
     reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
     telemetry = MagicMock()
-    fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
     commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False, save=False))
-    worker = Worker(
-        **{"plan": plan, "start": 0, "evaluated": True, "metrics": {}, "rank": 0, "world_size": 1, **fakes},
-        **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": commands},
-        **{"watchdog": MagicMock(), "telemetry": telemetry, "reporter": reporter, "average": MagicMock()},
-    )
-    consensus, window = StepDecisionBroadcast(group), worker.open_window()
+    worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
     with reporter.publisher:
         for step in range(1, 13):
-            window.add_step([{name: torch.tensor([step, step + 1.0])}], 0.25, 0.125)
-            after_step(worker, consensus, window, step, None, 0.1)
+            worker.finish_step(StepTaken(step, None, [{name: torch.tensor([step, step + 1.0])}], 0.25, 0.125, 0.1))
         reporter.end()
     spans = lineage([attempt])
     records = read_journal(run, "metrics", spans)
@@ -117,18 +120,13 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
     reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
-    fakes: dict[str, Any] = dict.fromkeys(("task", "model", "optimizer", "loader", "padding_batch"))
-    worker = Worker(
-        **{"plan": plan, "start": 0, "evaluated": True, "metrics": {}, "rank": 0, "world_size": 1, **fakes},
-        **{"device": torch.device("cpu"), "control_group": group, "checkpoints": checkpoints, "commands": MagicMock()},
-        **{"watchdog": MagicMock(), "telemetry": MagicMock(), "reporter": reporter, "average": MagicMock()},
-    )
-    window, consensus = worker.open_window(), MagicMock()
+    worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
+    agree = MagicMock()
+    monkeypatch.setattr(worker, "_decisions", MagicMock(agree=agree))
     with reporter.publisher:
         for step in range(1, 5):
-            consensus.agree.return_value = StepActions(report=step == 3)
-            window.add_step([{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125)
-            after_step(worker, consensus, window, step, None, 0.1)
+            agree.return_value = StepActions(report=step == 3)
+            worker.finish_step(StepTaken(step, None, [{"loss": torch.tensor([step, step + 1.0])}], 0.25, 0.125, 0.1))
     assert [(one["step"], one["loss"]) for one in read_journal(run, "metrics")] == [(3, 2.5), (4, 4.5)]
     status = read_status(run)
     assert status

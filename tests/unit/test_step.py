@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,14 +24,17 @@ from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
 from sunspot.elastic.messages import Command
 from sunspot.elastic.restore import State
-from sunspot.observe.metrics import MetricWindow, RecentMeans
-from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
+from sunspot.observe.metrics import MetricWindow
+from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.settings import Settings
+from sunspot.train.evaluate import evaluate
+from sunspot.train.learner import WorkerPlace
 from sunspot.train.loop import take_step
 from sunspot.train.run import TrainingRun
+from sunspot.train.seeds import seed_generators
 from sunspot.train.setup import build_optimizer
-from sunspot.train.step import after_step, evaluate, make_up_evaluation, seed_generators
+from sunspot.train.worker import Beginning, StepTaken, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
 
@@ -38,7 +44,7 @@ HELD_OUT = 50
 def evaluating(
     group: dist.ProcessGroup, world_size: int, batches: Iterator[Batch] | None = None, **settings: Any
 ) -> Any:
-    """A worker of `world_size` with what an evaluation needs, and its `passes`: the rows of each."""
+    """What an evaluation needs on one of `world_size` workers, and its `passes`: the rows of each."""
     passes: list[int] = []
 
     def test(batch_size: int) -> Iterator[Batch]:
@@ -51,19 +57,19 @@ def evaluating(
 
     return SimpleNamespace(
         plan=Plan(Settings(**settings), EmptySource((1,), 1), EmptySource((1,), 1), Steps(1000, 40), 25),
-        world_size=world_size,
-        device=torch.device("cpu"),
+        place=WorkerPlace(dist.get_rank(group), world_size, torch.device("cpu"), group),
         model=torch.nn.Linear(1, 1),
         loader=SimpleNamespace(test=test),
         padding_batch={"row": torch.zeros(2, dtype=torch.int64)},
         task=SimpleNamespace(loss=loss),
         average=WeightAverage(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1), 0),
-        commands=SimpleNamespace(poll=Command),
-        control_group=group,
         passes=passes,
-        heartbeat=lambda: None,
-        waits=lambda: None,
     )
+
+
+def results_of(learner: Any) -> dict[str, float] | None:
+    """The results of an evaluation that no command cuts short."""
+    return evaluate(learner, Command, lambda _: None).results
 
 
 @pytest.mark.parametrize(
@@ -72,10 +78,10 @@ def evaluating(
 def test_an_evaluation_takes_no_more_rows_at_once_than_training(
     group: dist.ProcessGroup, world_size: int, batch: int, micro: int, largest: int
 ) -> None:
-    worker = evaluating(group, world_size, global_batch_size=batch, micro_batch_size=micro)
-    assert evaluate(worker).results == {"test_loss": pytest.approx((HELD_OUT - 1) / 2)}
-    assert max(worker.passes) == largest
-    assert sum(worker.passes) == HELD_OUT
+    learner = evaluating(group, world_size, global_batch_size=batch, micro_batch_size=micro)
+    assert results_of(learner) == {"test_loss": pytest.approx((HELD_OUT - 1) / 2)}
+    assert max(learner.passes) == largest
+    assert sum(learner.passes) == HELD_OUT
 
 
 class Cached(torch.nn.Module):
@@ -94,10 +100,10 @@ class Cached(torch.nn.Module):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_training_goes_on_with_what_an_evaluation_left(parallel: str, group: dist.ProcessGroup) -> None:
-    worker = evaluating(group, 1, parallel=parallel)
-    model = worker.model = Cached()
-    worker.task.loss = lambda model, batch: (model(batch["row"])[:, 0], {})
-    assert evaluate(worker).results
+    learner = evaluating(group, 1, parallel=parallel)
+    model = learner.model = Cached()
+    learner.task.loss = lambda model, batch: (model(batch["row"])[:, 0], {})
+    assert results_of(learner)
     model(torch.arange(4)).sum().backward()
     assert (model.training, model.layer.training, model.frozen.training) == (True, True, False)
 
@@ -112,11 +118,13 @@ def test_a_notice_cuts_an_evaluation_short_on_all_ranks(
 
     def act(group: dist.ProcessGroup) -> tuple[bool, bool, bool]:
         slowly = ({"row": torch.full((4,), time.sleep(0.001) or number)} for number in range(20_000))
-        worker = evaluating(group, 2, slowly, parallel=parallel)
-        if dist.get_rank() == 0:
-            worker.commands.poll = lambda: command if len(worker.passes) >= 3 else Command()
-        results, stop, restart = evaluate(worker)
-        return results is None and len(worker.passes) < 20_000, stop, restart
+        learner = evaluating(group, 2, slowly, parallel=parallel)
+
+        def poll() -> Command:
+            return command if dist.get_rank() == 0 and len(learner.passes) >= 3 else Command()
+
+        results, stop, restart = evaluate(learner, poll, lambda _: None)
+        return results is None and len(learner.passes) < 20_000, stop, restart
 
     assert in_processes(tmp_path, 2, act) == [(True, command.stop, command.restart)] * 2
 
@@ -127,29 +135,44 @@ def test_a_rank_without_rows_is_alive_while_others_evaluate(tmp_path: Path, monk
 
     def act(group: dist.ProcessGroup) -> tuple[dict[str, float] | None, int]:
         rows = range(20) if dist.get_rank() == 0 else range(1)
-        worker = evaluating(group, 2, ({"row": torch.tensor([time.sleep(0.005) or row])} for row in rows))
-        beats = itertools.count()
-        worker.waits = worker.heartbeat = lambda: next(beats)
-        return evaluate(worker).results, next(beats)
+        learner = evaluating(group, 2, ({"row": torch.tensor([time.sleep(0.005) or row])} for row in rows))
+        beats = list[bool]()
+        return evaluate(learner, Command, beats.append).results, len(beats)
 
     (results, _), (same, beats) = in_processes(tmp_path, 2, act)
     assert results == same == {"test_loss": pytest.approx(sum(range(20)) / 21)}
     assert beats > 5, "one for each round, and of those many while the other evaluates"
 
 
-def kept_of(calls: list[Any], worker: Any) -> Any:
-    """The worker, with what it does about an evaluation recorded in `calls`."""
-    worker.checkpoints = SimpleNamespace(
-        save=lambda step, metrics, evaluated=True, to_storage=True: calls.append(("save", step, evaluated, to_storage)),
-        due=lambda *_: StepActions(),
-    )
-    worker.average.update = worker.took_step = lambda *_: None
-    worker.report = lambda record, _: worker.records.append(record)
-    worker.records = []
-    worker.due = lambda *_: StepActions()
-    worker.add_evaluation = lambda results: calls.append(("made up", *results))
-    worker.restart_group = lambda: calls.append("restart")
-    return worker
+class Recorded(Worker):
+    """A worker that trains nothing, and keeps in `calls` and `records` what it does after a step."""
+
+    def __init__(self, learner: Any, command: Command, evaluated: bool = True, **due: Any) -> None:
+        self.calls: list[Any] = []
+        self.records: list[dict[str, Any]] = []
+        learner.average.update = lambda _: None
+        checkpoints: Any = SimpleNamespace(
+            save=self._save, took_step=lambda *_: None, due=lambda *_: StepActions(**due), wait_for_copy=lambda: None
+        )
+        commands: Any = SimpleNamespace(poll=lambda: command if "evaluates" in self.calls else Command())
+        loss = learner.task.loss
+        learner.task.loss = lambda *given: self.calls.append("evaluates") or loss(*given)
+        reporter: Any = MagicMock(due=lambda: False)
+        begun, ignored = Beginning(25, evaluated, {}), MagicMock()
+        super().__init__(learner, begun, checkpoints, commands, ignored, ignored, reporter, ExitStack())
+
+    def take_step(self, step: int) -> bool:
+        return self.finish_step(StepTaken(step, None, [{"loss": torch.ones(2)}], 0.1, 0.1, 0.1))
+
+    def report(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def restart_group(self) -> Any:
+        self.calls.append("restart")
+
+    def _save(self, step: int, metrics: dict[str, Any], *, evaluated: bool = True, to_storage: bool = True) -> None:
+        self.calls.append(("save", step, evaluated, to_storage))
+        self.records.append(metrics)
 
 
 @pytest.mark.parametrize(
@@ -161,81 +184,78 @@ def kept_of(calls: list[Any], worker: Any) -> Any:
     ],
 )
 def test_an_epochs_end_is_kept_before_its_evaluation(
-    command: Command, left: list[Any], group: dist.ProcessGroup
+    command: Command, left: list[Any], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is lost, or cut short, from there on costs no step, and is not told to be evaluated."""
-    calls: list[Any] = []
-    worker = kept_of(calls, evaluating(group, 1))
-    worker.commands.poll = lambda: calls.append("evaluates") or command
-    window = MetricWindow(group, worker.device, RecentMeans(1000, {}))
-    window.add_step([{"loss": torch.ones(2)}], 0.1, 0.1)
-    stopped = after_step(worker, StepDecisionBroadcast(group), window, 25, None, 0.1)
-    assert stopped == command.stop
-    assert [*dict.fromkeys(calls)] == [("save", 25, False, False), "evaluates", *left]
-    [record] = worker.records
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
+    worker = Recorded(evaluating(group, 1), command)
+    assert worker.take_step(25) == command.stop
+    assert [*dict.fromkeys(worker.calls)] == [("save", 25, False, False), "evaluates", *left]
+    record = worker.records[-1]
     assert (record["epoch"], "test_loss" in record) == (1, command == Command())
 
 
 @pytest.mark.parametrize(
     ("command", "done"),
     [
-        (Command(), [("made up", "test_loss")]),
+        (Command(), [("save", 25, True, True)]),
         (Command(restart=True), [("save", 25, False, True), "restart"]),
         (Command(stop=True), [("save", 25, False, True)]),
     ],
 )
-def test_an_evaluation_is_made_up(command: Command, done: list[Any], group: dist.ProcessGroup) -> None:
-    calls: list[Any] = []
-    worker = kept_of(calls, evaluating(group, 1))
-    worker.start, worker.metrics, worker.commands.poll = 25, {}, lambda: command
-    worker.evaluated = True
-    assert not make_up_evaluation(worker)
-    assert not calls
-    worker.evaluated = False
-    assert make_up_evaluation(worker) == command.stop
-    assert calls == done
+def test_an_evaluation_is_made_up_once(
+    command: Command, done: list[Any], group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sunspot.parallel.decisions, "ASK_EVERY_S", 0.0)
+    learner = evaluating(group, 1)
+    worker = Recorded(learner, command)
+    assert not worker.make_up_evaluation()
+    assert not worker.calls
+    worker = Recorded(learner, command, evaluated=False)
+    assert worker.make_up_evaluation() == command.stop
+    assert [*dict.fromkeys(worker.calls)] == ["evaluates", *done]
+    assert ("test_loss" in worker.records[-1]) == (command == Command())
+    assert not worker.make_up_evaluation()
 
 
 def test_an_evaluation_has_the_buffers_that_a_checkpoint_has(tmp_path: Path) -> None:
     """Those of rank 0, such as batch norm's averages: each rank has its own until then."""
 
     def act(group: dist.ProcessGroup) -> tuple[float, dict[str, float] | None]:
-        worker = evaluating(group, 2)
-        worker.model = torch.nn.BatchNorm1d(1)
-        worker.model.running_mean.fill_(dist.get_rank())
-        worker.task.loss = lambda model, batch: (model.running_mean.expand(len(batch["row"])), {})
-        results = evaluate(worker).results
-        return float(worker.model.running_mean), results
+        learner = evaluating(group, 2)
+        learner.model = torch.nn.BatchNorm1d(1)
+        learner.model.running_mean.fill_(dist.get_rank())
+        learner.task.loss = lambda model, batch: (model.running_mean.expand(len(batch["row"])), {})
+        results = results_of(learner)
+        return float(learner.model.running_mean), results
 
     assert in_processes(tmp_path, 2, act) == [(0.0, {"test_loss": 0.0})] * 2
 
 
 def test_a_checkpoint_that_can_wait_does_so_while_one_is_committed(group: dist.ProcessGroup) -> None:
-    calls: list[Any] = []
-    worker = kept_of(calls, evaluating(group, 1, parallel="fsdp", checkpoint_every_steps=2))
-    window, consensus = MetricWindow(group, worker.device, RecentMeans(1000, {})), StepDecisionBroadcast(group)
     for busy in (True, False):
-        worker.due = lambda *_, busy=busy: StepActions(busy=busy)
-        calls.clear()
+        worker = Recorded(evaluating(group, 1, parallel="fsdp", checkpoint_every_steps=2), Command(), busy=busy)
         for step in range(1, 21):
-            window.add_step([{"loss": torch.ones(2)}], 0.1, 0.1)
-            after_step(worker, consensus, window, step, None, 0.1)
+            worker.take_step(step)
             time.sleep(0.001)
-        assert (("save", 20, True, True) in calls) is not busy
+        assert (("save", 20, True, True) in worker.calls) is not busy
 
 
 def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
     """A run of a worker alone, with all of its tensors on a device."""
     settings = Settings(task="tests.tasks.tiny", global_batch_size=8, micro_batch_size=5, clip_norm=1)
     worker = make_worker(plan_without_evaluation(settings), group)
-    train, worker.device = worker.loader.train, torch.device("cpu" if device == "meta" else device)
+    learner = worker.learner
+    train, on = learner.loader.train, torch.device("cpu" if device == "meta" else device)
+    learner.place = dataclasses.replace(learner.place, device=on)
 
     def on_device(*steps: int) -> Iterator[Batch]:
         return ({name: column.to(device) for name, column in batch.items()} for batch in train(*steps))
 
-    worker.loader.train = on_device
-    worker.model = worker.model.to(device)
-    worker.optimizer, worker.average = build_optimizer(settings, worker.task, worker.model, State())
+    learner.loader.train = on_device
+    learner.model = learner.model.to(device)
+    learner.optimizer, learner.average = build_optimizer(settings, learner.task, learner.model, State())
+    worker.window = MetricWindow(group, on, worker.window.recent)
     return TrainingRun(worker)
 
 
@@ -245,14 +265,14 @@ def test_a_step_reads_nothing_that_the_device_computes(group: dist.ProcessGroup)
     for batch in itertools.islice(run.batches(), 2):
         take_step(run, batch)
     with pytest.raises(RuntimeError, match="meta"):
-        run._window.mean_loss  # noqa: B018
+        run._worker.window.mean_loss  # noqa: B018
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_does_not_wait_for_the_gpu(group: dist.ProcessGroup) -> None:
     run = run_on("cuda", group)
-    batches = list(run._worker.loader.train(1, 0, 4))
-    run._worker.loader.train = lambda *_: iter(batches)
+    batches = list(run._learner.loader.train(1, 0, 4))
+    run._learner.loader.train = lambda *_: iter(batches)
     for batch in itertools.islice(run.batches(), 4):
         torch.cuda.set_sync_debug_mode("error" if run.position else "default")
         try:

@@ -8,7 +8,6 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 import sunspot.train.worker
 from sunspot.background import Background
+from sunspot.data.order import Steps
 from sunspot.elastic.claim import Start
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.restore import State
@@ -33,6 +33,7 @@ from sunspot.settings import Settings
 from sunspot.storage.local import LocalStorage
 from sunspot.tasks.defaults import learning_rate_factor
 from sunspot.train import setup
+from sunspot.train.learner import WorkerPlace
 from sunspot.train.probe import probe_here
 from sunspot.train.setup import (
     describe_new_length,
@@ -42,7 +43,7 @@ from sunspot.train.setup import (
     refuse_small_micro_batches,
     round_products,
 )
-from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Worker
+from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
 
@@ -127,9 +128,8 @@ def test_products_are_rounded_as_precision_says(rounded: bool) -> None:
 @pytest.mark.parametrize(("ahead_s", "limit_s"), [(0, 29), (-3600, 30), (3600, 0)])
 def test_a_notice_is_no_longer_than_a_notice_when_a_clock_is_set(ahead_s: float, limit_s: float) -> None:
     command = Command(restart=True, deadline=time.time() + 30 - ahead_s)  # by the clock of the driver's node
-    worker: Any = SimpleNamespace(
-        commands=SimpleNamespace(poll=lambda: command), plan=SimpleNamespace(settings=Settings(notice_s=30))
-    )
+    plan = SimpleNamespace(settings=Settings(notice_s=30))
+    worker: Any = SimpleNamespace(commands=SimpleNamespace(poll=lambda: command), learner=SimpleNamespace(plan=plan))
     assert Worker._drain_limit_s(worker) == pytest.approx(limit_s, abs=0.5)
 
 
@@ -184,10 +184,10 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     def takes_long(name: str) -> Any:
         return lambda *_: paused.update({name: watched.paused_now}) or (None, None)
 
-    for name in ("load_task", "CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "make_padding_batch"):
+    for name in ("load_task", "CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "Learner"):
         monkeypatch.setattr(setup, name, anything)
     monkeypatch.setattr(setup, "describe_new_length", lambda *_: "")
-    monkeypatch.setattr(setup, "Worker", SimpleNamespace)
+    monkeypatch.setattr(setup, "Worker", anything)
     monkeypatch.setattr(setup, "open_journals", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
     monkeypatch.setattr("ray.train.torch.get_device", anything)
@@ -197,7 +197,7 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
     group: Any = None
-    setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None)
+    setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None, cast(Any, None))
     assert paused == dict.fromkeys(slow, True)
     assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 
@@ -254,13 +254,16 @@ class SlowStorage(LocalStorage):
         super().write(key, data)
 
 
-def make_worker(left_s: float | None, **own: Any) -> Worker:
+def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contextlib.ExitStack) -> Worker:
     """A worker whose group restarts, with `left_s` of a notice."""
     deadline = None if left_s is None else time.time() + DEADLINE_MARGIN_S + left_s
     commands = MagicMock(poll=lambda: Command(restart=True, deadline=deadline))
-    others = [field.name for field in fields(Worker) if field.name not in ("outputs", "_reported", "_saved")]
-    about = {"watchdog": Watched(), "commands": commands, "plan": SimpleNamespace(settings=Settings(notice_s=60))}
-    return Worker(**{**dict.fromkeys(others, MagicMock()), **about, **own})
+    place = WorkerPlace(0, 1, torch.device("cpu"), group)
+    plan = SimpleNamespace(settings=Settings(notice_s=60), steps=Steps(8, 2))
+    learner: Any = SimpleNamespace(place=place, plan=plan)
+    watchdog: Any = Watched()
+    begun = Beginning(0, True, {})
+    return Worker(learner, begun, MagicMock(), commands, watchdog, MagicMock(), reporter, outputs)
 
 
 def test_a_restart_takes_the_last_lines_and_metrics_along(
@@ -270,8 +273,14 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
     run = Run(SlowStorage(tmp_path, 0.3), "run")
     journal, start = Journal(run, "metrics", 1), SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=None)
     reporter: Any = SimpleNamespace(drain=anything, publisher=Background(60, journal.flush), end=anything)
-    worker = make_worker(10, control_group=None, reporter=reporter, start=0, world_size=1)
-    for name, value in [("open_run", run), ("agree_on_start", (start, None)), ("make_worker", worker)]:
+    workers: list[Worker] = []
+
+    def make_this_worker(*given: Any) -> Worker:
+        workers.append(make_worker(10, None, reporter, given[-1]))
+        return workers[0]
+
+    monkeypatch.setattr(setup, "make_worker", make_this_worker)
+    for name, value in [("open_run", run), ("agree_on_start", (start, None))]:
         monkeypatch.setattr(setup, name, lambda *_, value=value: value)
     monkeypatch.setattr(setup, "load_start", lambda *_: State())
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
@@ -281,7 +290,7 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
         os.write(1, b"the last line\n")
         journal.append({"step": 7})
         try:
-            worker.restart_group()
+            workers[0].restart_group()
         finally:
             stored.extend([read_stream(run, rank_stream(1, 0)), read_journal(run, "metrics")])
 
@@ -302,9 +311,10 @@ def test_workers_end_once_the_output_of_all_is_in_storage_or_the_notice_is_over(
 
     def act(group: dist.ProcessGroup) -> float:
         began, rank = time.monotonic(), dist.get_rank(group)
-        worker = make_worker(None if rank else left_s, control_group=group)
+        outputs = contextlib.ExitStack()
+        worker = make_worker(None if rank else left_s, group, None, outputs)
         if rank == 1:
-            worker.outputs.callback(time.sleep, write_s)
+            outputs.callback(time.sleep, write_s)
         with pytest.raises(GroupRestartError):
             worker.restart_group()
         return time.monotonic() - began

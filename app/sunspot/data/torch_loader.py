@@ -76,6 +76,22 @@ class TorchLoader:
         return iter(ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False))
 
 
+class FullBatchLoader:
+    """The batches of a worker that has the same rows in every step, which is an epoch."""
+
+    def __init__(self, loader: TorchLoader) -> None:
+        self._loader = loader
+        [self._batch] = loader.train(1, 0, 1)
+
+    def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
+        """Yield this worker's rows, for the one step of the epoch."""
+        yield self._batch
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """Return this worker's part of the held-out rows."""
+        return self._loader.test(batch_size)
+
+
 class EpochShares:
     """The rows that a worker takes in each step of an epoch, or of a part of it; no other worker's."""
 

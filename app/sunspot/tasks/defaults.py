@@ -69,9 +69,9 @@ def refuse_given(settings: Settings, names: Collection[str], why: str) -> None:
         raise SettingsError(f"{values}: {settings.task} {why}")
 
 
-def build_nothing(settings: Settings) -> torch.optim.Optimizer:
-    """An optimizer of no weights, for a library that has its own: it has no state, and the schedule's rate."""
-    return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=settings.learning_rate)
+def build_empty_optimizer(learning_rate: float) -> torch.optim.Optimizer:
+    """Build an optimizer of no weights, for a library that has its own: it has no state, and the schedule's rate."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=learning_rate)
 
 
 def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from sunspot.data.source import Batch, Source
 from sunspot.errors import SettingsError
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import TrainingRun
-from sunspot.tasks.defaults import build_nothing, learning_rate_factor, refuse_given
+from sunspot.tasks.defaults import build_empty_optimizer, learning_rate_factor, refuse_given
 
 # torch looks for Triton with its first optimizer. Both TensorFlow and Triton have LLVM in them, whose options clash if
 # Triton comes second, which aborts the process (TensorFlow 2.21, torch 2.15). Nothing here needs it.
@@ -131,7 +131,7 @@ class KerasTask:
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         """None: Keras has its own."""
-        return build_nothing(settings)
+        return build_empty_optimizer(settings.learning_rate)
 
     def train(self, run: TrainingRun) -> None:
         """The loop over all steps."""

@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from torch.nn import functional
 from sunspot.data.source import Batch, Source
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import PREFIX, Settings
-from sunspot.tasks.defaults import build_nothing, refuse_given
+from sunspot.tasks.defaults import build_empty_optimizer, refuse_given
+
+if TYPE_CHECKING:
+    from sunspot.tasks import TrainingRun
 
 EXTRA = ("xgboost", "lightgbm")
 """The libraries of the extra `trees`."""
@@ -259,8 +262,8 @@ KINDS: dict[str, type[Trees]] = {"xgboost": XGBoostTrees, "lightgbm": LightGBMTr
 class TreesTask:
     """A task module that defines `build_trees(settings, source) -> Trees`."""
 
-    takes_all_rows = True
-    "In every step."
+    full_batch = True
+    "Every step sees all rows, each on the same worker in all rounds of a group."
 
     def __init__(self, module: ModuleType, settings: Settings) -> None:
         """Raises `SettingsError` for settings that trees have no use for."""
@@ -280,8 +283,25 @@ class TreesTask:
         trees: Trees = self._module.build_trees(settings, source)
         return trees
 
-    def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        return build_nothing(settings)
+    def build_optimizer(self, model: Trees, settings: Settings) -> torch.optim.Optimizer:
+        return build_empty_optimizer(model.learning_rate)
+
+    def train(self, run: TrainingRun) -> None:
+        """Boost from the run's first round to the last, or until the run is stopped."""
+        trees, begun = run.model, False
+        for batch in run.batches():
+            if not run.weight:
+                raise SettingsError(
+                    f"{PREFIX}NUM_WORKERS={run.settings.num_workers}: the data have too few rows for {run.world_size} "
+                    "workers, and trees need some on each; start fewer"
+                )
+            if not begun:
+                trees.begin(batch, network_of(trees, run.world_size))
+                begun = True
+            run.optimizer.step()  # waits for the copy of the state: from here on the trees change
+            losses, metrics = rate(trees.boost(), batch["label"])
+            run.log({"loss": losses, **metrics})
+            run.step()
 
     def schedule(self, step: int, total_steps: int) -> float:
         return 1.0
@@ -300,6 +320,16 @@ class TreesTask:
         return {
             "Features by gain": [{"feature": names[number], "share": gain / whole} for number, gain in gains[:SHOWN]]
         }
+
+
+def network_of(trees: Trees, world_size: int) -> dict[str, Any]:
+    """Return what LightGBM knows the workers by; XGBoost knows it already, from around the training function."""
+    if trees.library != "lightgbm" or world_size == 1:
+        return {}
+    from ray.train.lightgbm import get_network_params
+
+    found: dict[str, Any] = get_network_params()
+    return found
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:

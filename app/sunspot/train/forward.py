@@ -11,30 +11,31 @@ from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
 from sunspot.parallel.sharding import find_blocks, has_several, is_fsdp
 from sunspot.plan import Plan
-from sunspot.train.worker import Worker
+from sunspot.train.learner import Learner
 
 COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """By kind of device: the variable that names the compiler for what torch.compile writes, and where else to look."""
 
 
-def in_precision(worker: Worker) -> AbstractContextManager[None]:
+def in_precision(learner: Learner) -> AbstractContextManager[None]:
     """Autocast, as PRECISION says."""
-    return torch.autocast(worker.device.type, torch.bfloat16, enabled=worker.plan.settings.precision == "bf16")
+    bf16 = learner.plan.settings.precision == "bf16"
+    return torch.autocast(learner.place.device.type, torch.bfloat16, enabled=bf16)
 
 
-def row_losses(worker: Worker, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """The task's loss of each row of a batch, [B], and its metrics, [B] each.
+def row_losses(learner: Learner, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
+    """Compute the task's loss of each row of a batch, [B], and its metrics, [B] each.
 
-    Under COMPILE every pass has the same number of rows, so that one graph serves all: what is missing of them are the
-    batch's own rows again, of which no loss is returned. Only where rows see each other (batch norm) do these count.
+    Under COMPILE every pass has the same number of rows, so that one graph serves all: short passes are padded by
+    repeating rows, of which no loss is returned. Only where rows see each other (batch norm) do these count.
     """
     rows = len(batch["row"])
-    missing = worker.plan.pass_rows(worker.world_size) - rows
+    missing = learner.plan.pass_rows(learner.place.world_size) - rows
     if missing > 0:
         again = torch.arange(rows + missing, device=batch["row"].device) % rows
         batch = {name: column[again] for name, column in batch.items()}
-    with in_precision(worker):
-        losses, metrics = worker.task.loss(model, batch)
+    with in_precision(learner):
+        losses, metrics = learner.task.loss(model, batch)
     if missing > 0:
         losses, metrics = losses[:rows], {name: values[:rows] for name, values in metrics.items()}
     return losses, metrics
@@ -43,8 +44,8 @@ def row_losses(worker: Worker, model: torch.nn.Module, batch: Batch) -> tuple[to
 def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: torch.device) -> None:
     """Have a model compile itself in its first passes, as COMPILE says; in place, so that its names stay as they are.
 
-    Under fsdp it is the blocks that do, each by itself: between them parameters are gathered. Raises `SettingsError`
-    where there is no compiler.
+    Under fsdp each block does so by itself: between them parameters are gathered. Raises `SettingsError` where there
+    is no compiler.
     """
     settings = plan.settings
     if settings.compile == "off":
@@ -61,7 +62,7 @@ def compile_model(model: torch.nn.Module, plan: Plan, world_size: int, device: t
 
 
 def find_compiler_problem(device: torch.device) -> str:
-    """Why torch.compile would fail here; empty if it would not."""
+    """Say why torch.compile would fail here; empty if it would not."""
     variable, *names = COMPILERS[device.type]
     if any(map(shutil.which, filter(None, (os.environ.get(variable), *names)))):
         return ""

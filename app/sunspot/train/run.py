@@ -1,24 +1,43 @@
-"""A run as its training loop sees it: ours (sunspot/train/loop.py), and the `train` that a task brings."""
+"""A run as its training loop sees it: ours (sunspot/train/loop.py), Lightning's, and the `train` that a task brings."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from sunspot.data.order import MIN_ROWS, forward_passes, micro_batches, share
 from sunspot.data.source import Batch
 from sunspot.errors import SettingsError
-from sunspot.parallel.decisions import StepDecisionBroadcast
 from sunspot.parallel.gradients import FiniteGradients, clip_gradients, gradient_sync, prepare
 from sunspot.tasks.optimizers import optimizers_in
 from sunspot.train.augment import augment
 from sunspot.train.forward import in_precision, row_losses
-from sunspot.train.step import after_step, make_up_evaluation, seed_generators, seed_of, timed
-from sunspot.train.worker import Worker
+from sunspot.train.seeds import DRAW_STREAM, seed_generators, seed_of
+from sunspot.train.worker import StepTaken, Worker
 
-OF_DRAWS = 2
-"""Tells the seeds of `draw` from those of steps and of rows (augment.py), or rank 0's dropout would draw the same."""
+
+@dataclass
+class OpenStep:
+    """A step that is being taken."""
+
+    share: Batch
+    "This worker's rows; maybe none."
+    rows: int
+    "Rows of all workers."
+    began: float
+    "When the wait for its rows began (`perf_counter`)."
+    data_wait_s: float
+    values: list[Batch] = field(default_factory=list)
+    "What the loop has logged of its rows."
+    learning_rate: float = 0.0
+    random: torch.Generator | None = None
+    "Of `TrainingRun.draw`."
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.share and len(self.share["row"]))
 
 
 class TrainingRun:
@@ -29,130 +48,171 @@ class TrainingRun:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self.settings, self.total_steps = worker.plan.settings, worker.plan.total_steps
-        self.rank, self.world_size, self.device = worker.rank, worker.world_size, worker.device
-        self.model, self.optimizer = prepare(worker.model, self.settings), worker.optimizer
-        self.position = worker.start
+        learner = worker.learner
+        self._worker, self._learner = worker, learner
+        self.settings, self.total_steps = learner.plan.settings, learner.plan.total_steps
+        self.rank, self.world_size, self.device = learner.place.rank, learner.place.world_size, learner.place.device
+        self.model, self.optimizer = self.prepare_model(), learner.optimizer
+        self.position = worker.beginning.step
+        self.stopped = False
         self.weight = 0.0
-        self._consensus, self._window = StepDecisionBroadcast(worker.control_group), worker.open_window()
-        self._shared: Batch | None = None
-        "This worker's share of the step that is being taken; None between two steps."
-        self._values: list[Batch] = []
-        "What the loop has logged of the rows of this step."
-        self._random: torch.Generator | None = None
+        self.pass_rows = 0
+        "Rows of the batch or part that is computed now."
+        self._open: OpenStep | None = None
+        "None between two steps."
         self._finite = FiniteGradients(self.model)
-        self._stopped = False
-        for optimizer in optimizers_in(worker.optimizer):  # from there on parameters change
-            optimizer.register_step_pre_hook(lambda *_: worker.checkpoints.wait_for_copy())
+
+    def prepare_model(self) -> torch.nn.Module:
+        """Return the model to train with, and have its optimizers say when they are about to change it."""
+        for optimizer in optimizers_in(self._learner.optimizer):
+            optimizer.register_step_pre_hook(lambda *_: self.parameters_change())
+        return prepare(self._learner.model, self.settings)
 
     @property
     def epoch(self) -> int:
-        return min(self.position, self.total_steps - 1) // self._worker.plan.steps.per_epoch + 1
+        return min(self.position, self.total_steps - 1) // self._learner.plan.steps.per_epoch + 1
+
+    @property
+    def in_step(self) -> bool:
+        """Tell whether a batch was given out whose step has not ended."""
+        return self._open is not None
 
     def batches(self) -> Iterator[Batch]:
-        worker, steps = self._worker, self._worker.plan.steps
-        self._stopped = make_up_evaluation(worker)
-        while self.position < self.total_steps and not self._stopped:
+        steps = self._learner.plan.steps
+        self.stopped = self._worker.make_up_evaluation()
+        while self.position < self.total_steps and not self.stopped:
             first = self.position % steps.per_epoch
             last = min(steps.per_epoch, first + self.total_steps - self.position)
-            for shared, data_wait, began in timed(worker.loader.train(self.epoch, first, last)):
-                self._data_wait, self._began = data_wait, began
-                set_learning_rate(worker.optimizer, worker.task.schedule(self.position, self.total_steps))
+            for share_of_step, data_wait_s, began in timed(self._learner.loader.train(self.epoch, first, last)):
                 begin, end = steps.bounds(self.position % steps.per_epoch)
-                self._shared, self._rows_in_step, self._values, self._random = shared, end - begin, [], None
-                batch = shared if self._has_rows else worker.padding_batch
-                self._begin_pass(batch, self.world_size / (end - begin) if self._has_rows else 0.0)
-                batch = augment(worker.task, batch, self.settings.seed, self.epoch, self.draw)
-                seed_generators(self.settings.seed, self.position, self.rank)
-                yield batch
-                if self._shared is not None:
+                yield self._begin(OpenStep(share_of_step, end - begin, began, data_wait_s))
+                if self.in_step:
                     raise self._error("took a batch and did not call run.step() after it")
-                if self._stopped:
+                if self.stopped:
                     return
 
+    def _begin(self, step: OpenStep) -> Batch:
+        """Make the batch of a step, and all that is a function of the step's number."""
+        self._open = step
+        self.set_learning_rates()
+        step.learning_rate = self._learning_rate()
+        batch = step.share if step.has_rows else self._learner.padding_batch
+        self._begin_pass(len(batch["row"]), self.world_size / step.rows if step.has_rows else 0.0)
+        batch = augment(self._learner.task, batch, self.settings.seed, self.epoch, self.draw)
+        seed_generators(self.settings.seed, self.position, self.rank)
+        return batch
+
+    def set_learning_rates(self) -> None:
+        """Set the rates of the step to take, as the task's schedule says."""
+        set_learning_rate(self.optimizer, self._learner.task.schedule(self.position, self.total_steps))
+
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        limit = self._worker.plan.pass_limit
-        weighted = passes(self.model, batch, self._rows_in_step, self.world_size, limit, empty=not self._has_rows)
-        for part, weight in weighted:
-            self._begin_pass(part, weight)
-            yield part
+        for rows in self.passes():
+            yield {name: column[rows] for name, column in batch.items()}
+
+    def passes(self) -> Iterator[slice]:
+        """Yield the rows of each forward and backward pass over the batch, which is to be made before the next."""
+        step, limit = self._step(), self._learner.plan.pass_limit
+        own_rows = len(step.share["row"]) if step.has_rows else 0
+        for rows, weight in passes(self.model, own_rows, step.rows, self.world_size, limit):
+            self._begin_pass(rows.stop - rows.start, weight)
+            yield rows
 
     def draw(self, *shape: int) -> torch.Tensor:
-        if self._random is None:
-            self._random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, OF_DRAWS))
-        every = torch.rand(self._rows_in_step, *shape, generator=self._random)
-        own = share(self._rows_in_step, self.world_size, self.rank) if self._has_rows else (0, MIN_ROWS)
+        step = self._step()
+        if step.random is None:
+            step.random = torch.Generator().manual_seed(seed_of(self.settings.seed, self.position, 0, DRAW_STREAM))
+        every = torch.rand(step.rows, *shape, generator=step.random)
+        own = share(step.rows, self.world_size, self.rank) if step.has_rows else (0, MIN_ROWS)
         return every[slice(*own)].to(self.device, non_blocking=True)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with self._window.forward, in_precision(self._worker):
+        with self._worker.window.forward, in_precision(self._learner):
             yield
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        with self._window.forward:
-            return row_losses(self._worker, self.model, batch)
+        with self._worker.window.forward:
+            return row_losses(self._learner, self.model, batch)
 
     def log(self, values: Batch) -> None:
         if not self.weight:
             return
+        rows = self.pass_rows
         for name, value in values.items():
-            if value.shape not in ((), (self._rows,)):
+            if value.shape not in ((), (rows,)):
                 shape = list(value.shape)
-                raise self._error(
-                    f"logged {name} of shape {shape}; log one number, or one for each of {self._rows} rows"
-                )
-        self._values.append({name: value.detach().expand(self._rows) for name, value in values.items()})
+                raise self._error(f"logged {name} of shape {shape}; log one number, or one for each of {rows} rows")
+        self._step().values.append({name: value.detach().expand(rows) for name, value in values.items()})
 
     def clip(self, model: torch.nn.Module | None = None) -> None:
         clip_gradients(self.model if model is None else model, self.settings.clip_norm)
 
+    def parameters_change(self) -> None:
+        """To be called before parameters change: waits until the state of the step before is copied."""
+        self._worker.checkpoints.wait_for_copy()
+        if self._open:
+            self._open.learning_rate = self._learning_rate()
+
     def step(self) -> None:
-        if self._shared is None:
+        if self._open is None:
             raise self._error("called run.step() twice for one batch")
-        if self._has_rows and not self._values:
+        if self._open.has_rows and not self._open.values:
             raise self._error("""logged nothing of a batch; call run.log({"loss": losses}) before run.step()""")
-        learning_rate = float(self._worker.optimizer.param_groups[0]["lr"])
-        self._window.add_step(self._values, time.perf_counter() - self._began, self._data_wait)
+        step, self._open = self._open, None
         self.position += 1
-        ids, self._shared = self._shared.get("row"), None
-        self._stopped = after_step(self._worker, self._consensus, self._window, self.position, ids, learning_rate)
+        seconds = time.perf_counter() - step.began
+        self.stopped = self._worker.finish_step(
+            StepTaken(self.position, step.share.get("row"), step.values, seconds, step.data_wait_s, step.learning_rate)
+        )
 
     def refuse_early_end(self) -> None:
         """Raise `SettingsError` if a loop has returned before the run ends or is stopped."""
-        if self.position < self.total_steps and not self._stopped:
+        if self.position < self.total_steps and not self.stopped:
             raise self._error(f"returned at step {self.position} of {self.total_steps}; take all of run.batches()")
 
-    @property
-    def _has_rows(self) -> bool:
-        return bool(self._shared and len(self._shared["row"]))
+    def _step(self) -> OpenStep:
+        if self._open is None:
+            raise self._error("used run between two steps; take a batch of run.batches() first")
+        return self._open
 
-    def _begin_pass(self, batch: Batch, weight: float) -> None:
-        self._rows, self.weight = len(batch["row"]), weight
+    def _begin_pass(self, rows: int, weight: float) -> None:
+        self.pass_rows, self.weight = rows, weight
         self._finite.set(not weight)
+
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _error(self, text: str) -> SettingsError:
         return SettingsError(f"SUNSPOT_TASK={self.settings.task}: its train(run) {text}")
 
 
 def passes(
-    model: torch.nn.Module, batch: Batch, rows_in_step: int, world_size: int, limit: int, *, empty: bool
-) -> Iterator[tuple[Batch, float]]:
-    """The forward and backward passes of this worker's share of a step: the rows of each, and the weight of their loss.
+    model: torch.nn.Module, own_rows: int, step_rows: int, world_size: int, limit: int
+) -> Iterator[tuple[slice, float]]:
+    """Yield the rows of each pass over this worker's share of a step, and the weight of their loss; it surrounds them.
 
     Gradients are averaged over the workers, so a row's loss is weighted by world size / rows in the step: the result is
     the mean over all rows of the step, whatever each worker's share. More than `limit` rows are accumulated, and
     gradients are averaged once, with the last part. All workers make the same number of passes, as FSDP needs all in
-    each: a worker with fewer parts, or whose share is `empty`, makes some with weight 0.
+    each: a worker with fewer parts, or without rows, makes some with weight 0.
     """
-    own = [] if empty else list(micro_batches(len(batch["row"]), limit))
-    idle = forward_passes(rows_in_step, world_size, limit) - len(own)
-    slices = [*[slice(MIN_ROWS)] * idle, *own]
+    own = list(micro_batches(own_rows, limit)) if own_rows else []
+    idle = forward_passes(step_rows, world_size, limit) - len(own)
+    slices = [*[slice(0, MIN_ROWS)] * idle, *own]
     for number, rows in enumerate(slices):
         with gradient_sync(model, now=number == len(slices) - 1):
-            weight = world_size / rows_in_step if number >= idle else 0.0
-            yield {name: column[rows] for name, column in batch.items()}, weight
+            yield rows, world_size / step_rows if number >= idle else 0.0
+
+
+def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float, float]]:
+    """Yield each batch with the seconds waited for it, and when that wait began (`perf_counter`)."""
+    while True:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - began, began
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

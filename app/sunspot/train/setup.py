@@ -24,11 +24,9 @@ from sunspot.checkpoint import CheckpointManager, NodeMemory
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.snapshot import map_tensors
-from sunspot.data.order import MIN_ROWS
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import Workers
-from sunspot.data.source import Batch, Source
-from sunspot.data.torch_loader import TorchLoader
+from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
 from sunspot.elastic.claim import Start, agree_on_start
 from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
 from sunspot.elastic.failures import describe_end
@@ -55,8 +53,9 @@ from sunspot.settings import Settings, differences
 from sunspot.tasks import Task, load_task
 from sunspot.train.device_memory import await_device_memory
 from sunspot.train.forward import compile_model
+from sunspot.train.learner import Learner, WorkerPlace
 from sunspot.train.reporter import Reporter, first_status, show_claim
-from sunspot.train.worker import Worker
+from sunspot.train.worker import Beginning, Worker
 from sunspot.warm.keeper import kept_server
 
 log = logging.getLogger(__name__)
@@ -123,14 +122,13 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         outputs.enter_context(shipped_worker_output(run, attempt.number, rank))
         try:
             state = load_start(run, settings, start, found, group)
-            worker = make_worker(plan, run, start, state, group, memory, watchdog, control)
-            place = f"{worker.device} of {socket.gethostname()}"
+            worker = make_worker(plan, run, start, state, group, memory, watchdog, control, outputs)
+            place = f"{worker.learner.place.device} of {socket.gethostname()}"
             print(
-                f"attempt {attempt.number}: rank {rank} of {worker.world_size} on {place}, from step {worker.start}, "
+                f"attempt {attempt.number}: rank {rank} of {world_size} on {place}, from step {attempt.step}, "
                 f"{state.tier}"
             )
             del state, found  # as large as the model and its optimizer
-            worker.outputs = outputs
             if worker.reporter:
                 worker.reporter.phases = Phases(**phases, loaded=time.time())
                 outputs.enter_context(worker.reporter.publisher)
@@ -201,16 +199,17 @@ def make_worker(
     memory: NodeMemory | None,
     watchdog: Watchdog,
     control: ControlClient,
+    outputs: ExitStack,
 ) -> Worker:
     """Build all that a step needs, from the state that the group starts from."""
     settings, attempt, context = plan.settings, start.attempt, ray.train.get_context()
     rank, world_size, device = context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device()
-    task = load_task(settings)
+    task, place = load_task(settings), WorkerPlace(rank, world_size, device, group)
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
         await_device_memory(device, start.nodes[rank], control, partial(run_on_all_ranks, group))
-        model = build_model(plan, task, state, attempt, world_size, device)
+        model = build_model(plan, task, state, attempt, place)
         optimizer, average = build_optimizer(settings, task, model, state)
-        loader = make_loader(plan, world_size, rank, device, group)
+        loader = make_loader(plan, task, place)
     journals = open_journals(run, start) if rank == 0 else {}
     left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
     if left_out and rank == 0:
@@ -239,31 +238,18 @@ def make_worker(
     if reporter:
         telemetry.run_gauges = reporter.gauges
     return Worker(
-        plan=plan,
-        task=task,
-        start=attempt.step,
-        evaluated=state.evaluated or left_out,
-        metrics=state.metrics,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        model=model,
-        optimizer=optimizer,
-        average=average,
-        loader=loader,
-        padding_batch=make_padding_batch(plan.source, device),
-        control_group=group,
-        checkpoints=checkpoints,
-        commands=CommandPoller(control),
-        watchdog=watchdog,
-        telemetry=telemetry,
-        reporter=reporter,
+        Learner(plan, task, place, model, optimizer, average, loader),
+        Beginning(attempt.step, state.evaluated or left_out, state.metrics),
+        checkpoints,
+        CommandPoller(control),
+        watchdog,
+        telemetry,
+        reporter,
+        outputs,
     )
 
 
-def build_model(
-    plan: Plan, task: Task, state: State, attempt: Attempt, world_size: int, device: torch.device
-) -> torch.nn.Module:
+def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
     """The task's model on its device, with the state's weights, or those that the seed gives it.
 
     Of a state in parts, its weights come later (`build_optimizer`).
@@ -281,8 +267,8 @@ def build_model(
     if fixed := sum(not module.training for module in model.modules()):
         print(f"model: {fixed} of its modules stay in evaluation mode, as build_model returns them")
     refuse_small_micro_batches(model, settings)
-    model = shard_model(model, settings, device)
-    compile_model(model, plan, world_size, device)
+    model = shard_model(model, settings, place.device)
+    compile_model(model, plan, place.world_size, place.device)
     return model
 
 
@@ -316,34 +302,25 @@ def build_optimizer(
     return optimizer, average
 
 
-def make_loader(
-    plan: Plan, world_size: int, rank: int, device: torch.device, group: dist.ProcessGroup | None
-) -> TorchLoader | RayLoader:
+def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | RayLoader | FullBatchLoader:
     """This worker's loader, as LOADER says; raises `ConflictError` if it would not have the driver's order of rows."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(
             f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
             "some would be repeated and others left out; run the same image on all nodes"
         )
+    rank, world_size, device = place.rank, place.world_size, place.device
     if plan.settings.loader == "ray":
         return RayLoader(plan.steps, world_size, rank, device, plan.test is not None)
     workers = Workers(
         node=ray.get_runtime_context().get_node_id(),
-        gather=lambda mine: gather_objects(mine, group),
-        finish=lambda act: run_on_all_ranks(group, act),
+        gather=lambda mine: gather_objects(mine, place.group),
+        finish=lambda act: run_on_all_ranks(place.group, act),
     )
     loader = TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank, device, workers)
     if device.type == "cuda":
         print(f"rows: on {device}" if loader.resident else f"rows: in memory, as {device} has too little room for them")
-    return loader
-
-
-def make_padding_batch(source: Source, device: torch.device) -> Batch:
-    """The source's first row, as often as batch norm needs it."""
-    group = next(number for number, rows in enumerate(source.row_groups) if rows)
-    first = np.zeros(MIN_ROWS, np.int64)
-    columns = {"row": first, **source.read(group, first)}
-    return {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
+    return FullBatchLoader(loader) if hasattr(task, "full_batch") else loader
 
 
 def open_journals(run: Run, start: Start) -> dict[str, Journal]:

@@ -1,31 +1,27 @@
-"""One worker of a group: what a step needs, and what it records, saves and reports after the step."""
+"""One worker of a group: ends each step, and evaluates, saves, reports and restarts as is due after it."""
 
 import os
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray.train
 import torch
-import torch.distributed as dist
 
 from sunspot.background import CLOSE_TIMEOUT_S, start_thread
 from sunspot.checkpoint import CheckpointManager
-from sunspot.checkpoint.average import WeightAverage
-from sunspot.data.ray_loader import RayLoader
 from sunspot.data.source import Batch
-from sunspot.data.torch_loader import TorchLoader
 from sunspot.elastic.control import CommandPoller
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.prometheus import Telemetry
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
-from sunspot.parallel.decisions import StepActions
-from sunspot.plan import Plan
+from sunspot.parallel.decisions import StepActions, StepDecisionBroadcast
 from sunspot.ray_internals.controller import GroupRestartError
-from sunspot.tasks import Task
+from sunspot.train.evaluate import Evaluation, evaluate
+from sunspot.train.learner import Learner
 from sunspot.train.reporter import Reporter
 
 REPORT_TO_RAY_EVERY_S = 2
@@ -42,92 +38,170 @@ DEADLINE_MARGIN_S = 1.0
 """Left of a notice when the workers end, committed or not: the survivors have the state in memory."""
 
 
-@dataclass
-class Worker:
-    """What the training loop needs; every worker of the group has one."""
+@dataclass(frozen=True)
+class Beginning:
+    """Where a worker group takes up the training."""
 
-    plan: Plan
-    task: Task
-    start: int
-    "Optimizer steps taken where this group starts."
+    step: int
+    "Optimizer steps taken so far."
     evaluated: bool
-    "False: an epoch ends at `start`, and its evaluation is to be made up."
+    "False: an epoch ends at `step`, and its evaluation is to be made up."
     metrics: dict[str, Any]
-    "Of the state that this group starts from."
-    rank: int
-    world_size: int
-    device: torch.device
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    average: WeightAverage
-    loader: TorchLoader | RayLoader
-    padding_batch: Batch
-    "Two rows for a worker whose share of a step is empty."
-    control_group: dist.ProcessGroup
-    "Carries decisions and numbers between workers, on the CPU and apart from the gradients."
-    checkpoints: CheckpointManager
-    commands: CommandPoller
-    "Asks on rank 0 only: the workers act together on what it knows."
-    watchdog: Watchdog
-    telemetry: Telemetry
-    reporter: Reporter | None
-    "On rank 0 only."
-    outputs: ExitStack = field(default_factory=ExitStack)
-    "Bring its log, and on rank 0 metrics and status, to storage; the last of them as they are closed."
-    _reported: float = 0.0
-    _saved: bool = False
-    "Whether it has saved as the head is to go."
+    "Metrics of the state that the group starts from."
 
-    def open_window(self) -> MetricWindow:
-        """For the metrics of the steps to come."""
-        recent = RecentMeans(self.plan.steps.rows, self.metrics)
-        return MetricWindow(self.control_group, self.device, recent)
 
-    def due(self, step: int, step_s: float) -> StepActions:
-        """What rank 0 wants done after `step`, which took `step_s` seconds; nothing on other ranks."""
+@dataclass(frozen=True)
+class StepTaken:
+    """A step that this worker has just taken with the others."""
+
+    step: int
+    "Number of optimizer steps taken, with this one."
+    rows: torch.Tensor | None
+    "Ids of the rows that this worker consumed in it, int64 [B]."
+    values: list[Batch]
+    "Each row's loss and metrics, by pass."
+    seconds: float
+    data_wait_s: float
+    "Seconds of these spent waiting for rows."
+    learning_rate: float
+
+
+class Worker:
+    """A worker between its steps: `finish_step` is the one place where a step ends, for every kind of loop."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        beginning: Beginning,
+        checkpoints: CheckpointManager,
+        commands: CommandPoller,
+        watchdog: Watchdog,
+        telemetry: Telemetry,
+        reporter: Reporter | None,
+        outputs: ExitStack,
+    ) -> None:
+        """`commands` asks the driver on rank 0, which alone has a `reporter`; closing `outputs` brings a rank's log,
+        metrics and status to storage.
+        """
+        self.learner, self.beginning, self.checkpoints = learner, beginning, checkpoints
+        self.commands, self.watchdog, self.telemetry = commands, watchdog, telemetry
+        self.reporter, self._outputs = reporter, outputs
+        self._group = learner.place.group
+        recent = RecentMeans(learner.plan.steps.rows, beginning.metrics)
+        self.window = MetricWindow(self._group, learner.place.device, recent)
+        "Metrics of the steps since the newest record."
+        self._decisions = StepDecisionBroadcast(self._group)
+        self._evaluated = beginning.evaluated
+        self._reported = 0.0
+        self._saved = False
+        "Whether it has saved as the head is to go."
+
+    # ------------------------------------------------------------------------------------------------ after a step
+
+    def finish_step(self, taken: StepTaken) -> bool:
+        """Record a step and do what is due after it; all workers call this together. Returns whether the run stops.
+
+        Raises to end the group when it restarts.
+        """
+        plan, step = self.learner.plan, taken.step
+        every, has_more = plan.settings.checkpoint_every_steps, step < plan.total_steps
+        epoch_ends = not has_more or step % plan.steps.per_epoch == 0
+        self._record_step(taken, epoch_ends)
+
+        # Decide: what rank 0 wants, and what every rank knows of the step's number.
+        agreed = self._decisions.agree(lambda: self.wanted(step))
+        stop, restart = agreed.stop, agreed.restart and has_more
+        by_interval = agreed.save or (every > 0 and step % every == 0)
+        save = stop or restart or epoch_ends or (by_interval and not agreed.busy)
+        evaluated = not (epoch_ends and plan.test)
+
+        # Measure and evaluate.
+        record: dict[str, Any] = {}
+        if save or agreed.report:
+            record = self.window.close(step, (step - 1) // plan.steps.per_epoch + 1, taken.learning_rate)
+        if not (evaluated or stop or restart):
+            # A loss meanwhile costs the evaluation, and no step.
+            self.checkpoints.save(step, {**record, **self.window.recent.newest}, evaluated=False, to_storage=False)
+            results, stop, restart = self._evaluate()
+            evaluated = results is not None
+            record |= results or {}
+
+        # Act.
+        if record:
+            self.report(record)
+        if save or agreed.copy:
+            metrics = {**record, **self.window.recent.newest}  # a copy without a record hands on the means
+            self.checkpoints.save(step, metrics, evaluated=evaluated, to_storage=save)
+        if restart:
+            self.restart_group()
+        return stop
+
+    def _record_step(self, taken: StepTaken, epoch_ends: bool) -> None:
+        self.learner.average.update(taken.step)
+        self.window.add_step(taken.values, taken.seconds, taken.data_wait_s)
+        self.watchdog.heartbeat(taken.step)
+        self.telemetry.took_step(taken.step, taken.seconds)
+        self.checkpoints.took_step(taken.step, taken.rows)
+        if self.reporter:
+            self.reporter.took_step(taken.step, self.window, epoch_ends)
+
+    def wanted(self, step: int) -> StepActions:
+        """Return what rank 0 wants done after `step`; nothing on other ranks."""
         if not self.reporter:
             return StepActions()
-        command, due = self.commands.poll(), self.checkpoints.due(step, step_s)
+        command, due = self.commands.poll(), self.checkpoints.due(step, self.window.last_step_s)
         asked = command.save and not self._saved and not due.busy
         self._saved |= asked
         return due._replace(
             save=due.save or asked, report=self.reporter.due(), stop=command.stop, restart=command.restart
         )
 
-    def took_step(self, step: int, rows: torch.Tensor | None, window: MetricWindow, epoch_ends: bool) -> None:
-        """Record that `step` was taken; `rows`, int64 [B], are the ids that this worker consumed in it."""
-        self.watchdog.heartbeat(step)
-        self.telemetry.took_step(step, window.last_step_s)
-        self.checkpoints.took_step(step, rows)
-        if self.reporter:
-            self.reporter.took_step(step, window, epoch_ends)
-
-    def heartbeat(self) -> None:
-        """Record that some rows were evaluated."""
-        self.telemetry.evaluated()
-        self.waits()
-
-    def waits(self) -> None:
-        """Record that this worker is alive, and others evaluate."""
-        self.watchdog.heartbeat()
-        if self.reporter:
-            self.reporter.heartbeat()
-
-    def report(self, record: dict[str, Any], window: MetricWindow) -> None:
+    def report(self, record: dict[str, Any]) -> None:
         """Add the record of a closed window to the metric history and report it to Ray; all workers do so together."""
-        self.telemetry.report(window.own)
+        self.telemetry.report(self.window.own)
         if self.reporter:
-            self.reporter.report(record, window.recent.newest, window.ranks or {})
+            self.reporter.report(record, self.window.recent.newest, self.window.ranks or {})
         if abs(record["time"] - self._reported) >= REPORT_TO_RAY_EVERY_S:  # a clock may be set back
             self._reported = record["time"]
             ray.train.report(record)
 
-    def add_evaluation(self, results: dict[str, float]) -> None:
-        """Record the evaluation that the group before did not make."""
-        metrics = {**self.metrics, **results, "time": time.time()}
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    def make_up_evaluation(self) -> bool:
+        """Evaluate the end of the epoch that this group starts from, if the one before did not.
+
+        Returns whether the run stops; raises to end the group when it restarts.
+        """
+        if self._evaluated:
+            return False
+        self._evaluated = True
+        step, metrics = self.beginning.step, self.beginning.metrics
+        results, stop, restart = self._evaluate()
+        if results is None:
+            self.checkpoints.save(step, metrics, evaluated=False)  # it may be in memory only
+        else:
+            metrics = {**metrics, **results, "time": time.time()}
+            if self.reporter:
+                self.reporter.add_evaluation(metrics)
+            self.checkpoints.save(step, metrics)
+        if restart:
+            self.restart_group()
+        return stop
+
+    def _evaluate(self) -> Evaluation:
+        if self.learner.plan.settings.ema:
+            self.checkpoints.wait_for_copy()  # the average takes the weights' place
+        return evaluate(self.learner, self.commands.poll, self._heartbeat)
+
+    def _heartbeat(self, evaluated: bool) -> None:
+        """Record that this worker is alive in an evaluation, and whether it has `evaluated` a batch."""
+        if evaluated:
+            self.telemetry.evaluated()
+        self.watchdog.heartbeat()
         if self.reporter:
-            self.reporter.add_evaluation(metrics)
-        self.checkpoints.save(self.start, metrics)
+            self.reporter.heartbeat()
+
+    # ----------------------------------------------------------------------------------------------------- restart
 
     def restart_group(self) -> NoReturn:
         """End this worker group once the newest copy is safe: Ray starts one on the nodes there are then.
@@ -137,12 +211,12 @@ class Worker:
         """
         with self.watchdog.paused():
             limit_s = self._drain_limit_s()
-            run_on_all_ranks(self.control_group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
+            run_on_all_ranks(self._group, lambda: self.reporter.drain(limit_s) if self.reporter else None)
             self.checkpoints.close(finished=False)
             restart = GroupRestartError()
             print(restart)  # how its log ends
-            left_s = broadcast_from_rank0(self.control_group, self._drain_limit_s)  # which alone knows of a notice
-            run_on_all_ranks(self.control_group, lambda: self._close_outputs(left_s))
+            left_s = broadcast_from_rank0(self._group, self._drain_limit_s)  # which alone knows of a notice
+            run_on_all_ranks(self._group, lambda: self._close_outputs(left_s))
         timer = threading.Timer(EXIT_AFTER_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
@@ -151,13 +225,14 @@ class Worker:
     def _close_outputs(self, limit_s: float | None) -> None:
         """Bring to storage what is not there yet, as far as that takes no longer than a background task may."""
         with suppress(TimeoutError):
-            closed = start_thread(self.outputs.pop_all().close, "outputs")
+            closed = start_thread(self._outputs.pop_all().close, "outputs")
             closed.result(CLOSE_TIMEOUT_S if limit_s is None else min(limit_s, CLOSE_TIMEOUT_S))
 
     def _drain_limit_s(self) -> float | None:
-        """Seconds that the commit of the last checkpoint may take, and then the last output; None: no limit."""
+        """Return the seconds that the last commit may take, and then the last output; None: no limit."""
         command = self.commands.poll()
         if command.deadline is not None:
             left_s = max(0.0, command.deadline - time.time() - DEADLINE_MARGIN_S)
-            return min(left_s, self.plan.settings.notice_s or left_s)  # a clock that was set back would wait for hours
+            # A clock that was set back would wait for hours.
+            return min(left_s, self.learner.plan.settings.notice_s or left_s)
         return DRAIN_S if self.checkpoints.in_memory and not command.moves else None
