@@ -11,7 +11,7 @@ from sunspot.client import Run as Client
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import read_journal
-from sunspot.tasks.trees_adapter import EXTRA
+from sunspot.tasks.trees_adapter import KINDS
 from tests.harness.program import Program
 from tests.harness.training import (
     MakeData,
@@ -26,7 +26,7 @@ from tests.harness.training import (
 ROUNDS = 8
 
 
-@pytest.fixture(params=EXTRA)
+@pytest.fixture(params=KINDS)
 def settings(request: pytest.FixtureRequest, make_data: MakeData) -> dict[str, Any]:
     """Of a run of either library."""
     pytest.importorskip(request.param, reason="the extra `trees` is not installed")

@@ -23,7 +23,7 @@ from sunspot.run.shown import MAX_IMAGES, MAX_ROWS, Exhibit, TaskExhibit, read_e
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.texts import SHOWN
-from sunspot.tasks.trees_adapter import EXTRA
+from sunspot.tasks.trees_adapter import KINDS
 from tests.harness.runs import begin, start
 from tests.harness.trained import trained
 
@@ -125,7 +125,7 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     assert losses == sorted(losses)
 
 
-@pytest.mark.parametrize("library", EXTRA)
+@pytest.mark.parametrize("library", KINDS)
 def test_trees_show_what_gained(library: str) -> None:
     pytest.importorskip(library, reason="the extra `trees` is not installed")
     settings = Settings(task="sunspot.tasks.trees", task_args={"library": library})

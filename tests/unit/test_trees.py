@@ -20,7 +20,7 @@ from sunspot.errors import ConflictError, SettingsError
 from sunspot.plan import make_plan
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
-from sunspot.tasks.trees_adapter import EXTRA, Trees
+from sunspot.tasks.trees_adapter import KINDS, Trees
 from tests.harness.state_files import through_a_file
 
 ROWS, CLASSES = 120, 3
@@ -31,7 +31,7 @@ def settings_for(library: str, **more: Any) -> Settings:
     return Settings(task="sunspot.tasks.trees", task_args={"library": library, **options.get(library, {}), **more})
 
 
-@pytest.fixture(params=EXTRA)
+@pytest.fixture(params=KINDS)
 def library(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param, reason="the extra `trees` is not installed")
     return str(request.param)
@@ -154,13 +154,13 @@ def test_columns_are_names(columns: Any) -> None:
     ids=lambda value: json.dumps(value.task_args) if isinstance(value, Settings) else "",
 )
 def test_wrong_options_are_one_message(settings: Settings, said: str) -> None:
-    for name in EXTRA:
+    for name in KINDS:
         pytest.importorskip(name, reason="the extra `trees` is not installed")
     with pytest.raises(SettingsError, match=re.escape(said)):
         load_task(settings).build_model(settings, EmptySource((1, 4, 4), CLASSES))
 
 
-@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_library_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SettingsError, match=rf"{name} is not installed; install sunspot-train\[trees\]"):

@@ -23,7 +23,7 @@ PREFIXES = ("train", "val", "test")
 """Removed from logged names such as `val_accuracy` or `train/accuracy`: the metric history has a prefix of its own."""
 
 RESERVED = frozenset({"step", "epoch", "steps", "rows"})
-"""Names that every record of the metric history has already."""
+"""Names that every record of the metric history already has."""
 
 
 class LightningTask:
@@ -48,11 +48,11 @@ class LightningTask:
             )
 
     def __getattr__(self, name: str) -> Any:
-        """`find_sources` and `predict`, if the module has them."""
+        """Return `find_sources` and `predict`, if the module has them."""
         return getattr(self._module, name)
 
     def build_model(self, settings: Settings, source: Source) -> LightningModule:
-        """The LightningModule; raises `SettingsError` if it uses what is not supported here."""
+        """Build the LightningModule; raises `SettingsError` if it uses what is not supported here."""
         model = self._module.build_module(settings, source)
         if not isinstance(model, LightningModule):
             raise self._error(f"build_module returned a {type(model).__name__}; return a lightning.LightningModule")
@@ -68,7 +68,7 @@ class LightningTask:
         return model
 
     def build_optimizer(self, model: LightningModule, settings: Settings) -> torch.optim.Optimizer:
-        """What `configure_optimizers` returns: one optimizer, and the schedulers of its learning rates, if any."""
+        """Build what `configure_optimizers` returns: an optimizer, and the schedulers of its learning rates, if any."""
         # It may ask its trainer for the length of the run. The real trainer exists only once the run has been joined.
         trainer = make_trainer(settings, self._steps, accelerator="cpu", plugins=[LightningEnvironment()])
         model.trainer = trainer
@@ -91,7 +91,7 @@ class LightningTask:
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """Not for Lightning, whose schedulers are objects (`begin_schedule`)."""
+        """Refuse: a LightningModule's schedulers are objects (`begin_schedule`)."""
         raise self._error(
             "a LightningModule is trained by `python -m sunspot.train` only; choose a task of plain PyTorch here"
         )
@@ -118,7 +118,7 @@ class LightningTask:
                 model.lr_scheduler_step(config.scheduler, None)
 
     def loss(self, model: LightningModule, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """Loss and metrics of held-out rows, as `per_row` returns them."""
+        """Return loss and metrics of held-out rows, as `per_row` does."""
         given = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
         step = model.validation_step if defines(model, "validation_step") else model.training_step
         return self.per_row(model, lambda: _call(step, given, 0), len(batch["row"]))[:2]
@@ -166,7 +166,7 @@ class LogCapture:
         self._values[short] = number.detach()
 
     def take(self) -> Batch:
-        """The values logged since the last call."""
+        """Return the values logged since the last call."""
         values, self._values = self._values, {}
         return values
 
@@ -180,7 +180,7 @@ class PlannedTrainer(Trainer):
 
 
 def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTrainer:
-    """A Trainer for this run, without Lightning's own history, checkpoints, evaluation and progress."""
+    """Make a Trainer for this run, without Lightning's own history, checkpoints, evaluation and progress."""
     # Its remarks on devices and missing dataloaders would only fill the rank's log.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
@@ -203,7 +203,7 @@ def make_trainer(settings: Settings, steps: Steps, **options: Any) -> PlannedTra
 
 
 def defines(model: LightningModule, name: str) -> bool:
-    """Whether a module overrides a method or hook."""
+    """Tell whether a module overrides a method or hook."""
     return getattr(type(model), name) is not getattr(LightningModule, name)
 
 

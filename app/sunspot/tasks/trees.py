@@ -18,7 +18,7 @@ __all__ = ["build_trees", "find_sources"]
 
 
 def find_sources(settings: Settings) -> tuple[Source, Source | None]:
-    """Images, or a table with `columns`."""
+    """Find images, or a table with `columns`."""
     _, columns, classes = _split(settings)
     if not columns:
         return find_images(settings)
@@ -29,7 +29,7 @@ def find_sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def build_trees(settings: Settings, source: Source) -> Trees:
-    """Trees of the `library` (default: xgboost)."""
+    """Build trees of the `library` (default: xgboost)."""
     options, _, _ = _split(settings)
     library = options.pop("library", "xgboost")
     if library not in KINDS:
@@ -38,6 +38,6 @@ def build_trees(settings: Settings, source: Source) -> Trees:
 
 
 def _split(settings: Settings) -> tuple[dict[str, Any], Any, Any]:
-    """What the library gets, besides `library`; `columns`; and `classes`."""
+    """Return the library's options (and `library`), `columns`, and `classes`."""
     options = dict(settings.task_args)
     return options, options.pop("columns", None), options.pop("classes", False)

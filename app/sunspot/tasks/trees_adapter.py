@@ -26,41 +26,29 @@ from sunspot.tasks.defaults import build_empty_optimizer, refuse_given
 if TYPE_CHECKING:
     from sunspot.tasks import TrainingRun
 
-EXTRA = ("xgboost", "lightgbm")
-"""The libraries of the extra `trees`."""
-
-OURS = {
+SET_HERE = {
     "xgboost": ("objective", "num_class", "seed", "nthread"),
     "lightgbm": ("objective", "num_class", "seed", "num_threads", "metric", "tree_learner", "machines"),
 }
-"""Parameters that follow from the data, the settings and the workers."""
+"""Parameters that follow from the data, the settings and the workers, and so cannot be given."""
 
-RATES = {"xgboost": 0.3, "lightgbm": 0.1}
-"""The default of each."""
+DEFAULT_RATES = {"xgboost": 0.3, "lightgbm": 0.1}
+"""Each library's default learning rate."""
 
-WITHOUT_USE = (
-    *(
-        "global_batch_size",
-        "micro_batch_size",
-        "learning_rate",
-        "weight_decay",
-        "clip_norm",
-        "schedule",
-        "warmup_steps",
-    ),
-    *("precision", "parallel", "compile", "loader", "ema"),
+UNUSED_SETTINGS = (
+    *("global_batch_size", "micro_batch_size", "learning_rate", "weight_decay", "clip_norm", "schedule"),
+    *("warmup_steps", "precision", "parallel", "compile", "loader", "ema"),
 )
 """Settings that no tree reads."""
 
-LEAST_PROBABILITY = 1e-30
-"""Above 0, for its logarithm."""
-
+MIN_PROBABILITY = 1e-30
+"""Keeps the logarithm of a probability finite."""
 
 ADDRESSES = re.compile(r"^\[(?:machines|local_listen_port): .*\]\n", re.MULTILINE)
-"""Among the parameters in LightGBM's file: where this group's workers were."""
+"""The lines of LightGBM's file that say where this group's workers were."""
 
-SHOWN = 20
-"""Features in the report."""
+MAX_FEATURES_SHOWN = 20
+"""Most features that the report lists."""
 
 
 class Trees(torch.nn.Module, ABC):
@@ -72,7 +60,7 @@ class Trees(torch.nn.Module, ABC):
     def __init__(self, library: str, options: Mapping[str, Any], settings: Settings, source: Source) -> None:
         """Raises `SettingsError` if the library is not installed or refuses the options."""
         super().__init__()
-        if taken := [name for name in OURS[library] if name in options]:
+        if taken := [name for name in SET_HERE[library] if name in options]:
             raise SettingsError(
                 f"{PREFIX}TASK={settings.task}: {library} is given {', '.join(taken)}, which follow from the data, the "
                 "settings and the workers; leave them out"
@@ -94,8 +82,8 @@ class Trees(torch.nn.Module, ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The factor on each new tree."""
-        return float(self._options.get("eta", self._options.get("learning_rate", RATES[self.library])))
+        """Return the factor on each new tree."""
+        return float(self._options.get("eta", self._options.get("learning_rate", DEFAULT_RATES[self.library])))
 
     @abstractmethod
     def _check(self) -> None:
@@ -112,11 +100,11 @@ class Trees(torch.nn.Module, ABC):
     @property
     @abstractmethod
     def rounds(self) -> int:
-        """Rounds so far."""
+        """Count the rounds so far."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """The library's own file, as it would save it; empty before the first round."""
+        """Return the library's own file, as it would save it; empty before the first round."""
 
     @abstractmethod
     def from_bytes(self, content: bytes) -> None:
@@ -124,11 +112,11 @@ class Trees(torch.nn.Module, ABC):
 
     @abstractmethod
     def _score(self, features: np.ndarray) -> np.ndarray:
-        """The scores of rows, float32 [B, features]."""
+        """Return the scores of rows, float32 [B, features]."""
 
     @abstractmethod
     def importance(self) -> dict[int, float]:
-        """What each feature that is used, by its number, has gained in all trees."""
+        """Return the gain of each used feature over all trees, by the feature's number."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if not self.rounds:
@@ -137,7 +125,7 @@ class Trees(torch.nn.Module, ABC):
         return torch.from_numpy(np.ascontiguousarray(self._score(features_of(batch)), np.float32))
 
     def get_extra_state(self) -> torch.Tensor:
-        """uint8 [bytes]"""
+        """Return the library's file as uint8 [bytes]."""
         return torch.frombuffer(bytearray(self.to_bytes() or b"\0"), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
@@ -199,7 +187,7 @@ class LightGBMTrees(Trees):
 
     _booster: Any = None
     _rows: Any = None
-    "The rows of every round; None before training, and a Booster has none of its own."
+    "The rows of every round; None before training."
     _grows = False
     "Whether the Booster has the rows."
 
@@ -233,7 +221,7 @@ class LightGBMTrees(Trees):
 
         self._booster.eval_train(keep)
         # With classes, the output is their probabilities.
-        scores = np.log(np.maximum(outputs[0], LEAST_PROBABILITY)) if self.classes else outputs[0]
+        scores = np.log(np.maximum(outputs[0], MIN_PROBABILITY)) if self.classes else outputs[0]
         return torch.from_numpy(scores.astype(np.float32))
 
     @property
@@ -269,14 +257,14 @@ class TreesTask:
         """Raises `SettingsError` for settings that trees have no use for."""
         self._module = module
         why = f"boosts trees, which do not read it; leave it out (what their library takes is in {PREFIX}TASK_ARGS)"
-        refuse_given(settings, WITHOUT_USE, why)
+        refuse_given(settings, UNUSED_SETTINGS, why)
 
     def __getattr__(self, name: str) -> Any:
-        """`find_sources`, if the module has it."""
+        """Return `find_sources`, if the module has it."""
         return getattr(self._module, name)
 
     def find_library(self, settings: Settings, source: Source) -> str:
-        """By whose trainer of Ray's they grow."""
+        """Return the name of the library, which has a trainer of Ray's."""
         return self.build_model(settings, source).library
 
     def build_model(self, settings: Settings, source: Source) -> Trees:
@@ -314,11 +302,13 @@ class TreesTask:
         return scores
 
     def show(self, model: Trees, rows: Batch) -> dict[str, Any]:
-        """The features that gained most."""
+        """Return the features that gained most, for the report."""
         gains = sorted(model.importance().items(), key=lambda feature: -feature[1])
         names, whole = names_of(rows), sum(gain for _, gain in gains)
         return {
-            "Features by gain": [{"feature": names[number], "share": gain / whole} for number, gain in gains[:SHOWN]]
+            "Features by gain": [
+                {"feature": names[number], "share": gain / whole} for number, gain in gains[:MAX_FEATURES_SHOWN]
+            ]
         }
 
 
@@ -333,19 +323,19 @@ def network_of(trees: Trees, world_size: int) -> dict[str, Any]:
 
 
 def rate(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    """The loss of each row, [B]: its log loss, with the accuracy, or without classes its squared error."""
+    """Return the loss of each row, [B]: its log loss, and the accuracy; without classes its squared error."""
     if scores.ndim == 1:
         return (scores - labels).square(), {}
     return functional.cross_entropy(scores, labels, reduction="none"), {"accuracy": scores.argmax(1) == labels}
 
 
 def without_stack(error: Exception) -> Exception:
-    """XGBoost's errors have the stack in their text."""
+    """Return an error without the stack that XGBoost puts into its text."""
     return type(error)(re.split(r"\s*Stack trace:", str(error))[0])
 
 
 def names_of(batch: Batch) -> list[str]:
-    """The name of each feature: of its column, with its place there if it has several."""
+    """Name each feature by its column, with its place there if it has several."""
     names = list[str]()
     for name, column in batch.items():
         if name not in ("row", "label"):
@@ -355,7 +345,7 @@ def names_of(batch: Batch) -> list[str]:
 
 
 def features_of(batch: Batch) -> np.ndarray:
-    """All columns but `row` and `label` side by side: float32 [B, features]."""
+    """Put all columns but `row` and `label` side by side: float32 [B, features]."""
     columns = [column for name, column in batch.items() if name not in ("row", "label")]
     sizes = [math.prod(column.shape[1:]) for column in columns]
     flat = [column.reshape(len(column), size).float() for column, size in zip(columns, sizes, strict=True)]
