@@ -39,7 +39,7 @@ from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from sunspot.run.checkpoints import Checkpoint, read_manifest
 from sunspot.run.history import Journal
 from sunspot.settings import Settings
-from sunspot.storage.retry import retry_storage
+from sunspot.storage.limits import retry_storage
 from sunspot.tasks import gpt
 from sunspot.train.forward import row_losses
 from sunspot.train.run import passes

@@ -31,8 +31,8 @@ import sunspot.checkpoint.files
 import sunspot.checkpoint.sharded
 import sunspot.checkpoint.snapshot
 import sunspot.elastic.restore
+import sunspot.storage.limits
 import sunspot.storage.local
-import sunspot.storage.retry
 from sunspot.checkpoint import CheckpointManager, versions
 from sunspot.checkpoint.commit import CheckpointCommitter
 from sunspot.checkpoint.files import load_state, unpack, upload_state
@@ -60,7 +60,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.history import Journal, read_journal
 from sunspot.settings import Settings
 from sunspot.storage.base import Writer
-from sunspot.storage.deadline import CURRENT
+from sunspot.storage.limits import CURRENT
 from sunspot.storage.local import LocalStorage
 from sunspot.train.run import set_learning_rate
 from tests.harness import REPOSITORY, s3
@@ -395,7 +395,7 @@ def test_a_second_try_of_a_commit_does_not_touch_what_the_first_has_committed(
                 self.lost = True
                 raise StorageError("the answer was lost")
 
-    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
     run = Run(Forgetful(str(tmp_path)), "run")
     trainee = Trainee(run)
     trainee.train()
@@ -589,7 +589,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
     run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
     assert claim(run, [], attempt)
     monkeypatch.setattr(sunspot.checkpoint.sharded, "POLL_EVERY_S", 0.05)
-    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.05,))
+    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.05,))
 
     def play(act: Callable[[Ranks, int], Any], **settings: Any) -> list[Any]:
         def work(group: dist.ProcessGroup) -> Any:
@@ -831,7 +831,7 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
 def test_a_directory_that_refuses_is_reported_once_and_training_continues(
     number: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
     trainee = Trainee(run)
     obstacle = Obstacle(open, "model.pt")
     obstacle.error = OSError(number, os.strerror(number))
@@ -891,7 +891,7 @@ def s3_run(s3_proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
     limits = {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 0.5, "REQUEST_TRIES": 2}
     for name, value in limits.items():
         monkeypatch.setattr(storage, name, value)
-    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.1,))
+    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.1,))
     return open_run(f"s3://{s3_bucket}/runs", "run")
 
 

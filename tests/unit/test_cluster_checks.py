@@ -16,7 +16,7 @@ import pytest
 from sunspot.run import Run, open_run
 from sunspot.storage import open_storage
 from sunspot.storage.local import LocalStorage
-from sunspot.storage.probe import FOLDER, Check, Result, probe_path, probe_storage
+from sunspot.storage.prove import FOLDER, Check, Result, probe_path, probe_storage
 from sunspot.submitter.doctor.cluster_checks import what_it_takes
 from sunspot.submitter.doctor.nodes import find_places
 from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
@@ -47,7 +47,7 @@ def node(name: str = "node-1", **spec: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.storage.probe.LARGE_TIMES", 1)
+    monkeypatch.setattr("sunspot.storage.prove.LARGE_TIMES", 1)
 
 
 @pytest.fixture
@@ -425,11 +425,11 @@ def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -
 
 
 def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.storage.probe.MOST_LATENCY_S", 0.02)
-    monkeypatch.setattr("sunspot.storage.probe.LEAST_MB_PER_S", 1e6)
+    monkeypatch.setattr("sunspot.storage.prove.MOST_LATENCY_S", 0.02)
+    monkeypatch.setattr("sunspot.storage.prove.LEAST_MB_PER_S", 1e6)
     s3_proxy.on("GetObject", delay(0.03))
     really = time.time
-    monkeypatch.setattr("sunspot.storage.probe.time.time", lambda: really() - 100)
+    monkeypatch.setattr("sunspot.storage.prove.time.time", lambda: really() - 100)
     found = {check.check: check for check in probe_path(f"s3://{s3_bucket}/runs")}
     assert found["storage latency"].result is found["storage throughput"].result is Result.WARNING
     assert found["clock"].result is Result.WARNING

@@ -8,7 +8,7 @@ import pytest
 
 from sunspot.elastic import gpu
 from sunspot.elastic.gpu import find_gpu_problem, try_gpus
-from sunspot.storage.probe import Result
+from sunspot.storage.prove import Result
 
 
 class Driver:

@@ -39,8 +39,7 @@ import sunspot.checkpoint.commit
 import sunspot.checkpoint.shared_memory
 import sunspot.elastic.claim
 import sunspot.run
-import sunspot.storage.deadline
-import sunspot.storage.retry
+import sunspot.storage.limits
 from sunspot.checkpoint.commit import CheckpointCommitter
 from sunspot.checkpoint.files import read_file, upload
 from sunspot.checkpoint.ledger import Ledger
@@ -73,8 +72,8 @@ from sunspot.run.incidents import TIER
 from sunspot.run.status import DELETION, deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.base import Storage
+from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
-from sunspot.storage.retry import retry_storage
 from sunspot.submitter.commands.audit import Epoch, prove
 from sunspot.submitter.commands.checkpoints.gc import plan
 from sunspot.submitter.commands.delete import _remove
@@ -496,9 +495,9 @@ def serialized(value: Any) -> bytes:
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and nothing runs in a thread that the model does not drive."""
-    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0,))
+    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0,))
     monkeypatch.setattr(sunspot.storage.base, "start_thread", run_inline)
-    monkeypatch.setattr(sunspot.storage.deadline, "start_thread", run_inline)
+    monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
     monkeypatch.setattr(
         sunspot.checkpoint.shared_memory, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY

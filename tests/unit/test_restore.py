@@ -48,8 +48,8 @@ from sunspot.run.checkpoints import (
 from sunspot.run.incidents import Cause, Receipt, describe
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.settings import Settings
+from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
-from sunspot.storage.retry import retry_storage
 from sunspot.train.reporter import warn_of_notice
 from tests.harness.runs import begin, commit, start
 
@@ -571,9 +571,9 @@ def test_a_save_that_does_not_fit_the_notice_is_warned_of() -> None:
 
 
 def test_retries_end(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
-    import sunspot.storage.retry
+    import sunspot.storage.limits
 
-    monkeypatch.setattr(sunspot.storage.retry, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.01,))
     answers = iter([StorageError("503"), StorageError("503"), "here"])
 
     def act() -> str:

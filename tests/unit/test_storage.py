@@ -21,16 +21,16 @@ from typing import Any, BinaryIO, cast
 import pytest
 import torch
 
-import sunspot.storage.deadline
+import sunspot.storage.limits
 import sunspot.storage.local
 from sunspot.errors import NotFoundError, SettingsError, StorageError
 from sunspot.storage import bucket as module
 from sunspot.storage import open_storage, parts
 from sunspot.storage.base import Storage, map_parallel
 from sunspot.storage.bucket import Bucket
-from sunspot.storage.deadline import LEAST_RATE, ProgressDeadline, moved, operation
+from sunspot.storage.limits import MIN_RATE, ProgressDeadline, RetryWindow, operation, record_progress
 from sunspot.storage.local import LocalStorage
-from sunspot.storage.retry import Outage
+from sunspot.storage.prove import prove
 from sunspot.storage.s3 import S3Storage
 from tests.harness import REPOSITORY, s3
 from tests.harness.clouds import BUCKETS, CLOUDS, VERSITYGW
@@ -278,7 +278,7 @@ def test_progress_gives_back_no_more_than_the_limit() -> None:
     hangs = threading.Event()
 
     def moves_much_and_hangs() -> None:
-        moved(1000 * LEAST_RATE)
+        record_progress(1000 * MIN_RATE)
         hangs.wait(5)
 
     with pytest.raises(StorageError, match="no answer from storage"):
@@ -287,7 +287,7 @@ def test_progress_gives_back_no_more_than_the_limit() -> None:
 
 
 def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    outage, limits = Outage(), []
+    outage, limits = RetryWindow(), []
 
     class Recorded(ProgressDeadline):
         def __init__(self, limit_s: float, *more: Any) -> None:
@@ -297,7 +297,7 @@ def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch:
     def refuse() -> None:
         raise StorageError("refused")
 
-    monkeypatch.setattr("sunspot.storage.retry.ProgressDeadline", Recorded)
+    monkeypatch.setattr("sunspot.storage.limits.ProgressDeadline", Recorded)
     for _ in range(2):
         with pytest.raises(StorageError):
             outage.attempt(refuse, 60, "reading")
@@ -305,7 +305,7 @@ def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch:
     assert limits[0] == 60
     assert limits[1] <= 59.95
 
-    hangs, outage = threading.Event(), Outage()
+    hangs, outage = threading.Event(), RetryWindow()
     with pytest.raises(StorageError):
         outage.attempt(lambda: hangs.wait(60), 0.1, "reading")
     assert outage.seconds >= 0.1
@@ -313,7 +313,7 @@ def test_tries_share_the_time_of_an_outage_and_a_hang_counts_for_it(monkeypatch:
 
 
 def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPatch, warned: list[str]) -> None:
-    monkeypatch.setattr(sunspot.storage.deadline, "WARN_AFTER_S", 0.05)
+    monkeypatch.setattr(sunspot.storage.limits, "WARN_AFTER_S", 0.05)
 
     def answers() -> str:
         for _ in range(8):
@@ -324,13 +324,13 @@ def test_work_that_makes_progress_may_take_its_time(monkeypatch: pytest.MonkeyPa
     def bytes_that(come_at: float) -> None:
         for _ in range(80):
             time.sleep(0.01)
-            moved(int(come_at / 100))
+            record_progress(int(come_at / 100))
 
     assert ProgressDeadline(0.4, "listing").run(answers) == "done"
     assert warned == ["listing: /mnt/a: no answer from storage for 0 s; waiting for at most 0 s more"]
-    ProgressDeadline(0.4, "reading").run(lambda: bytes_that(10 * LEAST_RATE))
+    ProgressDeadline(0.4, "reading").run(lambda: bytes_that(10 * MIN_RATE))
     with pytest.raises(StorageError, match=r"^reading: storage moves less than 100 kB/s"):
-        ProgressDeadline(0.4, "reading").run(lambda: bytes_that(LEAST_RATE / 10))
+        ProgressDeadline(0.4, "reading").run(lambda: bytes_that(MIN_RATE / 10))
 
 
 def test_a_process_ends_though_its_storage_hangs() -> None:
@@ -338,7 +338,7 @@ def test_a_process_ends_though_its_storage_hangs() -> None:
 import threading
 from sunspot.errors import run_and_exit
 from sunspot.storage.base import map_parallel
-from sunspot.storage.retry import retry_storage
+from sunspot.storage.limits import retry_storage
 hang = lambda number: threading.Event().wait()
 run_and_exit(lambda: retry_storage(lambda: map_parallel(hang, range(3)), 0.1, "reading a checkpoint"))
 """
@@ -448,7 +448,7 @@ def test_errors_of_a_reader_are_not_those_of_storage(storage: Storage) -> None:
 
 def test_prove_leaves_nothing(storage: Storage) -> None:
     storage.write("run/a", b"")
-    storage.prove("run")
+    prove(storage, "run")
     assert listed(storage, "") == [("run/a", 0)]
 
 
@@ -470,7 +470,7 @@ def below_a_file(tmp_path: Path) -> LocalStorage:
         lambda storage: storage.read("run/a"),
         lambda storage: storage.list("run/a"),
         lambda storage: storage.delete("run/a"),
-        lambda storage: storage.prove("run/a"),
+        lambda storage: prove(storage, "run/a"),
     ],
 )
 def test_local_errors_name_the_file(below_a_file: LocalStorage, act: Callable[[Storage], Any]) -> None:
@@ -885,20 +885,20 @@ def test_prove_refuses_a_server_without_conditional_writes(
 ) -> None:
     s3_proxy.on("PutObject", s3.without_header("If-None-Match"))
     with pytest.raises(StorageError, match=r"/runs/run/probe-\w+: created twice; this store ignores 'If-None-Match"):
-        s3_storage.prove("run")
+        prove(s3_storage, "run")
     assert s3_storage.list("") == []
 
 
 def test_prove_refuses_storage_that_does_not_delete(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on("DeleteObject", lambda handler, request: handler.reply(204, {}, b""))
     with pytest.raises(StorageError, match="deleted, but still there"):
-        s3_storage.prove("run")
+        prove(s3_storage, "run")
 
 
 def test_prove_says_why_the_first_write_failed(s3_storage: S3Storage, s3_proxy: FaultProxy) -> None:
     s3_proxy.on(lambda request: True, s3.answer(403, "AccessDenied"))
     with pytest.raises(StorageError, match=r"cannot create: .*AccessDenied.*; allow s3:ListBucket"):
-        s3_storage.prove("run")
+        prove(s3_storage, "run")
     assert len(s3_proxy.requests) == 1
 
 
@@ -916,7 +916,7 @@ EVERY_OPERATION: list[Callable[[Storage], Any]] = [
     lambda storage: storage.list("run"),
     lambda storage: storage.list_unfinished("run"),
     lambda storage: storage.delete("run/a"),
-    lambda storage: storage.prove("run"),
+    lambda storage: prove(storage, "run"),
 ]
 
 

@@ -35,7 +35,7 @@ from sunspot.run.checkpoints import (
 )
 from sunspot.run.history import Journal
 from sunspot.settings import Settings
-from sunspot.storage.retry import Outage
+from sunspot.storage.limits import RetryWindow
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class CheckpointCommitter:
         "Whether the newest snapshot that was begun is torn, and so never committed."
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._outage = Outage()
+        self._outage = RetryWindow()
         "Since the last commit."
         self._flush_requested = False
         self.newest: Checkpoint | None = None
@@ -228,7 +228,7 @@ class CheckpointCommitter:
             else:
                 if outage.tries:
                     self._record("commits go on", step, f"none for {outage.seconds:.0f} s, {outage.tries} tries")
-                    self._outage = Outage()
+                    self._outage = RetryWindow()
                 return
             with self._changed:
                 self._flush_requested = False

@@ -52,7 +52,7 @@ from sunspot.run.incidents import FORKED, TIER
 from sunspot.run.status import Status, read_other_status, read_status, refuse_if_deleted
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
-from sunspot.storage.retry import retry_storage
+from sunspot.storage.limits import retry_storage
 
 Result = TypeVar("Result")
 

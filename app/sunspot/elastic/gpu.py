@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from sunspot.errors import SunspotError, shorten
-from sunspot.storage.probe import Check, Result, failure
+from sunspot.storage.prove import Check, Result, failure
 
 LEAST_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver for each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""

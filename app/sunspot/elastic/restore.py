@@ -20,7 +20,7 @@ from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.settings import Settings
 from sunspot.storage import Storage, open_storage
-from sunspot.storage.retry import retry_storage
+from sunspot.storage.limits import retry_storage
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from sunspot.run.attempts import Attempt, newest_number
 from sunspot.run.failures import INSTALLED
 from sunspot.run.hangs import Hang
 from sunspot.run.history import Journal
-from sunspot.storage.deadline import within
+from sunspot.storage.limits import with_deadline
 
 FIRST_STEP_S = 600
 """Added to the timeout of the first step, which waits for imports, compilation, and Ray Data's first rows."""
@@ -104,7 +104,7 @@ class Watchdog:
         """Record what the group has agreed on: from here on its first step is waited for."""
         with contextlib.suppress(SunspotError):
             dumps = functools.partial(upload_dumps, self._run, attempt.number, self._on_hang)
-            within(REPORT_S, "recording an earlier hang", dumps)
+            with_deadline(REPORT_S, "recording an earlier hang", dumps)
         self._step = attempt.step
         path = _folder() / f"{_prefix(self._run)}{attempt.number:04d}-{self._rank:04d}"
         with contextlib.suppress(FileNotFoundError):  # there is none, or it looked like one of a killed process

@@ -43,7 +43,7 @@ from sunspot.run.status import (
 )
 from sunspot.run.submissions import list_submissions
 from sunspot.storage.base import Entry
-from sunspot.storage.deadline import within
+from sunspot.storage.limits import with_deadline
 
 RECORD_S = 60.0
 """Limit on each wait for storage to take how the driver began or ended, which does not depend on that."""
@@ -76,13 +76,15 @@ def recorded_outcome(
     Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
     on a cluster the operator restarts the driver for every head that is lost, without a limit.
     """
-    known, before, status = within(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
+    known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
     begun = status.begun
     outcome = Outcome(status)
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
         with suppress(StorageError):
-            if within(RECORD_S, "reading the status", lambda: _changed_nothing(run, begun, before, known, error)):
+            if with_deadline(
+                RECORD_S, "reading the status", lambda: _changed_nothing(run, begun, before, known, error)
+            ):
                 status.withdraw()
                 return False
         return status.end(state, reason)
@@ -107,7 +109,7 @@ def recorded_outcome(
         if fail(RunState.FAILED, shorten(error), error):
             failure = describe_failure(error, 0, None, begun.step)
             with suppress(StorageError):
-                within(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
+                with_deadline(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
         raise
     status.end(outcome.state, reason="")
 
@@ -216,7 +218,7 @@ class DriverStatus:
             with self._writing:
                 withdraw_status(self._run, self.begun.driver)
 
-        within(RECORD_S, "withdrawing the status", delete)
+        with_deadline(RECORD_S, "withdrawing the status", delete)
 
     def end(self, state: RunState, reason: str) -> bool:
         """Write how the driver ended, unless another process owns the run; returns whether it was written."""
@@ -236,7 +238,7 @@ class DriverStatus:
             return entry is not None
 
         with suppress(StorageError):
-            return within(RECORD_S, "writing the status", write)
+            return with_deadline(RECORD_S, "writing the status", write)
         return False
 
     def _load(self, entry: Entry) -> None:

@@ -13,7 +13,7 @@ from sunspot.storage import bucket, parts
 from sunspot.storage.azure_upload import BlockUpload, latest_of, make_token
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
-from sunspot.storage.deadline import moved
+from sunspot.storage.limits import record_progress
 
 
 class AzureStorage(Bucket):
@@ -64,7 +64,7 @@ class AzureStorage(Bucket):
                 if error.status_code == 416:
                     return None
                 raise
-        moved(len(body))
+        record_progress(len(body))
         total = int(answer.properties.content_range.rpartition("/")[2])
         return Range(lambda: body, total, answer.properties.etag)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from sunspot.background import start_thread
 from sunspot.errors import StorageError
-from sunspot.storage.deadline import moved
+from sunspot.storage.limits import record_progress
 
 CHUNK = 1 << 20
 """Bytes of a large object that are read or written at a time."""
@@ -100,7 +99,7 @@ class Writer(ABC):
                 self.failure = error
                 raise
             self.size += len(chunk)
-            moved(len(chunk))
+            record_progress(len(chunk))
         return len(view)
 
     def flush(self) -> None:  # noqa: B027  # torch.save calls it
@@ -212,31 +211,6 @@ class Storage(ABC):
                 copy(chunk)
         return size, sha.hexdigest()
 
-    def prove(self, prefix: str) -> None:
-        """Check that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
-
-        The last is what keeps two processes from owning one run. Raises `StorageError`.
-        """
-        key, content = f"{prefix}/probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
-        created = self.create(key, content)
-        try:
-            # Before the second create, which replaces the content where it is not refused.
-            found = self.read(key) == content and [entry.key for entry in self.list(key)] == [key]
-            again = self.create(key, b"another writer")
-        finally:
-            self.delete(key)
-        if not created or not found:
-            raise StorageError(
-                f"{self.locate(key)}: written, but not found again; check that STORAGE_PATH is one consistent store"
-            )
-        if self.exists(key):
-            raise StorageError(f"{self.locate(key)}: deleted, but still there; allow deleting below STORAGE_PATH")
-        if again:
-            raise StorageError(
-                f"{self.locate(key)}: created twice; this store ignores 'If-None-Match: *', without which two "
-                "processes could write one run. Use a server that supports conditional writes"
-            )
-
 
 def map_parallel(act: Callable[[Item], Result], items: Iterable[Item], at_once: int = READS_IN_FLIGHT) -> list[Result]:
     """What `act` returns for each item, in their order. After the first error, no further item is started."""
@@ -293,14 +267,14 @@ class ObjectReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         with self._errors():
             size: int = self._source.readinto(buffer)
-        moved(size)
+        record_progress(size)
         return size
 
     def readall(self) -> bytes:
         content = io.BytesIO()
         while chunk := self._read_chunk():
             content.write(chunk)
-            moved(len(chunk))
+            record_progress(len(chunk))
         return content.getvalue()
 
     def _read_chunk(self) -> bytes:

@@ -16,7 +16,7 @@ from sunspot.background import start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import parts
 from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed, map_parallel
-from sunspot.storage.deadline import OPERATION_S, operation
+from sunspot.storage.limits import OPERATION_S, operation
 from sunspot.storage.parts import PartUpload, PartWriter
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4

@@ -14,8 +14,8 @@ from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range
-from sunspot.storage.deadline import moved
 from sunspot.storage.google_upload import PART_OBJECT, PART_SUFFIX, ComposedUpload, put
+from sunspot.storage.limits import record_progress
 
 LISTED_AT_ONCE = 1000
 """Objects on a page of a listing, the most that the service allows."""
@@ -60,7 +60,7 @@ class GoogleStorage(Bucket):
     @functools.cached_property
     def _limits(self) -> dict[str, Any]:
         """How long each request may take, and how long it is tried again."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
+        from google.cloud.storage.limits import DEFAULT_RETRY
 
         return {
             "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
@@ -184,7 +184,7 @@ class _Counted(io.BytesIO):
     """Bytes that arrive, which the deadline hears of."""
 
     def write(self, data: Any) -> int:
-        moved(len(data))
+        record_progress(len(data))
         return super().write(data)
 
 

@@ -25,7 +25,7 @@ from sunspot.storage.base import (
     Writer,
     completed,
 )
-from sunspot.storage.deadline import OPERATION_S, operation, refuse_if_given_up
+from sunspot.storage.limits import OPERATION_S, operation, refuse_if_given_up
 
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 """A file that is not yet, or never became, the object named by the group."""

@@ -15,7 +15,7 @@ from sunspot.run.attempts import read_attempts
 from sunspot.run.history import Journal
 from sunspot.run.status import STATUS_EVERY_S, read_status
 from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
-from sunspot.storage.retry import pause_after
+from sunspot.storage.limits import pause_after
 from sunspot.tracking.delivery import Delivery
 from sunspot.tracking.process import command, refuse_unusable
 

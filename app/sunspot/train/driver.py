@@ -27,7 +27,8 @@ from sunspot.run.status import (
     stop_requested,
 )
 from sunspot.settings import IDENTITY, Settings
-from sunspot.storage.deadline import within
+from sunspot.storage.limits import with_deadline
+from sunspot.storage.prove import prove
 from sunspot.tracking.process import tracked
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ def train_run(
     settings = with_absolute_paths(settings)
     run = open_run(settings.storage_path, settings.run_name)
     limit_s = settings.storage_timeout_s
-    within(limit_s, "proving the storage", lambda: run.storage.prove(run.name))
-    within(limit_s, "reading the run", lambda: refuse_if_deleted(run))
-    within(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
+    with_deadline(limit_s, "proving the storage", lambda: prove(run.storage, run.name))
+    with_deadline(limit_s, "reading the run", lambda: refuse_if_deleted(run))
+    with_deadline(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
     driver = new_driver()
 
     def find_start() -> tuple[str, Checkpoint | None, tuple[PassedOver, ...]]:
@@ -65,7 +66,7 @@ def train_run(
         return claimant, checkpoint, skipped
 
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
-        owner, checkpoint, skipped = within(limit_s, "reading the newest checkpoint", find_start)
+        owner, checkpoint, skipped = with_deadline(limit_s, "reading the newest checkpoint", find_start)
         print(f"run {run.name} in {run.location}")
         for each in skipped:
             log.warning(f"skipped {each}")
@@ -99,7 +100,7 @@ def train(
     from sunspot.train.trainer import fit
 
     limit_s = settings.storage_timeout_s
-    fatal, stopped = within(limit_s, "reading the run", lambda: (fatal_error(run, owner), stop_requested(run)))
+    fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(run, owner), stop_requested(run)))
     if fatal:
         raise fatal  # this job has failed for good: a retry of it does not train either
     if stopped:
@@ -107,7 +108,7 @@ def train(
         return RunState.STOPPED
     plan = make_plan(settings, load_task(settings))
     rows = identify_rows(plan)
-    within(limit_s, "writing its identity", lambda: keep_identity(run, settings.environment(), identity, rows))
+    with_deadline(limit_s, "writing its identity", lambda: keep_identity(run, settings.environment(), identity, rows))
 
     def finish(checkpoint: Checkpoint) -> RunState:
         if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
@@ -173,7 +174,7 @@ def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
 
 def _report(run: Run, driver: str, error: Exception | None) -> None:
     try:
-        within(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
+        with_deadline(RECORD_S, "writing the report", lambda: _write_report(run, driver, error))
     except Exception as trouble:  # how the run ended does not depend on its report
         log.warning(f"the report could not be written: {shorten(trouble)}")
 

@@ -8,7 +8,7 @@ from sunspot.elastic.gpu import try_gpus
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
 from sunspot.settings import CommandParser, load_settings
-from sunspot.storage.probe import probe_path
+from sunspot.storage.prove import probe_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from sunspot.errors import StorageError, SunspotError, shorten
 from sunspot.formatting import plural
 from sunspot.run import open_run
 from sunspot.storage.base import map_parallel
+from sunspot.storage.prove import prove
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def probe_here(storage_path: str, run_name: str, key: str, content: bytes) -> st
     try:
         if run.storage.read(key) != content:
             return "it reads something else than was written"
-        run.storage.prove(run.name)
+        prove(run.storage, run.name)
     except SunspotError as error:
         return str(error)
     return ""

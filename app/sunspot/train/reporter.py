@@ -30,7 +30,7 @@ from sunspot.run.history import Journal, tidy_journals
 from sunspot.run.incidents import Cause, describe, goodput, read_receipts
 from sunspot.run.ranks import Columns
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
-from sunspot.storage.deadline import within
+from sunspot.storage.limits import with_deadline
 
 log = logging.getLogger(__name__)
 
@@ -280,4 +280,4 @@ def show_claim(run: Run, status: Status) -> None:
         delete_older_statuses(run, status.attempt)
 
     with suppress(StorageError):
-        within(SHOW_CLAIM_S, "writing the status", show)
+        with_deadline(SHOW_CLAIM_S, "writing the status", show)

@@ -35,7 +35,7 @@ from sunspot.run.attempts import fatal_error, read_attempts
 from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
 from sunspot.run.incidents import Cause
 from sunspot.settings import Settings
-from sunspot.storage.retry import retry_storage
+from sunspot.storage.limits import retry_storage
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
 from sunspot.train.library import choose_trainer
 from sunspot.train.loop import train_loop

@@ -26,7 +26,8 @@ from sunspot.run.status import (
     write_status,
 )
 from sunspot.search_space import Search, load_search
-from sunspot.storage.retry import retry_storage
+from sunspot.storage.limits import retry_storage
+from sunspot.storage.prove import prove
 from sunspot.tracking.process import refuse_unusable
 from sunspot.tune.results import Progress, collect_results, print_plan, print_trial, publish_results
 
@@ -54,7 +55,7 @@ def main() -> int:
     search = replace(search, settings=with_absolute_paths(search.settings), trials=trials)
     settings = search.settings
     run = open_run(settings.storage_path, settings.run_name)
-    run.storage.prove(run.name)
+    prove(run.storage, run.name)
     refuse_if_deleted(run)
     give_up_damaged(run, settings.environment())
     progress = Progress()

@@ -9,6 +9,7 @@ from sunspot.formatting import plural
 from sunspot.run import Run
 from sunspot.run.identity import read_identity, refuse_changes
 from sunspot.settings import differences
+from sunspot.storage.prove import prove
 from sunspot.submitter.cluster.api import Cluster, RefusedError
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import image_problem
@@ -165,7 +166,7 @@ def find_missing_rights(cluster: Cluster) -> list[str]:
 
 def _find_storage_problems(run: Run) -> list[str]:
     try:
-        run.storage.prove(run.name)
+        prove(run.storage, run.name)
         return []
     except StorageError as error:
         if "AWS_ENDPOINT_URL" not in str(error):

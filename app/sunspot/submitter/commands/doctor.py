@@ -73,7 +73,7 @@ def _check_preconditions(args: argparse.Namespace) -> None:
     Storage is tested from here, and with `--from-pods` also from pods like the run's. Raises `ClusterError` or
     `StorageError` when a check failed.
     """
-    from sunspot.storage.probe import Result, failure, probe_path
+    from sunspot.storage.prove import Result, failure, probe_path
     from sunspot.submitter.doctor.cluster_checks import check_cluster
     from sunspot.submitter.doctor.probe_pods import try_from_pods
 

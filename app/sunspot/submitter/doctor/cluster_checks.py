@@ -6,7 +6,7 @@ from typing import Any
 
 from sunspot.errors import ClusterError
 from sunspot.formatting import as_bytes, plural
-from sunspot.storage.probe import Check, Result, failure
+from sunspot.storage.prove import Check, Result, failure
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from sunspot.submitter.cluster.preflight import (
     explain_refusal,

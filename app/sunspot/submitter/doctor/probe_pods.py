@@ -13,7 +13,7 @@ from typing import Any
 
 from sunspot.errors import ClusterError
 from sunspot.formatting import in_words
-from sunspot.storage.probe import Check, Result
+from sunspot.storage.prove import Check, Result
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.manifest.pods import RUN_LABEL

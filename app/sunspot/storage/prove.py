@@ -1,4 +1,4 @@
-"""Tests a storage: `sunspot doctor` from where it runs, sunspot/train/pod_probe.py in a pod.
+"""The proof that a storage does what runs rely on, and what `sunspot doctor` measures of it, from here or in a pod.
 
 Everything is written below one folder that is not a run, and deleted afterwards.
 """
@@ -61,6 +61,32 @@ def failure(name: str, error: Exception) -> Check:
     return Check(name, Result.FAILED, said or fix, fix if said else "")
 
 
+def prove(storage: Storage, prefix: str) -> None:
+    """Check that objects below `prefix` can be created, read, listed and deleted, and that a second create fails.
+
+    The last is what keeps two processes from owning one run. Raises `StorageError`.
+    """
+    key, content = f"{prefix}/probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
+    created = storage.create(key, content)
+    try:
+        # Before the second create, which replaces the content where it is not refused.
+        found = storage.read(key) == content and [entry.key for entry in storage.list(key)] == [key]
+        again = storage.create(key, b"another writer")
+    finally:
+        storage.delete(key)
+    if not created or not found:
+        raise StorageError(
+            f"{storage.locate(key)}: written, but not found again; check that STORAGE_PATH is one consistent store"
+        )
+    if storage.exists(key):
+        raise StorageError(f"{storage.locate(key)}: deleted, but still there; allow deleting below STORAGE_PATH")
+    if again:
+        raise StorageError(
+            f"{storage.locate(key)}: created twice; this store ignores 'If-None-Match: *', without which two "
+            "processes could write one run. Use a server that supports conditional writes"
+        )
+
+
 def probe_path(storage_path: str) -> Iterator[Check]:
     """All checks of a storage path, up to the first that fails."""
     try:
@@ -72,7 +98,7 @@ def probe_path(storage_path: str) -> Iterator[Check]:
 def probe_storage(storage: Storage) -> Iterator[Check]:
     """Like `probe_path`, but raises `StorageError` when a check cannot continue."""
     folder = f"{FOLDER}/{uuid.uuid4().hex}"
-    storage.prove(folder)
+    prove(storage, folder)
     can = "lists, creates, reads and deletes, and refuses to create twice"
     yield Check("storage access", Result.OK, f"{storage.locate('')}: {can}")
     try:

@@ -1,4 +1,4 @@
-"""Ends the wait for storage that hangs without an error, or whose answer trickles in.
+"""How long work on storage may take, and how often it is tried again.
 
 A thread that hangs can only be left behind. So work with a deadline runs in a daemon thread, which keeps no process
 from ending, and once its time is over it begins no further operation: what it was about to publish is not published.
@@ -19,7 +19,7 @@ from sunspot.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-LEAST_RATE = 100_000
+MIN_RATE = 100_000
 """Bytes a second: the rate at which bytes that were moved give back time."""
 
 OPERATION_S = 10.0
@@ -28,15 +28,18 @@ OPERATION_S = 10.0
 WARN_AFTER_S = 30.0
 """Seconds without progress after which the user is told what is waited for."""
 
+BACKOFF_S = (1, 2, 4, 8, 16, 30)
+"""Pauses between tries; the last one repeats until the limit."""
+
 Result = TypeVar("Result")
 
 
 class ProgressDeadline:
     """The time that work on storage may take: `limit_s` seconds, some given back by progress.
 
-    An answer gives back OPERATION_S and a byte 1 / LEAST_RATE seconds, up to `limit_s` in all. So work ends `limit_s`
+    An answer gives back OPERATION_S and a byte 1 / MIN_RATE seconds, up to `limit_s` in all. So work ends `limit_s`
     after storage has stopped, and in any case within `limit_s`, OPERATION_S for each of its operations and the time
-    that its bytes take at LEAST_RATE.
+    that its bytes take at MIN_RATE.
     """
 
     def __init__(self, limit_s: float, what: str) -> None:
@@ -55,11 +58,11 @@ class ProgressDeadline:
     def run(self, work: Callable[[], Result]) -> Result:
         """What `work` returns or raises. Raises `StorageError`, naming the object, once its time is over."""
 
-        def with_deadline() -> Result:
+        def marked_work() -> Result:
             CURRENT.set(self)
             return work()
 
-        done, warned = start_thread(with_deadline, "storage"), False
+        done, warned = start_thread(marked_work, "storage"), False
         try:
             while not wait([done], min(max(0.01, self._ends - time.monotonic()), WARN_AFTER_S / 4)).done:
                 now = time.monotonic()
@@ -68,7 +71,7 @@ class ProgressDeadline:
                     left_s, silent_s = self._ends - now, now - self._progress
                 silent = f"{where}: no answer from storage for {silent_s:.0f} s"
                 if left_s <= 0:
-                    slow = f"{where}: storage moves less than {LEAST_RATE / 1000:.0f} kB/s"
+                    slow = f"{where}: storage moves less than {MIN_RATE / 1000:.0f} kB/s"
                     raise StorageError(silent if silent_s > self._limit_s / 2 else slow)
                 if silent_s > WARN_AFTER_S and not warned:
                     warned = True
@@ -104,7 +107,7 @@ class ProgressDeadline:
             raise StorageError(f"{where}: not begun, as the work that it is part of was given up")
 
 
-def within(limit_s: float, what: str, work: Callable[[], Result]) -> Result:
+def with_deadline(limit_s: float, what: str, work: Callable[[], Result]) -> Result:
     """What `work` returns or raises, with a `ProgressDeadline`."""
     return ProgressDeadline(limit_s, what).run(work)
 
@@ -117,20 +120,81 @@ CURRENT: ContextVar[ProgressDeadline | None] = ContextVar("deadline", default=No
 def operation(where: str, gives_s: float = OPERATION_S) -> Iterator[None]:
     """An operation on the object at `where`, for the deadline of the work that it is part of, if there is one.
 
-    `gives_s` is 0 for one whose bytes are counted by `moved`. Raises `StorageError` when the work was given up.
+    `gives_s` is 0 for one whose bytes `record_progress` counts. Raises `StorageError` when the work was given up.
     """
     deadline = CURRENT.get()
     with deadline.operation(where, gives_s) if deadline else contextlib.nullcontext():
         yield
 
 
-def moved(size: int) -> None:
+def record_progress(size: int) -> None:
     """So many bytes were read or written."""
     if deadline := CURRENT.get():
-        deadline.give_back(size / LEAST_RATE)
+        deadline.give_back(size / MIN_RATE)
 
 
 def refuse_if_given_up(where: str) -> None:
     """Raise `StorageError` when the work that this thread is part of was given up: call before publishing an object."""
     if deadline := CURRENT.get():
         deadline.refuse_if_passed(where)
+
+
+class RetryWindow:
+    """Storage that fails: since when, how many tries have met it, and whether there should be another."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+        "That have failed."
+        self.over = False
+        "Whether it has lasted as long as it may, or the last try made no progress for so long."
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted; 0 before a try has failed."""
+        return time.monotonic() - self._since if self.tries else 0.0
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next try."""
+        return pause_after(self.tries - 1)
+
+    def attempt(self, work: Callable[[], Result], limit_s: float, what: str) -> Result:
+        """What `work` returns or raises, in a thread of its own; an error counts as a failed try.
+
+        It may last `limit_s`; the last try gets a tenth of that at least. Raises `StorageError` when time is over.
+        """
+        began = time.monotonic()
+        deadline = ProgressDeadline(max(limit_s - self.seconds, limit_s / 10), what)
+        try:
+            return deadline.run(work)
+        except Exception:
+            if not self.tries:
+                self._since = began if deadline.passed else time.monotonic()
+            self.tries += 1
+            self.over = deadline.passed or self.seconds >= limit_s
+            raise
+
+
+def retry_storage(act: Callable[[], Result], limit_s: float, what: str) -> Result:
+    """The result of `act`, retried while storage fails, in a thread of its own.
+
+    Raises `StorageError` when storage has failed for `limit_s` seconds, or makes no progress for so long.
+    """
+    window = RetryWindow()
+    while True:
+        try:
+            return window.attempt(act, limit_s, what)
+        except StorageError as error:
+            if window.over:
+                raise StorageError(
+                    f"{what}: storage has failed for {window.seconds:.0f} s "
+                    f"(SUNSPOT_STORAGE_TIMEOUT_S={limit_s:g}): {error}"
+                ) from error
+            log.warning(f"{what}: {error}; trying again in {window.pause_s:g} s")
+        time.sleep(window.pause_s)
+
+
+def pause_after(tries: int) -> float:
+    """Seconds to wait after that many tries, counted from 0."""
+    return BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
