@@ -37,11 +37,12 @@ test-all: .venv/dev  ## all tests that need no cluster, slow ones only in the fi
 	$(PYTEST) --durations=20 --hypothesis-profile=thorough $(if $(MINUTES),--minutes=$(MINUTES))
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
-lint: .venv/dev  ## format, lint, types, import layers
+lint: .venv/dev  ## format, lint, types, import layers, parameter lists
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy app scripts
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.structure
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
 

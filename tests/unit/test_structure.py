@@ -1,0 +1,40 @@
+"""The check of parameter lists and of modules' names, a part of `make lint`."""
+
+from pathlib import Path
+
+from scripts.structure import find_long, find_repeated
+
+CODE = """
+from dataclasses import dataclass
+
+def five(a, b, c, *, d, e): ...
+
+def six(a, b, c, *, d, e, f): ...
+
+@dataclass
+class Worker:
+    a: int; b: int; c: int; d: int; e: int; f: int; g: int; h: int; i: int
+
+@dataclass(frozen=True)
+class Record:
+    a: int; b: int; c: int; d: int; e: int; f: int; g: int; h: int; i: int
+
+class Manager:
+    def __init__(self, a, b, c, d, e, f, g, h): ...
+    def take(self, a, b, c, d, e): ...
+    @staticmethod
+    def make(a, b, c, d, e, f): ...
+"""
+
+
+def test_what_takes_too_many_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(CODE)
+    assert list(find_long(file, "a.py")) == [("a.py:six", 6, 5), ("a.py:Worker", 9, 8), ("a.py:Manager.make", 6, 5)]
+
+
+def test_a_name_may_come_again_for_the_same_subject_only(tmp_path: Path) -> None:
+    for place in ("run/status", "report/status", "run/__init__", "data/images", "tasks/images", "tasks/__init__"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{place}.py").touch()
+    assert find_repeated(tmp_path) == {"images": ["data/", "tasks/"]}
