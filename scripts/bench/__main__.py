@@ -22,7 +22,7 @@ import ray
 
 from scripts import object_stores
 from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
-from scripts.bench.scale import Subject, clouds, consensus, data, history, print_table, report, transfer
+from scripts.bench.scale import Subject, consensus, data, history, print_table, transfer
 from scripts.bench.ways import Ways, print_ways
 from sunspot.ray_session import RAY_ENVIRONMENT
 
@@ -89,14 +89,7 @@ WAYS = {
     "loops": Ways("step of ResNet-18, two cores", ("ms",), step.measure_ways),
 }
 
-SCALE: dict[str, Subject] = {
-    "data": data,
-    "consensus": consensus,
-    "report": report,
-    "history": history,
-    "transfer": transfer,
-    "clouds": clouds,
-}
+SCALE: dict[str, Subject] = {"data": data, "consensus": consensus, "history": history, "transfer": transfer}
 
 
 def main(names: list[str]) -> None:

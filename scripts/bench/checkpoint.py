@@ -80,7 +80,6 @@ def on_worker(config: dict[str, Any]) -> None:
         for name, way in ways.items():
             model(rows).square().mean().backward()
             optimizer.step()
-            checkpoints.took_step(step, None)
             began = time.perf_counter()
             copied, stored = way.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
             stall = time.perf_counter() - began
@@ -97,7 +96,7 @@ def on_worker(config: dict[str, Any]) -> None:
         json.dump(stalls, out)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """It is copied already."""
 
 
@@ -118,6 +117,7 @@ class Ours:
         self._checkpoints = checkpoints
 
     def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+        self._checkpoints.took_step(step, None)
         self._checkpoints.save(step, {"loss": 0.0})
         return self._checkpoints.wait_for_copy, self._checkpoints.drain
 
@@ -141,7 +141,7 @@ class Dcp:
         if isinstance(begun, AsyncSaveResponse):
             copied, upload = begun.staging_completion.result, begun.upload_completion
         else:
-            copied, upload = _nothing, begun
+            copied, upload = nothing, begun
 
         def stored() -> None:
             upload.result()
@@ -169,7 +169,7 @@ class Report:
             checkpoint_upload_mode=self._mode,
             delete_local_checkpoint_after_upload=True,
         )
-        return _nothing, ray.train.get_all_reported_checkpoints
+        return nothing, ray.train.get_all_reported_checkpoints
 
     def close(self) -> None:
         pass

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sunspot.data.shared_rows
-from scripts.bench.scale.threads import load_in_threads
 from sunspot.data.order import Order, Steps
 from sunspot.data.shared_rows import Workers, load_shared
 from sunspot.data.torch_loader import EpochShares, Selections
 from sunspot.errors import DataError
+from tests.harness.threads import load_in_threads
 
 NODES = ("a", "b", "a", "a")
 """The node of each worker."""

@@ -15,7 +15,7 @@ import torch
 
 NEEDED = ("ray", "pyarrow", "pydantic")
 
-SUBJECTS = {"ceilings": (), "syncs": NEEDED, "recovery": NEEDED, "checkpoints": NEEDED, "steps": NEEDED}
+SUBJECTS = {"ceilings": (), "checkpoints": NEEDED, "steps": NEEDED}
 """Each a module of this package, with the packages it needs beside torch; the longest comes last."""
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from scripts.bench.checkpoint import Dcp, Ours, Way, nothing
 from scripts.bench.gpu.ceilings import synchronize
 from sunspot.checkpoint import CheckpointManager
 from sunspot.data.order import Steps
@@ -31,42 +31,65 @@ SAVES = 4
 WORK_S = 0.15
 """Seconds of forward and backward passes between a save and the next optimizer step."""
 
-Save = Callable[[int], tuple[Callable[[], Any], Callable[[], Any]]]
-"""Begins a checkpoint of a step; returns the wait before the next optimizer step, and that for the end of it all."""
-
 
 def measure(device: torch.device) -> None:
     """Print a line for each size."""
+    if not dist.is_initialized():  # dcp.async_save needs a group
+        store = Path(tempfile.mkdtemp(), "store")
+        dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=0, world_size=1)
     for gigabytes in (0.1, 1, 8) if device.type == "cuda" else (0.01, 0.1):
-        model = build_model(round(gigabytes * 1e9), device)
-        optimizer = torch.optim.Adam(model.parameters())
+        training = Training(round(gigabytes * 1e9), device)
         cells = []
-        for name, way in {"Sunspot": sunspot, "dcp.async_save": dcp_async, "torch.save": torch_save}.items():
-            with tempfile.TemporaryDirectory() as folder:
-                stalls, ends = stall(way(Path(folder), model, optimizer), model, optimizer, device)
-            cells.append(f"{name} {1000 * median(stalls):8.1f} ms, done after {median(ends):5.2f} s")
+        with tempfile.TemporaryDirectory() as folder:
+            ways = {
+                "Sunspot": Ours(manager(folder, training)),
+                "dcp.async_save": Dcp(AsyncCheckpointerType.THREAD),
+                "torch.save": TorchSave(Path(folder)),
+            }
+            for name, way in ways.items():
+                stalls, ends = stall(way, training)
+                cells.append(f"{name} {1000 * median(stalls):8.1f} ms, done after {median(ends):5.2f} s")
         print(f"{gigabytes:5} GB  " + "   ".join(cells), flush=True)
-        del model, optimizer
+        del training, ways
 
 
-def build_model(size: int, device: torch.device) -> torch.nn.Module:
-    """Square layers whose weights, with Adam's two averages, take `size` bytes."""
-    width = 4096 if size > 4e8 else 1024
-    layers = max(1, round(size / (12 * width**2)))
-    return torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)]).to(device)
+class Training:
+    """Square layers whose weights, with Adam's two averages, take `size` bytes; and steps of them."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        width = 4096 if size > 4e8 else 1024
+        layers = max(1, round(size / (12 * width**2)))
+        linear = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
+        self.model = torch.nn.Sequential(*linear).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self._rows, self._device = torch.randn(64, width, device=device), device
+
+    def step(self, wait: Callable[[], object], began: float = 0.0) -> float:
+        """Seconds of a step, or since `began`, without the WORK_S and more of its passes; `wait` precedes its end."""
+        began = began or time.perf_counter()
+        work_began = time.perf_counter()
+        passes = 0
+        while passes == 0 or time.perf_counter() - work_began < WORK_S:
+            self.model(self._rows).square().mean().backward()
+            synchronize(self._device)
+            passes += 1
+        ended = time.perf_counter()
+        wait()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        synchronize(self._device)
+        return time.perf_counter() - ended + (work_began - began)
 
 
-def stall(
-    save: Save, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[list[float], list[float]]:
+def stall(way: Way, training: Training) -> tuple[list[float], list[float]]:
     """Seconds that each save takes from the training, and until it is done: stored, or committed."""
-    rows = torch.randn(64, model[0].in_features, device=device)  # type: ignore[index, arg-type]
     stalls, ends = [], []
     for step in range(1, 2 + SAVES):
-        undisturbed = training_step(model, optimizer, rows, device, lambda: None)
+        undisturbed = training.step(nothing)
+        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
         began = time.perf_counter()
-        wait, finish = save(step)
-        lost = training_step(model, optimizer, rows, device, wait, began) - undisturbed
+        wait, finish = way.save(step, state)
+        lost = training.step(wait, began) - undisturbed
         finish()
         if step > 1:
             stalls.append(lost)
@@ -74,67 +97,24 @@ def stall(
     return stalls, ends
 
 
-def training_step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rows: torch.Tensor,
-    device: torch.device,
-    wait: Callable[[], Any],
-    began: float = 0.0,
-) -> float:
-    """Seconds from `began`, or from now, through WORK_S of passes and an optimizer step."""
-    began = began or time.perf_counter()
-    work_began = time.perf_counter()
-    passes = 0
-    while passes == 0 or time.perf_counter() - work_began < WORK_S:
-        model(rows).square().mean().backward()
-        synchronize(device)
-        passes += 1
-    ended = time.perf_counter()
-    wait()
-    optimizer.step()
-    optimizer.zero_grad()
-    synchronize(device)
-    return time.perf_counter() - ended + (work_began - began)
-
-
-def sunspot(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Save:
-    """The product, without copies that outlive the process."""
-    run = open_run(str(folder), "run")
+def manager(folder: str, training: Training) -> CheckpointManager:
+    """The product's, without copies that outlive the process."""
+    run = open_run(folder, "run")
     attempt = Attempt(1, "bench", None, 0)
     claim(run, read_attempts(run), attempt)
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((1,), 1), None, Steps(6400, 64), 100)
-    checkpoints = CheckpointManager(run, attempt, plan, model, optimizer)
-
-    def save(step: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        checkpoints.took_step(step, None)
-        checkpoints.save(step, {"loss": 0.0})
-        return checkpoints.wait_for_copy, checkpoints.drain
-
-    return save
+    return CheckpointManager(run, attempt, plan, training.model, training.optimizer)
 
 
-def dcp_async(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Save:
-    """torch.distributed.checkpoint with all that makes it fast: pinned, shared memory, staged behind the training."""
-    if not dist.is_initialized():
-        store = Path(tempfile.mkdtemp(), "store")  # the group outlives `folder`
-        dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    gpu = next(model.parameters()).is_cuda
-    stager = DefaultStager(StagingOptions(gpu, True, True, gpu))
-
-    def save(step: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        response: Any = async_save(state, checkpoint_id=str(folder / str(step % 2)), async_stager=stager)
-        return response.staging_completion.result, response.upload_completion.result
-
-    return save
-
-
-def torch_save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Save:
+class TorchSave:
     """torch.save while the training waits."""
 
-    def save(step: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / str(step % 2))
-        return lambda: None, lambda: None
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-    return save
+    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+        torch.save(state, self._folder / str(step % 2))
+        return nothing, nothing
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,12 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def measure() -> Iterator[Figure]:
-    """Microseconds a step; before: an all-reduce behind each."""
+    """Microseconds a step."""
     for ranks in RANKS:
-        now, before = seconds_of_step(ranks, broadcast_at_times), seconds_of_step(ranks, reduce_each_time)
-        yield Figure("deciding what to do after a step", f"{ranks} ranks", 1e6 * now, "us", 1e6 * before)
+        yield Figure("deciding what to do after a step", f"{ranks} ranks", 1e6 * seconds_of_step(ranks), "us")
 
 
-def seconds_of_step(ranks: int, make: Callable[[dist.ProcessGroup], Callable[[], Any]]) -> float:
+def seconds_of_step(ranks: int) -> float:
     """Of the slowest rank; each is a forked process."""
     fork = multiprocessing.get_context("fork")
     answers = fork.SimpleQueue()
@@ -39,11 +37,11 @@ def seconds_of_step(ranks: int, make: Callable[[dist.ProcessGroup], Callable[[],
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=TIMEOUT)
         assert dist.group.WORLD
-        step = make(dist.group.WORLD)
+        decisions = StepDecisionBroadcast(dist.group.WORLD)
         for number in range(STEPS):
             if number == WARM_UP:
                 began = time.perf_counter()
-            step()
+            decisions.agree(StepActions)
         seconds = time.perf_counter() - began
         dist.barrier()  # no rank may end while another has messages for it
         answers.put(seconds / (STEPS - WARM_UP))
@@ -57,19 +55,3 @@ def seconds_of_step(ranks: int, make: Callable[[dist.ProcessGroup], Callable[[],
         for process in processes:
             process.join()
     return max(seconds)
-
-
-def broadcast_at_times(group: dist.ProcessGroup) -> Callable[[], Any]:
-    consensus = StepDecisionBroadcast(group)
-    return lambda: consensus.agree(StepActions)
-
-
-def reduce_each_time(group: dist.ProcessGroup) -> Callable[[], Any]:
-    pending: list[Any] = []
-
-    def step() -> None:
-        if pending:
-            pending.pop().wait()
-        pending.append(dist.all_reduce(torch.zeros(6, dtype=torch.uint8), dist.ReduceOp.MAX, group, async_op=True))
-
-    return step
