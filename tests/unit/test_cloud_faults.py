@@ -13,7 +13,7 @@ import pytest
 from sunspot.errors import NotFoundError, StorageError
 from sunspot.storage import bucket, open_storage, parts
 from sunspot.storage.base import Storage
-from sunspot.storage.google_upload import ComposedUpload, put
+from sunspot.storage.google import ComposedUpload, put
 from sunspot.storage.parts import Part
 from tests.harness import clouds, s3
 from tests.harness.s3 import FaultProxy, Request

@@ -3,9 +3,9 @@
 A new backend is a module with a `Storage` and a line in BACKENDS (and its scheme in the pattern of STORAGE_PATH).
 """
 
-from sunspot.storage.azure_blob import AzureStorage
+from sunspot.storage.azure import AzureStorage
 from sunspot.storage.base import Storage
-from sunspot.storage.google_cloud import GoogleStorage
+from sunspot.storage.google import GoogleStorage
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.s3 import S3Storage
 

@@ -1,22 +1,32 @@
-"""An S3 bucket as storage."""
+"""An S3 bucket as storage, and multipart uploads to it."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
-import io
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, ClassVar
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, ClassVar
 
+from sunspot.background import start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.storage import bucket, s3_upload
-from sunspot.storage.base import CHUNK, Entry, ObjectReader, Unfinished, map_parallel
+from sunspot.storage import bucket
+from sunspot.storage.base import CHUNK, Entry, Errors, ObjectReader, Unfinished, map_parallel
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
-from sunspot.storage.s3_upload import MultipartUpload
+from sunspot.storage.parts import Part, PartUpload
 
 DELETED_AT_ONCE = 1000
 """Objects that S3 deletes in one request, at most."""
+
+NO_PART = 10_000
+"""The number of a part that no object has, but those near 5 TiB: what is sent under it never becomes part of one."""
+
+WRONG_CHECKSUM = {"BadDigest", "XAmzContentChecksumMismatch"}
+"""S3's error codes for a part that does not match the checksum sent along, and MinIO's."""
 
 
 class S3Storage(Bucket):
@@ -52,22 +62,13 @@ class S3Storage(Bucket):
     def __init__(self, storage_path: str) -> None:
         super().__init__(storage_path)
         self._client = _s3_client(storage_path)
-        self._verification = s3_upload.Verification()
+        self._verification = Verification()
 
     @functools.cached_property
     def _transfers(self) -> Any:
         """A client for what is large, whose checksum is signed in place of a SHA-256: at 0.3 GB/s without the CPU's
         help, that would cost more than everything else."""
         return _s3_client(f"s3://{self.bucket}", payload_signing_enabled=False)
-
-    @contextlib.contextmanager
-    def open(self, key: str, offset: int = 0) -> Iterator[BinaryIO]:
-        errors = functools.partial(self._errors, "read", key, gives_s=0)
-        part = {"Range": f"bytes={offset}-"} if offset else {}
-        with self._errors("read", key):
-            body = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **part)["Body"]
-        with io.BufferedReader(ObjectReader(body, errors), CHUNK) as stream:
-            yield stream
 
     def _begin_range(self, key: str, begin: int, size: int, version: str = "") -> Range | None:
         from botocore.exceptions import ClientError
@@ -263,3 +264,92 @@ def _s3_client(url: str, **options: Any) -> Any:
         )
     except (BotoCoreError, ValueError) as error:
         raise StorageError(f"{url}: the AWS environment cannot be used: {shorten(error)}") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- uploads
+
+
+class Verification:
+    """Whether the server refuses a part that does not match its checksum: proven once for each client."""
+
+    def __init__(self) -> None:
+        self._proof: Future[bool] | None = None
+        self._lock = threading.Lock()
+
+    def prove(self, refuses_damage: Callable[[], bool]) -> Future[bool]:
+        """The proof that there is, or else one by a try in this upload: one that failed may have met another error."""
+        with self._lock:
+            if self._proof is None or (self._proof.done() and not self._proof.result()):
+                self._proof = start_thread(refuses_damage, "storage-part")
+            return self._proof
+
+
+class MultipartUpload(PartUpload):
+    """A multipart upload."""
+
+    def __init__(self, client: Any, bucket: str, key: str, errors: Errors, verification: Verification) -> None:
+        self._client = client
+        self._target, self._errors = {"Bucket": bucket, "Key": key}, errors
+        with errors():
+            upload = self._client.create_multipart_upload(**self._target, ChecksumAlgorithm="CRC32")
+        self._id = upload["UploadId"]
+        self._verifies = verification.prove(self._refuses_damage)
+
+    def send(self, number: int, body: bytes | bytearray) -> Part:
+        checksum = zlib.crc32(body)
+        with self._errors():
+            answer = self._upload_part(number, body, checksum)
+        return Part(number, answer["ETag"], checksum)
+
+    def _upload_part(self, number: int, body: bytes | bytearray, checksum: int) -> Any:
+        return self._client.upload_part(
+            **self._target, UploadId=self._id, PartNumber=number, Body=body, ChecksumCRC32=as_base64(checksum)
+        )
+
+    def _refuses_damage(self) -> bool:
+        """Try a part that is not the one whose checksum comes with it, under a number that the object will not have."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self._upload_part(NO_PART, b"damaged", zlib.crc32(b"whole"))
+        except ClientError as error:
+            return error.response["Error"]["Code"] in WRONG_CHECKSUM
+        except BotoCoreError:  # then parts fail too, or what arrived is read back
+            pass
+        return False
+
+    def complete(self, parts: Sequence[Part], size: int) -> bool:
+        from botocore.exceptions import ClientError
+
+        verified = self._verifies.result()
+        listed = [
+            {"PartNumber": number, "ETag": etag, "ChecksumCRC32": as_base64(checksum)}
+            for number, etag, checksum in sorted(parts)
+        ]
+        with self._errors():  # not begun when the upload was given up meanwhile
+            try:
+                self._client.complete_multipart_upload(
+                    **self._target, UploadId=self._id, MultipartUpload={"Parts": listed}
+                )
+            except ClientError as error:
+                # An earlier try may have succeeded and its answer been lost: no upload is left, but the object is.
+                if error.response["Error"]["Code"] != "NoSuchUpload" or not self._is_there(size):
+                    raise
+        return verified
+
+    def _is_there(self, size: int) -> bool:
+        from botocore.exceptions import ClientError
+
+        with contextlib.suppress(ClientError):
+            return bool(self._client.head_object(**self._target)["ContentLength"] == size)
+        return False
+
+    def abort(self) -> None:
+        wait([self._verifies])
+        with contextlib.suppress(Exception):  # if that fails too, the bucket's lifecycle rules have to free the space
+            self._client.abort_multipart_upload(**self._target, UploadId=self._id)
+
+
+def as_base64(checksum: int) -> str:
+    """A CRC-32 as S3 writes it."""
+    return base64.b64encode(checksum.to_bytes(4, "big")).decode()
