@@ -41,7 +41,7 @@ def measure(device: torch.device) -> None:
         training = Training(round(gigabytes * 1e9), device)
         cells = []
         with tempfile.TemporaryDirectory() as folder:
-            ways = {
+            ways: dict[str, Way] = {
                 "Sunspot": Ours(manager(folder, training)),
                 "dcp.async_save": Dcp(AsyncCheckpointerType.THREAD),
                 "torch.save": TorchSave(Path(folder)),
