@@ -797,7 +797,7 @@ def test_a_slow_server_is_waited_for(s3_proxy: FaultProxy, s3_bucket: str) -> No
 
 @pytest.mark.parametrize("how", ["close", "reset", "stall"])
 @pytest.mark.parametrize("ask", ["read", "digest", "exactly"])
-@pytest.mark.parametrize("keep", [0, 2 * MIB])
+@pytest.mark.parametrize("keep", [0, MIB // 2])
 @pytest.mark.usefixtures("short_limits")
 def test_a_short_body_is_never_a_short_object(
     s3_proxy: FaultProxy,

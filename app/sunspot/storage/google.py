@@ -75,7 +75,7 @@ class GoogleStorage(Bucket):
     @functools.cached_property
     def _limits(self) -> dict[str, Any]:
         """How long each request may take, and how long it is tried again."""
-        from google.cloud.storage.limits import DEFAULT_RETRY
+        from google.cloud.storage.retry import DEFAULT_RETRY
 
         return {
             "timeout": (bucket.CONNECT_TIMEOUT_S, bucket.READ_TIMEOUT_S),
