@@ -33,11 +33,8 @@ ALLOWED = {
     "sunspot/submitter/commands/logs.py:show": 6,
     "sunspot/submitter/doctor/training/memory.py:_climbing": 7,
     "sunspot/train/driver.py:train": 9,
-    "sunspot/train/run.py:passes": 6,
-    "sunspot/train/setup.py:build_model": 6,
-    "sunspot/train/setup.py:make_worker": 8,
+    "sunspot/train/setup.py:make_worker": 9,
     "sunspot/train/setup.py:record_end": 6,
-    "sunspot/train/step.py:after_step": 6,
     "sunspot/train/trainer.py:fit_once": 6,
     "sunspot/train/trainer.py:judge_end": 6,
     "sunspot/train/trainer.py:make_trainer": 6,
@@ -67,7 +64,7 @@ REPEATED = {
         "ranks",
         "render",
     ),
-    *("search", "settings", "shown", "snapshot", "stop", "trees"),
+    *("search", "settings", "shown", "snapshot", "stop"),
 }
 """Names that two modules still have."""
 
