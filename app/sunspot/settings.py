@@ -4,17 +4,13 @@ A setting is an environment variable with the prefix SUNSPOT_. The sentence belo
 `--help` and in the documentation; `takes` is the fix named when a value is wrong. Secrets are never settings.
 """
 
-import argparse
 import difflib
-import itertools
 import json
 import math
 import os
 import re
-import sys
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -44,7 +40,7 @@ READING_SHARE = 0.25
 """Share of a machine's cores, at least one, that LOADER=ray reserves for reading: without any it never reads a row."""
 
 
-class Workers(NamedTuple):
+class WorkerRange(NamedTuple):
     """The number of training workers: a range when elastic, else `least == most`."""
 
     least: int
@@ -74,14 +70,14 @@ def _parse_groups(value: Any) -> Any:
     return parse_json(value) if isinstance(value, str) else value
 
 
-def _parse_workers(value: Any) -> Workers:
+def _parse_workers(value: Any) -> WorkerRange:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
     if not match:
         raise ValueError("not a number or a range")
     least, most = int(match[1]), int(match[2] or match[1])
     if not 1 <= least <= most:
         raise ValueError("out of range")
-    return Workers(least, most)
+    return WorkerRange(least, most)
 
 
 def _check_origin(value: str) -> str:
@@ -133,7 +129,7 @@ NodeGroups = Annotated[
     PlainSerializer(lambda groups: json.dumps([dict(group) for group in groups]) if groups else "", return_type=str),
 ]
 
-WorkerCount = Annotated[Workers, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
+WorkerCount = Annotated[WorkerRange, BeforeValidator(_parse_workers), PlainSerializer(str, return_type=str)]
 
 
 def _parse_steps_or_share(value: Any) -> float:
@@ -419,46 +415,3 @@ def cut(value: Any) -> str:
 
 def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class CommandParser(argparse.ArgumentParser):
-    """The arguments of a `python -m sunspot...`, whose `--help` also lists the settings that it reads."""
-
-    def __init__(self, module: str, description: str | None, settings: Iterable[str] = ()) -> None:
-        self._settings = list(settings)
-        lines = [f"  {s.variable}={s.default}\n{_indent(s.meaning)}" for s in describe_settings(self._settings)]
-        super().__init__(
-            f"python -m {module}",
-            description=description,
-            epilog="settings, environment variables with these defaults:\n" + "\n".join(lines) if lines else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse `words`, by default the command line; an unknown one ends the process with 2."""
-        words = list(sys.argv[1:] if words is None else words)
-        options = [word for word in itertools.takewhile(lambda word: word != "--", words) if word.startswith("--")]
-        for option in options:  # first, as argparse would rather complain of what is missing
-            if not any(known.startswith(option.partition("=")[0]) for known in self._option_string_actions):
-                self.error(self._suggest(option))
-        arguments, unknown = self.parse_known_intermixed_args(words)
-        if unknown:
-            self.error(self._suggest(unknown[0]))
-        return arguments
-
-    def error(self, message: str) -> NoReturn:
-        """End the process as `run_and_exit` does for a `SettingsError`."""
-        self.exit(2, f"error: {message}\n")
-
-    def _suggest(self, word: str) -> str:
-        options = [option for option in self._option_string_actions if option.startswith("--")]
-        known = {option.strip("-").replace("-", "_"): option for option in options}
-        known |= {name: f"the environment variable {PREFIX}{name.upper()}" for name in self._settings}
-        stem = word.partition("=")[0].strip("-").replace("-", "_").lower().removeprefix(PREFIX.lower())
-        nearest = difflib.get_close_matches(stem, known, n=1)
-        hint = f"did you mean {known[nearest[0]]}?" if nearest else f"`{self.prog} --help` lists what there is"
-        return f"{word}: no such argument; {hint}"
-
-
-def _indent(text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
-from sunspot.data.shared_rows import Workers, load_shared
+from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch
 
 MEET_WITHIN_S = 60.0
@@ -27,7 +27,7 @@ def load_in_threads(sources: list[Any], nodes: Sequence[str]) -> list[list[Batch
             act()
             barrier.wait()
 
-        return load_shared(sources, Workers(nodes[rank], gather, finish))
+        return load_shared(sources, LocalWorkers(nodes[rank], gather, finish))
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(load, range(len(nodes))))

@@ -32,7 +32,7 @@ from sunspot.ray_internals.controller import end_groups_at_once, give_back, rese
 from sunspot.ray_internals.coordinator import COORDINATOR, ask_of_groups, install_coordinator
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, reachable_nodes
 from sunspot.run.incidents import Cause
-from sunspot.settings import NodeGroup, Workers
+from sunspot.settings import NodeGroup, WorkerRange
 from tests.harness.control import LocalControl
 from tests.harness.control import worker_group as group
 from tests.harness.nodes import start_node
@@ -77,7 +77,7 @@ DEAD_A, DEAD_B = node("a", alive=False), node("b", alive=False)
 def test_what_happens_to_a_groups_nodes(
     nodes: list[dict[str, Any]], draining: dict[str, float | None], found: NodeEvent | None
 ) -> None:
-    monitor = NodeMonitor(PER_WORKER, Workers(3, 3), list)
+    monitor = NodeMonitor(PER_WORKER, WorkerRange(3, 3), list)
     assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 0.0) == found
     assert monitor.check(group(1, "a", "b", "a"), nodes, draining, 1.0) is None, "said twice"
     assert monitor.check({}, nodes, draining, 2.0) is None
@@ -85,7 +85,7 @@ def test_what_happens_to_a_groups_nodes(
 
 
 def test_a_node_that_was_told_to_go_is_not_lost() -> None:
-    monitor = NodeMonitor(PER_WORKER, Workers(1, 3), list)
+    monitor = NodeMonitor(PER_WORKER, WorkerRange(1, 3), list)
     found = monitor.check(group(1, "a", "b"), [HEAD, A, B], {"b": 50.0}, 0.0)
     assert found
     assert found.cause is Cause.PREEMPTED
@@ -119,7 +119,7 @@ def test_the_workers_that_a_node_could_hold(
 class Story:
     """Looks at a changing cluster, one second apart."""
 
-    def __init__(self, workers: Workers, lag_s: float = 0.0) -> None:
+    def __init__(self, workers: WorkerRange, lag_s: float = 0.0) -> None:
         self.silent: set[str] = set()
         self.monitor, self.now = NodeMonitor(PER_WORKER, workers, self.reachable, lag_s), 0.0
 
@@ -139,7 +139,7 @@ class Story:
 
 
 def test_a_group_restarts_to_scale_up() -> None:
-    story = Story(Workers(1, 3))
+    story = Story(WorkerRange(1, 3))
     assert story.go_on(60, group(1, "a"), A) == []
     assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S, "growth: 1 -> 2 workers")]
     assert story.go_on(60, {}, A, B) == []
@@ -149,12 +149,12 @@ def test_a_group_restarts_to_scale_up() -> None:
     assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "growth: 2 -> 3 workers")]
     assert story.go_on(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
     # Ray Train would make a group of the nodes that it knew 20 s before.
-    story = Story(Workers(1, 3), lag_s=20)
+    story = Story(WorkerRange(1, 3), lag_s=20)
     assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "growth: 1 -> 2 workers")]
 
 
 def test_nodes_that_join_together_cost_one_restart() -> None:
-    story = Story(Workers(1, 4))
+    story = Story(WorkerRange(1, 4))
     assert story.go_on(4, group(1, "a"), A) + story.go_on(4, group(1, "a"), A, B) == []
     assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
 
@@ -162,33 +162,33 @@ def test_nodes_that_join_together_cost_one_restart() -> None:
 @pytest.mark.parametrize(
     ("workers", "nodes", "draining"),
     [
-        pytest.param(Workers(1, 1), (A, B), (), id="fixed"),
-        pytest.param(Workers(1, 3), (A, node("b", CPU=1.0)), (), id="not a node for workers"),
-        pytest.param(Workers(1, 3), (A, B), ("b",), id="told to go"),
-        pytest.param(Workers(1, 3), (A, DEAD_B), (), id="dead"),
+        pytest.param(WorkerRange(1, 1), (A, B), (), id="fixed"),
+        pytest.param(WorkerRange(1, 3), (A, node("b", CPU=1.0)), (), id="not a node for workers"),
+        pytest.param(WorkerRange(1, 3), (A, B), ("b",), id="told to go"),
+        pytest.param(WorkerRange(1, 3), (A, DEAD_B), (), id="dead"),
     ],
 )
 def test_no_restart_without_room_for_more_workers(
-    workers: Workers, nodes: tuple[dict[str, Any], ...], draining: tuple[str]
+    workers: WorkerRange, nodes: tuple[dict[str, Any], ...], draining: tuple[str]
 ) -> None:
     assert Story(workers).go_on(60, group(1, "a"), *nodes, draining=draining) == []
 
 
 def test_an_unreachable_node_has_no_room() -> None:
-    story = Story(Workers(1, 4))
+    story = Story(WorkerRange(1, 4))
     story.silent = {"b"}
     assert story.go_on(60, group(1, "a"), A, B) == []
     assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 2 workers")]
 
 
 def test_a_node_that_comes_and_goes_is_not_worth_a_restart() -> None:
-    story = Story(Workers(1, 2))
+    story = Story(WorkerRange(1, 2))
     for _ in range(10):
         assert story.go_on(4, group(1, "a"), A, B) + story.go_on(2, group(1, "a"), A) == []
 
 
 def test_scaling_up_backs_off_while_it_fails() -> None:
-    story = Story(Workers(1, 3))
+    story = Story(WorkerRange(1, 3))
     tried = [story.now + after for attempt in range(1, 601) for after, _ in story.go_on(10, group(attempt, "a"), A, B)]
     waits = [after - before for before, after in zip([0.0, *tried], tried, strict=False)]
     assert len(waits) == 5
@@ -203,8 +203,8 @@ def test_scaling_up_backs_off_while_it_fails() -> None:
 def test_a_group_moves_to_better_nodes_once_they_have_stayed() -> None:
     groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
     paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
-    story = Story(Workers(1, 2))
-    story.monitor = NodeMonitor({"CPU": 1.0}, Workers(1, 2), story.reachable, choice=GroupChoice(groups, 2))
+    story = Story(WorkerRange(1, 2))
+    story.monitor = NodeMonitor({"CPU": 1.0}, WorkerRange(1, 2), story.reachable, choice=GroupChoice(groups, 2))
     on_paid = group(1, "paid0", "paid1")
     assert story.go_on(61, on_paid, *paid) == []
     assert story.monitor.asked == {"spot": 2, "paid": 2}
@@ -221,8 +221,8 @@ def test_a_group_moves_to_better_nodes_once_they_have_stayed() -> None:
 def test_idle_nodes_are_given_back_without_a_restart() -> None:
     groups = [NodeGroup(name="spot", most=2, after_s=0), NodeGroup(name="paid", most=2, after_s=60)]
     paid, spot = [[node(f"{name}{n}", CPU=1.0, **{name: 1.0}) for n in "01"] for name in ("paid", "spot")]
-    story = Story(Workers(1, 2))
-    story.monitor = NodeMonitor({"CPU": 1.0}, Workers(1, 2), story.reachable, choice=GroupChoice(groups, 2))
+    story = Story(WorkerRange(1, 2))
+    story.monitor = NodeMonitor({"CPU": 1.0}, WorkerRange(1, 2), story.reachable, choice=GroupChoice(groups, 2))
     assert story.go_on(200, group(1, "spot0", "spot1"), *paid, *spot) == []
     assert story.monitor.asked == {"spot": 2, "paid": 0}
 
@@ -287,7 +287,7 @@ def test_nodes_come_and_are_told_to_go(no_coordinator: None, ray_address: str, m
     control = LocalControl()
     with (
         start_node(ray_address, CPU=1, spot=1) as a,
-        watch_nodes(control, NodeMonitor(PER_WORKER, Workers(1, 3), reachable_nodes)),
+        watch_nodes(control, NodeMonitor(PER_WORKER, WorkerRange(1, 3), reachable_nodes)),
     ):
         control.channel.begin_group(group(1, a.node_id))
         reserve("train-test", 3, PER_WORKER)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sunspot.settings import PREFIX, CommandParser, Settings, describe_settings
+from sunspot.command_line import CommandParser
+from sunspot.settings import PREFIX, Settings, describe_settings
 
 ENTRY_POINTS = [
     "sunspot.train",

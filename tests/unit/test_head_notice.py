@@ -11,7 +11,7 @@ import pytest
 from sunspot.elastic import nodes
 from sunspot.elastic.messages import Command
 from sunspot.parallel.decisions import StepActions
-from sunspot.settings import Workers
+from sunspot.settings import WorkerRange
 from sunspot.train.worker import Worker
 from tests.harness.control import LocalControl
 from tests.harness.waiting import wait_until
@@ -36,7 +36,7 @@ def test_the_driver_asks_for_one_save(monkeypatch: pytest.MonkeyPatch) -> None:
         seen = len(looks)
         wait_until(lambda: len(looks) >= seen + 3, seconds=60)
 
-    with nodes.watch_nodes(control, nodes.NodeMonitor({"CPU": 1.0}, Workers(1, 1), list)):
+    with nodes.watch_nodes(control, nodes.NodeMonitor({"CPU": 1.0}, WorkerRange(1, 1), list)):
         draining["another"] = None
         wait_for_looks()
         assert not control.told

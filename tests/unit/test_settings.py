@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sunspot.errors import SettingsError
-from sunspot.settings import PREFIX, Settings, Workers, differences, load_settings
+from sunspot.settings import PREFIX, Settings, WorkerRange, differences, load_settings
 from tests.harness import REPOSITORY
 
 CONTRACT = {
@@ -126,7 +126,7 @@ def test_overrides_win_and_take_both_forms_of_a_name(monkeypatch: pytest.MonkeyP
 
 @given(st.integers(1, 99), st.integers(0, 99), st.dictionaries(st.text(max_size=5), st.integers(), max_size=3))
 def test_settings_survive_the_environment(least: int, more: int, task_args: dict[str, int]) -> None:
-    settings = Settings(num_workers=Workers(least, least + more), task_args=task_args, audit=True)
+    settings = Settings(num_workers=WorkerRange(least, least + more), task_args=task_args, audit=True)
     assert load_settings(settings.environment()) == settings
 
 

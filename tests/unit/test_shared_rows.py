@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sunspot.data.shared_rows
 from sunspot.data.order import Order, Steps
-from sunspot.data.shared_rows import Workers, load_shared
+from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.torch_loader import EpochShares, Selections
 from sunspot.errors import DataError
 from tests.harness.threads import load_in_threads
@@ -64,7 +64,7 @@ def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
 
 def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = CountingSource((1000,))
-    alone = Workers("a", lambda mine: [mine], lambda act: act())
+    alone = LocalWorkers("a", lambda mine: [mine], lambda act: act())
     monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
     size = 3008 + 8000  # a column begins at a multiple of 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:

@@ -11,7 +11,7 @@ import torch
 
 import sunspot.data.torch_loader
 from sunspot.data.order import Steps
-from sunspot.data.shared_rows import Workers
+from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.source import Batch, EmptySource
 from sunspot.data.torch_loader import TorchLoader, fits_on
 
@@ -26,7 +26,7 @@ class Numbers(EmptySource):
 
 def batches(monkeypatch: pytest.MonkeyPatch, resident: bool, world_size: int, rank: int) -> list[Batch]:
     """Those of an epoch, and of its evaluation."""
-    alone = Workers("node", lambda mine: [mine], lambda act: act())
+    alone = LocalWorkers("node", lambda mine: [mine], lambda act: act())
     source = Numbers((2,), 3, row_groups=(ROWS,))
     monkeypatch.setattr(sunspot.data.torch_loader, "fits_on", lambda device, size: resident)
     monkeypatch.setattr("ray.train.torch.prepare_data_loader", unchanged)

@@ -1,8 +1,9 @@
 """`python -m sunspot.baseline`: train without the training program, here or as one Ray task."""
 
+from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
-from sunspot.settings import CommandParser, load_settings
+from sunspot.settings import load_settings
 
 READS = ["task", "run_name", "task_args", "storage_path", "dataset", "test_dataset", "data_root", "use_gpu"]
 READS += ["epochs", "max_steps", "global_batch_size", "learning_rate", "seed"]

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sunspot.command_line import CommandParser
 from sunspot.data.images import GREY_MODES, fit_pixels, open_checked
 from sunspot.data.mnist import open_mnist
 from sunspot.errors import DataError, SettingsError, StorageError, run_and_exit, shorten
 from sunspot.log import print_logs
-from sunspot.settings import CommandParser
 
 GROUP_BYTES, MIN_GROUP_ROWS, MAX_GROUP_ROWS = 4 << 20, 64, 2048
 """Pixels of a row group, which a streaming reader fetches at once, and the limits of its rows."""

@@ -26,7 +26,7 @@ MEMORY_WAIT_S = 20.0
 """How long memory is waited for: processes of the worker group before may not have ended yet."""
 
 
-class Workers(NamedTuple):
+class LocalWorkers(NamedTuple):
     """How this worker and the others speak to each other; all call each of the functions together."""
 
     node: str
@@ -52,7 +52,7 @@ class _Column(NamedTuple):
         return np.frombuffer(pages, self.dtype, math.prod(self.shape)).reshape(self.shape)
 
 
-def load_shared(sources: list[Source], workers: Workers) -> list[Batch]:
+def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
     """All rows of each source: a tensor for each column, not to be written to, with the row of id k at k.
 
     Raises like `Source.read`, and `DataError` if a node has too little memory.
@@ -86,7 +86,7 @@ def _plan_columns(source: Source) -> list[_Column]:
     return [_Column(name, (rows_in(source), *values.shape[1:]), values.dtype) for name, values in first.items()]
 
 
-def _share_pages(size: int, workers: Workers) -> tuple[np.ndarray | None, int, int]:
+def _share_pages(size: int, workers: LocalWorkers) -> tuple[np.ndarray | None, int, int]:
     """Pages that all workers of this node have, uint8 [size], or None if one of them does not get them.
 
     Also this worker's number among those of its node, and how many they are. The pages take memory once they are used.

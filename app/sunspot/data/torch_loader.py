@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sunspot.background import start_thread
 from sunspot.data.order import Steps, run_order
-from sunspot.data.shared_rows import Workers, load_shared
+from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, Source, read_rows, rows_in
 
 GPU_SHARE = 0.2
@@ -32,7 +32,7 @@ class TorchLoader:
         world_size: int,
         rank: int,
         device: torch.device,
-        workers: Workers,
+        workers: LocalWorkers,
     ) -> None:
         every = load_shared([source, test] if test else [source], workers)
         self._device = device

@@ -18,7 +18,7 @@ from sunspot.formatting import in_words
 from sunspot.ray_internals.coordinator import ROUNDING, ask_of_groups
 from sunspot.ray_internals.nodes import drain_nodes, draining_nodes, staying_nodes
 from sunspot.run.incidents import Cause
-from sunspot.settings import Workers
+from sunspot.settings import WorkerRange
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class NodeMonitor:
     def __init__(
         self,
         resources_per_worker: dict[str, float],
-        workers: Workers,
+        workers: WorkerRange,
         usable: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
         lag_s: float = 0.0,
         choice: GroupChoice | None = None,
@@ -185,7 +185,7 @@ def groups_of(choice: GroupChoice, nodes: list[dict[str, Any]]) -> dict[str, str
 
 
 def wait_for_nodes(
-    choice: GroupChoice, resources_per_worker: dict[str, float], workers: Workers, timeout_s: float
+    choice: GroupChoice, resources_per_worker: dict[str, float], workers: WorkerRange, timeout_s: float
 ) -> None:
     """Ask for the first nodes of several groups, and wait until there is room for the fewest workers.
 

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 from sunspot.formatting import visible
 from sunspot.log import print_logs
-from sunspot.settings import CommandParser, Settings, load_settings
+from sunspot.settings import Settings, load_settings
 
 DESCRIPTION = """\
 Predict images, or a whole dataset, with a run's model; or have it answer prompts.

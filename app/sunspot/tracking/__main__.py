@@ -8,13 +8,14 @@ import select
 import sys
 import time
 
+from sunspot.command_line import CommandParser
 from sunspot.errors import NotFoundError, SettingsError, StorageError, SupersededError, TrackingError, run_and_exit
 from sunspot.log import print_logs
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.history import Journal
 from sunspot.run.status import STATUS_EVERY_S, read_status
-from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
+from sunspot.settings import PREFIX, Settings, load_settings
 from sunspot.storage.limits import pause_after
 from sunspot.tracking.delivery import Delivery
 from sunspot.tracking.process import command, refuse_unusable

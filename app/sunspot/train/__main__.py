@@ -3,10 +3,11 @@
 import os
 from collections.abc import Sequence
 
+from sunspot.command_line import CommandParser
 from sunspot.errors import SettingsError, run_and_exit
 from sunspot.log import print_logs
 from sunspot.search_space import find_dimensions
-from sunspot.settings import PREFIX, CommandParser, Settings, load_settings
+from sunspot.settings import PREFIX, Settings, load_settings
 from sunspot.tracking.process import refuse_unusable
 from sunspot.train.driver import train_run
 

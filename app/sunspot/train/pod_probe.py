@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from sunspot.command_line import CommandParser
 from sunspot.elastic.gpu import try_gpus
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
-from sunspot.settings import CommandParser, load_settings
+from sunspot.settings import load_settings
 from sunspot.storage.prove import probe_path
 
 

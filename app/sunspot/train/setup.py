@@ -25,7 +25,7 @@ from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
 from sunspot.checkpoint.snapshot import map_tensors
 from sunspot.data.ray_loader import RayLoader
-from sunspot.data.shared_rows import Workers
+from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
 from sunspot.elastic.claim import Start, agree_on_start
 from sunspot.elastic.control import CommandPoller, ControlChannel, ControlClient
@@ -312,7 +312,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | Ray
     rank, world_size, device = place.rank, place.world_size, place.device
     if plan.settings.loader == "ray":
         return RayLoader(plan.steps, world_size, rank, device, plan.test is not None)
-    workers = Workers(
+    workers = LocalWorkers(
         node=ray.get_runtime_context().get_node_id(),
         gather=lambda mine: gather_objects(mine, place.group),
         finish=lambda act: run_on_all_ranks(place.group, act),

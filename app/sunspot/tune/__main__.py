@@ -1,8 +1,9 @@
 """`python -m sunspot.tune`: train a run for each of several settings, and keep the best one's checkpoint."""
 
+from sunspot.command_line import CommandParser
 from sunspot.errors import run_and_exit
 from sunspot.log import print_logs
-from sunspot.settings import CommandParser, Settings
+from sunspot.settings import Settings
 from sunspot.tune.search import main
 
 DESCRIPTION = """\

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from sunspot.settings import READING_SHARE, Settings, Workers
+from sunspot.settings import READING_SHARE, Settings, WorkerRange
 from sunspot.submitter.manifest.profile import DataWorkers, Profile, Worker
 
 SLOT = "training-worker"
@@ -19,7 +19,7 @@ RAY_RESOURCES = ("CPU", "GPU", "memory", SLOT)
 class Shape:
     """The pods of a run and the resources of a worker, with reasons."""
 
-    pods: Workers
+    pods: WorkerRange
     "Training pods; for a search, of all concurrent trials."
     group_pods: list[int]
     "The most training pods of each group of the profile."
@@ -68,14 +68,14 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
 
     gpus = offered if use_gpu else 0
     per_pod = max(gpus, 1)
-    workers = Workers(settings.num_workers.least * at_once, settings.num_workers.most * at_once)
+    workers = WorkerRange(settings.num_workers.least * at_once, settings.num_workers.most * at_once)
     if workers.least % per_pod or workers.most % per_pod:
         each = f" for each of {at_once} trials" if at_once > 1 else ""
         problems.append(
             f"SUNSPOT_NUM_WORKERS={settings.num_workers}{each}: each GPU has a worker, and a pod of this profile "
             f"{gpus} GPUs (worker.gpus); set it to multiples of {gpus}"
         )
-    pods = Workers(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
+    pods = WorkerRange(max(1, workers.least // per_pod), max(1, workers.most // per_pod))
 
     group_pods = [min(group.max or pods.most, pods.most) for group in profile.groups]
     if sum(group_pods) < pods.most:
