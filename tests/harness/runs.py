@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 
 from sunspot.observe.ranks import RankHistory
 from sunspot.run import Run
-from sunspot.run.attempts import Attempt, attempt_of, checkpoint_name, claim, read_attempts, step_of
+from sunspot.run.attempts import Attempt, attempt_of, checkpoint_name, claim, newest_number, read_attempts, step_of
 from sunspot.run.audit import AuditWriter
 from sunspot.run.checkpoints import Checkpoint, write_manifest
 from sunspot.run.history import Journal, Kind, list_journal
+from sunspot.run.identity import Identity, Rows
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.objects import with_checksum
-from sunspot.run.ranks import to_columns
+from sunspot.run.ranks import Columns
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
 
@@ -28,16 +30,17 @@ ROWS, BATCH, STEPS_PER_EPOCH = 22, 5, 5
 def begin(run: Run, rows: int = ROWS, batch: int = BATCH, steps_per_epoch: int = STEPS_PER_EPOCH) -> Run:
     """Write what makes it a run."""
     settings = {"SUNSPOT_GLOBAL_BATCH_SIZE": str(batch)}
-    record = {"settings": settings, "data": "", "rows": rows, "steps_per_epoch": steps_per_epoch}
-    run.storage.write(run.key("run.json"), with_checksum(record))
+    identity = Identity(settings, Rows("", rows, steps_per_epoch, "order", "NumPy"))
+    run.storage.write(run.key("run.json"), with_checksum(asdict(identity)))
     return run
 
 
 def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | None = None, **metadata: Any) -> Attempt:
-    """Begin the next attempt, now or `at` a time; without a `tier`, as versions did that wrote no receipts."""
+    """Begin the next attempt, now or `at` a time."""
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
     begun = {} if at is None else {"time": at}
+    metadata = {"driver": "00000000", **metadata}
     attempt = Attempt(
         number, owner, starts_from, step_of(starts_from) if starts_from else 0, metadata=metadata, **begun
     )
@@ -60,6 +63,12 @@ def commit(run: Run, attempt: Attempt, step: int, **metrics: Any) -> Checkpoint:
     return checkpoint
 
 
+def to_columns(ranks: Sequence[Mapping[str, Any]]) -> Columns:
+    """The numbers by name, from a dictionary for each rank."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: [rank.get(name) for rank in ranks] for name in names}
+
+
 def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
     """Write an attempt's metric history; the numbers of each rank are given as `ranks`, a dictionary for each."""
     journal, ranks = Journal(run, "metrics", attempt.number), RankHistory(run, attempt.number)
@@ -71,14 +80,6 @@ def report(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
     ranks.flush()
 
 
-def report_as_before(run: Run, attempt: Attempt, *records: dict[str, Any]) -> None:
-    """Write an attempt's metric history as earlier versions did: a thousand lines a file, with the ranks in them."""
-    lines = [json.dumps({"attempt": attempt.number, **record}) + "\n" for record in records]
-    for number in range(-(-len(lines) // 1000)):
-        text = "".join(lines[1000 * number : 1000 * (number + 1)])
-        run.storage.write(run.key("metrics", f"attempt-{attempt.number:04d}-{number:05d}.jsonl"), text.encode())
-
-
 def journal_keys(run: Run, kind: Kind, attempt: int) -> list[str]:
     """The keys of an attempt's part of a journal, the newest last."""
     return [segment.entry.key for segment in list_journal(run, kind) if segment.attempt == attempt]
@@ -88,7 +89,8 @@ def write_receipt(run: Run, attempt: Attempt, since: int, cause: Cause = Cause.N
     """Write the receipt of an attempt whose first step was done 10 s after the last one that counts."""
     times = {"noticed": None, "save_began": None, "committed": None, "restarted": attempt.time}
     times |= {"left": attempt.time - 5, "first_step": attempt.time + 5}
-    state = {"step": attempt.step, "last_step": attempt.step, "tier": attempt.metadata["tier"], "detail": ""}
+    tier = attempt.metadata.get("tier", "beginning")
+    state = {"step": attempt.step, "last_step": attempt.step, "tier": tier, "detail": ""}
     world = {"world_before": 2 if since else 0, "world_after": 2}
     receipt = Receipt(attempt=attempt.number, since=since, cause=cause, **{**times, **state, **world, **fields})
     journal = Journal(run, "events", attempt.number)
@@ -124,7 +126,8 @@ def record_audit(run: Run, attempt: Attempt, steps: dict[int, list[int]]) -> Non
 
 def set_status(run: Run, state: RunState, **more: Any) -> None:
     """Write what the run's own processes say of where it stands."""
-    write_status(run, Status(state, more.pop("owner", "run-1"), **{"total_steps": 10, **more}))
+    usual = {"owner": "run-1", "total_steps": 10, "attempt": newest_number(run)}
+    write_status(run, Status(state, **{**usual, **more}))
 
 
 def age(run: Run, seconds: float, *parts: str) -> None:

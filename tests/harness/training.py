@@ -77,7 +77,7 @@ def wait_for_receipts(run: Run, count: int, process: Any, seconds: float = 240) 
 def assert_complete(run: Run) -> None:
     """Every attempt left a receipt, and the goodput can be told from them."""
     attempts, receipts = read_attempts(run), receipts_of(run)
-    assert not find_gaps(attempts, receipts, [attempt.number for attempt in attempts])
+    assert not find_gaps(receipts, [attempt.number for attempt in attempts])
     share = goodput(attempts, receipts, time.time())
     assert share is not None
     assert 0 < share < 1

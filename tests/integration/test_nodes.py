@@ -141,22 +141,22 @@ class Story:
 def test_a_group_restarts_to_scale_up() -> None:
     story = Story(WorkerRange(1, 3))
     assert story.go_on(60, group(1, "a"), A) == []
-    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S, "growth: 1 -> 2 workers")]
+    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
     assert story.go_on(60, {}, A, B) == []
     assert story.go_on(60, group(2, "a", "b"), A, B) == []
     assert story.go_on(3, group(2, "a", "b"), A, B, C) == []
     # One more than may be: the group is to have three.
-    assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "growth: 2 -> 3 workers")]
+    assert story.go_on(60, group(2, "a", "b"), A, B, C, node("d")) == [(SETTLED_S, "scale_up: 2 -> 3 workers")]
     assert story.go_on(60, group(3, "a", "b", "c"), A, B, C, node("d")) == []
     # Ray Train would make a group of the nodes that it knew 20 s before.
     story = Story(WorkerRange(1, 3), lag_s=20)
-    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "growth: 1 -> 2 workers")]
+    assert story.go_on(60, group(1, "a"), A, B) == [(SETTLED_S + 20, "scale_up: 1 -> 2 workers")]
 
 
 def test_nodes_that_join_together_cost_one_restart() -> None:
     story = Story(WorkerRange(1, 4))
     assert story.go_on(4, group(1, "a"), A) + story.go_on(4, group(1, "a"), A, B) == []
-    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
+    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_an_unreachable_node_has_no_room() -> None:
     story = Story(WorkerRange(1, 4))
     story.silent = {"b"}
     assert story.go_on(60, group(1, "a"), A, B) == []
-    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 2 workers")]
+    assert story.go_on(60, group(1, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 2 workers")]
 
 
 def test_a_node_that_comes_and_goes_is_not_worth_a_restart() -> None:
@@ -195,7 +195,7 @@ def test_scaling_up_backs_off_while_it_fails() -> None:
     for tries, wait in enumerate(waits):
         assert SETTLED_S * BACKOFF_FACTOR**tries <= wait <= SETTLED_S * BACKOFF_FACTOR**tries + 11
     # Another node makes it worth a try at once, and so does a group that has grown.
-    assert story.go_on(60, group(601, "a"), A, B, C) == [(SETTLED_S, "growth: 1 -> 3 workers")]
+    assert story.go_on(60, group(601, "a"), A, B, C) == [(SETTLED_S, "scale_up: 1 -> 3 workers")]
     assert story.go_on(60, group(602, "a", "b", "c"), A, B, C) == []
     assert story.go_on(60, group(603, "a"), A, B, C) != []
 

@@ -20,7 +20,7 @@ import pytest
 from sunspot.cli import VERBS, main, make_parser
 from sunspot.errors import StorageError
 from sunspot.run import Run, open_run
-from sunspot.run.attempts import checkpoint_name
+from sunspot.run.attempts import Attempt, checkpoint_name
 from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
 from sunspot.run.incidents import Cause
 from sunspot.storage.base import Entry
@@ -429,9 +429,16 @@ def test_a_table_in_a_pipe_is_never_cut(run: Run, sunspot: StorageCommand) -> No
 # ---------------------------------------------------------------------------------------------------------------- audit
 
 
+def started(run: Run, owner: str, starts_from: str | None = None) -> Attempt:
+    """Start an attempt that has written its receipt."""
+    attempt = start(run, owner, starts_from)
+    write_receipt(run, attempt, attempt.number - 1)
+    return attempt
+
+
 def audited(run: Run, last: int, **changes: list[int]) -> None:
     """One attempt with a checkpoint at `last`; `changes` are other rows for a step, as `step_3=[...]`."""
-    attempt = start(run, "job")
+    attempt = started(run, "job")
     steps = consumed(1, last) | {int(name.removeprefix("step_")): rows for name, rows in changes.items()}
     record_audit(run, attempt, steps)
     commit(run, attempt, last)
@@ -455,10 +462,10 @@ def test_rows_that_do_not_lead_to_the_newest_whole_checkpoint_are_not_audited(
     run: Run, sunspot: StorageCommand
 ) -> None:
     """Attempt 1 goes on after 2 began; 2 leaves an unfinished checkpoint, and steps that no checkpoint covers."""
-    first = start(run, "old")
+    first = started(run, "old")
     record_audit(run, first, consumed(1, 6))
     origin = commit(run, first, 4)
-    second = start(run, "new", origin.name)
+    second = started(run, "new", origin.name)
     record_audit(run, first, {7: [0, 0], 8: [0]})
     record_audit(run, second, consumed(5, 5))
     commit(run, second, 5)
@@ -468,7 +475,6 @@ def test_rows_that_do_not_lead_to_the_newest_whole_checkpoint_are_not_audited(
     run.storage.delete(run.key("checkpoints", unfinished.name, "manifest.json"))
     proved = sunspot("audit", "run", "--json")
     assert (proved.code, proved.json) == (0, [epoch(1)])
-    assert "attempts 1 to 2 is not proved" in proved.err
 
 
 def test_rows_after_the_newest_whole_checkpoint_are_not_audited(run: Run, sunspot: StorageCommand) -> None:
@@ -524,7 +530,7 @@ def test_an_audit_finds(
 
 def test_a_single_row_left_over_joins_the_step_before(run: Run, sunspot: StorageCommand) -> None:
     begin(run, rows=11, batch=5, steps_per_epoch=2)
-    attempt = start(run, "job")
+    attempt = started(run, "job")
     record_audit(run, attempt, {1: [0, 1, 2, 3, 4], 2: [5, 6, 7, 8, 9, 10], 3: [10, 9, 8, 7, 6], 4: [5, 4, 3, 2, 1, 0]})
     commit(run, attempt, 4)
     proved = sunspot("audit", "run", "--json")
@@ -535,7 +541,7 @@ def test_an_audit_that_was_not_recorded(run: Run, sunspot: StorageCommand) -> No
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
     assert "no whole checkpoint" in answer.err
-    commit(run, start(run, "job"), 5)
+    commit(run, started(run, "job"), 5)
     answer = sunspot.process("audit", "run", "--json")
     assert (answer.code, answer.out) == (3, "")
     assert "SUNSPOT_AUDIT=true" in answer.err
@@ -554,7 +560,7 @@ def test_an_audit_that_was_recorded_from_a_later_attempt_on(run: Run, sunspot: S
 
 @pytest.mark.parametrize("which", ["the newest", "an older one", "the only one"])
 def test_a_damaged_checkpoint_is_a_fault(run: Run, sunspot: StorageCommand, which: str) -> None:
-    attempt = start(run, "job")
+    attempt = started(run, "job")
     record_audit(run, attempt, consumed(1, 2 * STEPS_PER_EPOCH))
     older = [] if which == "the only one" else [commit(run, attempt, STEPS_PER_EPOCH)]
     damaged = [*older, commit(run, attempt, 2 * STEPS_PER_EPOCH)][0 if which == "an older one" else -1]
@@ -659,7 +665,7 @@ def test_a_run_in_a_bucket(s3_bucket: str, capsys: pytest.CaptureFixture[str]) -
     sunspot = StorageCommand(f"s3://{s3_bucket}/team/runs", capsys)
     run = begin(open_run(sunspot.storage, "run"))
     audited(run, 2 * STEPS_PER_EPOCH)
-    [attempt] = [start(run, "job", "step-00000010-attempt-0001")]
+    attempt = started(run, "job", "step-00000010-attempt-0001")
     report(run, attempt, {"step": 11, "time": 0.0, "loss": 0.25})
     changed = commit(run, attempt, 12)
     damage(run, changed)

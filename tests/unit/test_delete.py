@@ -14,6 +14,7 @@ import pytest
 from sunspot.errors import SupersededError
 from sunspot.run import Run, node_memory_directory, open_run
 from sunspot.run.attempts import Attempt, claim, ensure_owner, read_attempts
+from sunspot.run.objects import with_checksum
 from sunspot.run.search import Results, Trial, write_results
 from sunspot.run.status import DELETION, RunState, Status, deletion_begun, mark_deletion, write_status
 from sunspot.run.submissions import record_submission
@@ -176,7 +177,7 @@ def test_the_dataset_stays_unless_it_lies_in_the_run(sunspot: Command, run: Run,
         record = json.loads(run.storage.read(run.key("run.json")))
         record["settings"]["SUNSPOT_DATASET"] = dataset
         del record["sha256"]
-        run.storage.write(run.key("run.json"), json.dumps(record).encode())
+        run.storage.write(run.key("run.json"), with_checksum(record))
 
     data = tmp_path / "digits"
     data.mkdir()
@@ -315,7 +316,7 @@ def test_manifests_go_before_files_and_what_names_the_run_goes_last(run: Run) ->
     tops = [{key.split("/")[1] for key in group} for group in groups]
     assert tops[0] == {"attempts"}
     assert {key.rpartition("/")[2] for key in groups[1]} == {"manifest.json"}
-    assert tops[3] == {"run.json", "status.json", "submissions"}
+    assert tops[3] == {"run.json", "status", "submissions"}
     assert {key for group in groups for key in group} == files_of(run)
 
 
@@ -413,7 +414,7 @@ def test_what_is_written_meanwhile_goes_too_or_is_told_of(
 
     def with_straggler(self: LocalStorage, keys: list[str]) -> None:
         delete_many(self, keys)
-        if any(key.endswith("status.json") for key in keys):
+        if any("/status/" in key for key in keys):
             for number in late:
                 self.write(run.key("logs", "rank", f"{number}.log"), b"late")
 

@@ -363,15 +363,6 @@ def test_the_first_and_newest_part_of_endless_output_stay(run: Run, monkeypatch:
     )
 
 
-def test_logs_of_an_earlier_version_can_be_read(run: Run) -> None:
-    text = os.urandom(SEGMENT_BYTES + 1000)
-    for number in (0, 1):
-        part = text[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
-        run.storage.write(run.key("logs", "attempt-0001-rank-0000", f"{number:06d}.log"), part)
-    for offset in (0, 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, len(text)):
-        assert read_stream(run, "attempt-0001-rank-0000", offset) == text[offset:]
-
-
 def test_storage_that_hangs_ends_the_command_at_its_limit(s3_proxy: FaultProxy, s3_bucket: str) -> None:
     s3_proxy.on(lambda request: request.method == "GET", s3.trickle)
     settings = {"SUNSPOT_STORAGE_PATH": f"s3://{s3_bucket}/runs", "SUNSPOT_STORAGE_TIMEOUT_S": "1"}

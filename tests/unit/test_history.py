@@ -11,8 +11,6 @@ from sunspot.errors import StorageError
 from sunspot.run import Run, segments
 from sunspot.run.attempts import Attempt, checkpoint_name, lineage
 from sunspot.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
-from sunspot.run.ranks import newest_rank_records
-from tests.harness.runs import begin, report, report_as_before, start
 
 
 def steps_in(run: Run, **options: Any) -> list[int]:
@@ -117,25 +115,6 @@ def test_the_newest_record_is_read_from_the_end(run: Run, small: None, monkeypat
     assert found is not None
     assert (found["attempt"], found["step"]) == (2, 901)
     assert sum(len(read(key)) for key in asked) < 80_000
-
-
-def test_history_of_an_earlier_version_goes_on(run: Run) -> None:
-    """It wrote a thousand lines a file, with the numbers of each rank in them."""
-    first, second = start(begin(run), "job"), Attempt(2, "job", checkpoint_name(2400, 1), 2400)
-    ranks = [{"rows": 3, "seconds": 1.0}, {"rows": 2, "seconds": 1.0}]
-    report_as_before(run, first, *({"step": n, "time": 1.0, "steps": 1, "ranks": ranks} for n in range(1, 2501)))
-    report(run, second, {"step": 2401, "time": 2.0, "steps": 1, "loss": 0.5, "ranks": ranks})
-    spans = lineage([first, second])
-    records = read_journal(run, "metrics", spans)
-    assert [record["step"] for record in records] == list(range(1, 2402))
-    assert records[0]["ranks"] == ranks
-    assert "ranks" not in records[-1]
-    assert [record["ranks"] for record in newest_rank_records(run, spans)] == [{"rows": [3, 2], "seconds": [1.0, 1.0]}]
-    older = newest_rank_records(run, lineage([first]))
-    assert [record["step"] for record in older] == list(range(1001, 2501))
-    assert older[0]["ranks"] == {"rows": [3, 2], "seconds": [1.0, 1.0]}
-    tidy_journals(run, 2)
-    assert read_journal(run, "metrics", spans) == records
 
 
 def test_a_journal_writes_later_what_storage_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from sunspot.data.order import WINDOW_ROWS, Order, run_order
 from sunspot.errors import ConflictError
 from sunspot.plan import make_plan
-from sunspot.run import Run, to_json
+from sunspot.run import Run
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, load_settings
 from sunspot.tasks import load_task
@@ -45,20 +45,6 @@ def test_other_content_of_equal_layout_is_refused(run: Run) -> None:
     with pytest.raises(ConflictError, match="the data behind sample: 100 rows -> 100 rows, or other content"):
         start(run, replace(ROWS, data="layout-other"))
     start(run)
-
-
-def test_a_run_of_an_earlier_version_goes_on_and_is_held_to_its_content_from_then_on(run: Run) -> None:
-    environment = load_settings().environment()
-    settings = {name: environment[name] for name in ("SUNSPOT_SEED", "SUNSPOT_DATASET")}
-    record = {"settings": settings, "data": "layout", "rows": 100, "steps_per_epoch": 10}
-    run.storage.write(run.key("run.json"), to_json(record))
-    with pytest.raises(ConflictError, match="the data behind"):
-        start(run, replace(ROWS, data="elsewhere-content"))
-    for _ in range(2):
-        start(run)
-    assert run.storage.read(run.key("run.json")) == to_json(record), "written once"
-    with pytest.raises(ConflictError, match="the data behind"):
-        start(run, replace(ROWS, data="layout-other"))
 
 
 def test_another_order_of_the_rows_is_refused_unless_it_is_accepted(

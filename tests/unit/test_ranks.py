@@ -52,8 +52,8 @@ def test_a_combined_record_keeps_totals_and_extremes() -> None:
 
 def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the attempt, so many are kept; totals are those of all."""
-    monkeypatch.setattr(ranks, "LEAST_RECORDS", 8)
-    monkeypatch.setattr(ranks, "LEAST_BYTES", 2000)
+    monkeypatch.setattr(ranks, "MIN_RECORDS", 8)
+    monkeypatch.setattr(ranks, "MIN_BYTES", 2000)
     monkeypatch.setattr("sunspot.run.segments.SIZES", (1000, 4000, 8000))
     attempt, sizes = start(run, "job"), []
     history = RankHistory(run, attempt.number)

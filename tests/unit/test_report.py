@@ -317,7 +317,7 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(run: Run, value: float) 
         ("predictions.json", "The predictions cannot be read"),
         ("attempts/0002.json", "The list of its attempts cannot be read"),
         ("run.json", "Run.json cannot be read"),
-        ("status.json", "Its status cannot be read"),
+        ("status/attempt-0009-00000000.json", "Its status cannot be read"),
     ],
 )
 def test_a_part_that_cannot_be_read_is_told_and_hides_no_other(run: Run, key: str, told: str) -> None:
@@ -382,9 +382,8 @@ def test_a_hundred_thousand_records_fit_and_keep_their_extremes(run: Run) -> Non
     peaks = {50_000: 9.0, 70_000: 0.001}
     journal = Journal(run, "metrics", first.number)
     for step in steps:
-        ranks = [{"rows": 64, "seconds": 1.0, "step_time_median_s": 0.1}]
         loss = peaks.get(step, 1.0 + step % 7 / 10)
-        journal.append({"step": step, "time": BEGUN + 10 * step, "loss": loss, "accuracy": 0.5, "ranks": ranks})
+        journal.append({"step": step, "time": BEGUN + 10 * step, "loss": loss, "accuracy": 0.5})
     journal.flush()
     page = made(run)
     [steps_chart] = [chart for chart in page.charts if chart.startswith("Loss on a logarithmic axis over steps")]

@@ -307,9 +307,8 @@ def test_a_manifest_of_a_later_version_with_more_fields_is_whole(run: Run) -> No
     key = run.key("checkpoints", checkpoint.name, MANIFEST)
     record = json.loads(run.storage.read(key))
     del record["sha256"]
-    for content in (with_checksum({**record, "colour": {"red": [1]}}), to_json(record)):
-        run.storage.write(key, content)
-        assert list_checkpoints(run) == [checkpoint]
+    run.storage.write(key, with_checksum({**record, "colour": {"red": [1]}}))
+    assert list_checkpoints(run) == [checkpoint]
     run.storage.write(
         key, with_checksum(record).replace(b"sha256", b"sha257", 1).replace(b'"sha256": "', b'"sha257": "')
     )
@@ -430,6 +429,6 @@ def test_an_audit_file_that_was_written_again_counts_once(run: Run) -> None:
 
 def test_a_damaged_audit_file_is_named(run: Run) -> None:
     attempt = Attempt(1, "job", None, 0)
-    run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005.parquet"), b"PAR1")
-    with pytest.raises(DamageError, match=r"00000001-00000005\.parquet cannot be read"):
+    run.storage.write(run.key("audit", "attempt-0001", "00000001-00000005-0123456789abcdef.parquet"), b"PAR1")
+    with pytest.raises(DamageError, match=r"0123456789abcdef\.parquet cannot be used"):
         audited(run, attempt)

@@ -88,7 +88,7 @@ def test_a_run_is_found_as_soon_as_it_was_submitted(tmp_path: Path) -> None:
 def test_a_status_that_cannot_be_used_hides_no_other(run: Run) -> None:
     other = Run(run.storage, "other")
     write_status(run, RUNNING)
-    run.storage.write(other.key("status.json"), b'{"state": "dancing", "owner": "x"}')
+    run.storage.write(other.key("status/attempt-0000-00000000.json"), b'{"state": "dancing", "owner": "x"}')
     begin(Run(run.storage, "third"))
     runs = list_runs(run.storage)
     statuses = dict(zip([summary.name for summary in runs], read_statuses(run.storage, runs), strict=True))
@@ -213,7 +213,8 @@ def test_all_that_storage_has_to_say(run: Run) -> None:
     assert [(receipt.cause, receipt.replayed) for receipt in view.receipts] == [("begin", 0), ("node lost", 2)]
     assert [receipt.attempt for receipt in view.incidents] == [2]
     assert view.identity
-    assert view.identity.rows == 22
+    assert view.identity.rows
+    assert view.identity.rows.rows == 22
 
     write_status(run, replace(RUNNING, state=RunState.FAILED, reason="no luck"))
     view = read_view(run)
@@ -390,8 +391,8 @@ def test_receipts_and_stacks_are_readable(run: Run, sunspot: StorageCommand) -> 
     began, line, hung = table.out.splitlines()[3:]
     assert began.endswith("1 worker of job, from step-00000012-attempt-0001 in memory")
     assert line.endswith(
-        "    12  recovered      reclaim (node a goes): first step 9.1 s after the notice, 0 steps replayed, 2 workers, "
-        "0 worker-seconds lost, from memory"
+        "    12  recovered      preempted (node a goes): first step 9.1 s after the notice, 0 steps replayed, "
+        "2 workers, 0 worker-seconds lost, from memory"
     )
     assert hung.endswith("hung           rank 1: no step for 300 s; stands in load at task.py:7")
     assert "--stacks" in table.err

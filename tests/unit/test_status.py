@@ -183,18 +183,6 @@ def test_statuses_of_older_attempts_are_tidied_away(run: Run) -> None:
     }
 
 
-def test_the_status_of_an_older_version_is_read_until_there_is_another(run: Run) -> None:
-    write_status(run, Status(RunState.STOPPED, "job", step=3))
-    assert [entry.key for entry in list_statuses(run)] == ["run/status.json"]
-    found = read_status(run)
-    assert found
-    assert (found.state, found.step) == (RunState.STOPPED, 3)
-    write_status(run, replace(OLD, attempt=0))
-    found = read_status(run)
-    assert found
-    assert found.state is RunState.RUNNING
-
-
 def test_the_newest_attempt_counts_and_then_the_last_write() -> None:
     names = ["attempt-9999-aaaaaaaa", "attempt-10000-bbbbbbbb", "attempt-10000-cccccccc", ".DS_Store"]
     listed = [Entry(f"run/status/{name}.json", 1, 100.0 - place, "") for place, name in enumerate(names)]

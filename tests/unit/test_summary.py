@@ -22,10 +22,10 @@ def told(run: Run, capsys: pytest.CaptureFixture[str], error: BaseException | No
     """What is printed when a driver ends, in `error` if there is one; that passes as it is."""
     capsys.readouterr()
     if error is None:
-        with report_result(run, ""):
+        with report_result(run, "00000000"):
             pass
     else:
-        with pytest.raises(type(error)) as raised, report_result(run, ""):
+        with pytest.raises(type(error)) as raised, report_result(run, "00000000"):
             raise error
         assert raised.value is error
     return capsys.readouterr().out

@@ -360,7 +360,7 @@ def test_a_job_that_is_deleted_meanwhile(
 
 
 def test_an_unreadable_status_is_treated_as_missing(cluster: FakeCluster, run: Run, sunspot: Command, job: str) -> None:
-    run.storage.write("run/status.json", b"{")
+    run.storage.write("run/status/attempt-0000-00000000.json", b"{")
     cluster.set_status(job, "Complete", "SUCCEEDED")
     assert sunspot("wait", "run") == 0
     assert sunspot("status", "run") == 0
@@ -561,7 +561,7 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
     assert sunspot("status", "run", "--json") == 0
     expected = {
         "incidents": 3,
-        "incidents_by_cause": {"reclaim": 2, "node lost": 1},
+        "incidents_by_cause": {"preempted": 2, "node lost": 1},
         "steps_replayed": 1 + 2 + 4,
         "warning": warning,
         **saves,
@@ -570,7 +570,7 @@ def test_status_sums_up_what_incidents_cost(cluster: FakeCluster, run: Run, suns
     assert 0 <= sunspot.json["goodput"] <= 1
     assert sunspot("status", "run") == 0
     lines = [line.strip() for line in sunspot.out.splitlines()]
-    assert "incidents:  3 (2 reclaim, 1 node lost), 7 steps replayed" in lines
+    assert "incidents:  3 (2 preempted, 1 node lost), 7 steps replayed" in lines
     assert f"warning:    {warning}" in lines
     assert "saves:      40.0 s to commit, of a notice of 30 s; copied in memory every 41 steps" in lines
 

@@ -266,7 +266,7 @@ class NodeMemory:
         if not self.directory:
             return None
         try:
-            with (self.directory / "pulse").open("a+b") as file:  # the last process's stays until the first step
+            with (self.directory / "heartbeat").open("a+b") as file:  # the last process's stays until the first step
                 os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # as for a slot
                 return mmap.mmap(file.fileno(), HEARTBEAT.size)
         except OSError as error:

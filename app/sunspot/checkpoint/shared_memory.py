@@ -124,7 +124,7 @@ def _list_all(location: str) -> list[MemorySnapshot]:
 def find_heartbeats(location: str) -> list[tuple[int, int, float]]:
     """The last step of each process of the run on this machine: attempt, step, seconds since the epoch."""
     heartbeats = []
-    for file in [directory / "pulse" for directory in _list_processes(location)]:
+    for file in [directory / "heartbeat" for directory in _list_processes(location)]:
         with contextlib.suppress(OSError, struct.error):
             attempt, step, when = HEARTBEAT.unpack(file.read_bytes())
             if attempt and is_count(attempt) and is_count(step) and is_moment(when):

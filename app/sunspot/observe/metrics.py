@@ -141,7 +141,7 @@ class RecentMeans:
     def __init__(self, epoch_rows: int, before: Mapping[str, Any]) -> None:
         """`before` are the metrics of the state that training goes on from."""
         self._enough = min(RECENT_ROWS, epoch_rows)
-        rows = before.get("recent_rows", before.get("rows"))  # only the latter: of an earlier version
+        rows = before.get("recent_rows")
         self._windows = [(rows, before)] if isinstance(rows, int) else []
         self.newest = dict(before)
         "The means over the newest windows and their number of rows, `recent_rows`; `before` until there is a window."

@@ -40,7 +40,6 @@ from sunspot.predict.actor import absolute_path, print_warnings, wants_gpu
 from sunspot.predict.classifier import Classifier, ModelCheckpoint, open_checkpoint
 from sunspot.ray_session import ray_session
 from sunspot.run import to_json
-from sunspot.run.identity import same_rows
 from sunspot.run.objects import parse, read_content
 from sunspot.settings import Settings, differences
 from sunspot.storage import open_storage
@@ -160,8 +159,6 @@ def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts:
     }
     if not storage.create(IDENTITY, to_json(identity)):
         before: dict[str, str] = parse(dict[str, str], read_content(storage, IDENTITY), storage.locate(IDENTITY))
-        if same_rows(before.get("data", ""), source.fingerprint):
-            before["data"] = source.fingerprint
         changed = "\n".join(f"  {line}" for line in differences(before, identity))
         if changed:
             raise ConflictError(

@@ -49,7 +49,6 @@ def _start(attempt: Attempt, receipt: Receipt | None, stepped: bool) -> list[Any
     began = [f"{attempt.number}", moment(attempt.time)]
     if receipt is None:
         why = "no receipt, though it took steps" if stepped else "no receipt: it took no step"
-        why = why if TIER in attempt.metadata else "no receipt: begun by an older version"
         tier, world = attempt.metadata.get(TIER), attempt.metadata.get("world_size")
         return [*began, _wide(why), None, None, None, whole(attempt.step), tier, world, None]
     label = f"incident: {receipt.cause}" if receipt.cause.incident else str(receipt.cause)

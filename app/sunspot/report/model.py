@@ -17,7 +17,7 @@ from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
 from sunspot.run.predictions import Predictions, load_predictions
-from sunspot.run.ranks import each_rank_record, with_columns
+from sunspot.run.ranks import each_rank_record
 from sunspot.run.shown import TaskExhibit, load_exhibit
 from sunspot.run.status import RunState, load_newest_status
 
@@ -123,8 +123,6 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     _, best_by, _ = retention(attempts)
     for record in each_record(run, "metrics", spans, damaged=damaged["a part of the metric history"]):
         history.add(record, best_by)
-        if record.get("ranks"):  # of an earlier version
-            history.ranks.add(with_columns(record))
     for record in each_rank_record(run, spans, damaged["a part of the numbers of each rank"]):
         history.ranks.add(record)
     no_checkpoints: tuple[list[KeptCheckpoint], dict[str, int]] = ([], {})
@@ -143,7 +141,7 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
         last=history.last,
         failures=read_failures(run, damaged["an error that ended a process"]),
         history=history,
-        gaps=find_gaps(attempts, receipts, history.attempts),
+        gaps=find_gaps(receipts, history.attempts),
         checkpoints=checkpoints,
         checkpoints_left_out=not_shown,
         predictions=tried(lambda: load_predictions(run), None, "the predictions"),

@@ -33,12 +33,13 @@ def _settings(report: Report) -> Html:
 
 
 def _data(report: Report) -> Html:
-    if not report.identity:
+    if not report.identity or not report.identity.rows:
         return paragraph("Nothing is recorded of the data yet.")
+    rows = report.identity.rows
     facts: list[list[Any]] = [
-        ["training rows", report.identity.rows],
-        ["steps of an epoch", report.identity.steps_per_epoch],
-        ["fingerprint", _code(report.identity.data)],
+        ["training rows", rows.rows],
+        ["steps of an epoch", rows.steps_per_epoch],
+        ["fingerprint", _code(rows.data)],
     ]
     return table("Data", ["what", "is"], facts)
 

@@ -1,10 +1,9 @@
 """A run as it lies in storage: everything it has written, and where it stands.
 
     <STORAGE_PATH>/<RUN_NAME>/
-        run.json                          what the run may never change: its identity settings and its data
-        rows.json                         what identifies its rows, and the order in which they are visited
+        run.json                          what the run may never change: its identity settings, its rows and their order
         status/attempt-0001-3f2a9c1e.json where the run stands, in one small object: an attempt, and a driver's start
-                                          (status.json before there were several; the newest attempt's counts)
+                                          (the newest attempt's counts)
         stop.json                         there while the run must stand still
         delete.json                       there while the run is being deleted
         submissions/0001-mnist-1a2b3c4d.yaml

@@ -67,16 +67,16 @@ class Attempt:
     "Newer checkpoints that could not be used, each with the reason."
     time: Moment = field(default_factory=time.time)
     "Seconds since the epoch."
-    metadata: dict[str, Any] = field(default_factory=dict, metadata={"validation_alias": "about"})
+    metadata: dict[str, Any] = field(default_factory=dict)
     "Settings, versions, host, world size."
     nonce: Annotated[str, Predicate(re.compile("([0-9a-f]{8})?").fullmatch)] = ""
-    "Unique to this claim (`new_nonce`); empty: an older version made it."
+    "Unique to this claim (`new_nonce`)."
     chosen: bool = True
     "False: it owns the run, and has not chosen where it starts."
 
     @property
     def driver(self) -> str:
-        """The start of the driver whose workers claimed it (`status.new_driver`); empty: an older version's."""
+        """The start of the driver whose workers claimed it (`status.new_driver`)."""
         return str(self.metadata.get(DRIVER, ""))
 
     @property
@@ -197,9 +197,7 @@ def _read_attempt(run: Run, file: str) -> Attempt:
 
 
 def _to_json(attempt: Attempt) -> bytes:
-    record = asdict(attempt)
-    record["about"] = record.pop("metadata")  # its name on disk
-    return with_checksum(record)
+    return with_checksum(asdict(attempt))
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
@@ -244,7 +242,7 @@ def step_of(checkpoint: str) -> int:
 
 
 def nonce_of(checkpoint: str) -> str:
-    """The nonce of the attempt that wrote a checkpoint, from its name; empty for those of older versions."""
+    """The nonce of the attempt that wrote a checkpoint, from its name."""
     return "".join(checkpoint.split("-")[4:])
 
 

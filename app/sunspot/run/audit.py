@@ -28,9 +28,9 @@ DIGITS = 16
 
 NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[0-9a-f]{8})?)/(?P<first>[0-9]{8,15})-(?P<last>[0-9]{8,15})"
-    rf"(-(?P<digest>[0-9a-f]{{{DIGITS}}}))?\.parquet"
+    rf"-(?P<digest>[0-9a-f]{{{DIGITS}}})\.parquet"
 )
-"""A file below `audit/`; older ones have no digest in their names."""
+"""A file below `audit/`."""
 
 COLUMNS = {"step": "int32", "rank": "int32", "row": "int64"}
 
@@ -126,7 +126,7 @@ def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
     place, name = run.storage.locate(segment.entry.key), NAME.search(segment.entry.key)
     assert name
     try:
-        if name["digest"] and name["digest"] != _digest(segment.stream, segment.first, segment.last, content):
+        if name["digest"] != _digest(segment.stream, segment.first, segment.last, content):
             raise DamageError(f"{place} cannot be used: it was changed after it was written")
         table = pyarrow.parquet.read_table(io.BytesIO(content), columns=[*COLUMNS])
         table = table.cast(pyarrow.schema(list(COLUMNS.items())))

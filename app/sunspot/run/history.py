@@ -165,16 +165,11 @@ def _parse_lines(
 
 
 FORMS: dict[Kind, Any] = {
-    "metrics": dict[str, float | Whole | str | list[dict[str, Measure | Whole | None]] | None],
+    "metrics": dict[str, float | Whole | str | None],
     "ranks": dict[str, float | Whole | dict[str, list[Measure | Whole | None]]],
     "events": dict[str, float | Whole | bool | str | None],
 }
 """Of a line. Numbers may be NaN and infinite, but for those of the `ranks`. (Floats first: most are.)"""
-
-
-def _is_metric(record: dict[str, Any]) -> bool:
-    """Whether the fields that are reckoned with are what they must be."""
-    return all((type(value) is list) == (name == "ranks") for name, value in record.items()) and _is_placed(record)
 
 
 def _is_of_ranks(record: dict[str, Any]) -> bool:
@@ -190,12 +185,13 @@ def _is_event(record: dict[str, Any]) -> bool:
 
 
 def _is_placed(record: dict[str, Any]) -> bool:
+    """Whether the fields that are reckoned with are what they must be."""
     steps, time = record.get("steps", 0), record.get("time", 0)
     return is_count(record.get("attempt")) and is_count(record.get("step")) and is_count(steps) and is_moment(time)
 
 
 USABLE: dict[Kind, Callable[[dict[str, Any]], bool]] = {
-    "metrics": _is_metric,
+    "metrics": _is_placed,
     "ranks": _is_of_ranks,
     "events": _is_event,
 }

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from sunspot.errors import ConflictError, NotFoundError
 from sunspot.run import Run
@@ -11,21 +11,6 @@ from sunspot.run.objects import Count, read_verified, with_checksum
 log = logging.getLogger(__name__)
 
 FILE = "run.json"
-
-ROWS = "rows.json"
-"""Beside `run.json`, and newer: a run of an earlier version gets it at its first start with this one."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a run was begun with; of its rows, what earlier versions kept."""
-
-    settings: dict[str, str]
-    "By variable."
-    data: str = ""
-    "Fingerprint of the rows."
-    rows: Count = 0
-    steps_per_epoch: Count = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +27,16 @@ class Rows:
     "What made that order, for people: NumPy and its version."
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What a run was begun with, and may never change."""
+
+    settings: dict[str, str]
+    "By variable."
+    rows: Rows | None = None
+    "None for a search, whose trials have rows."
+
+
 def read_identity(run: Run) -> Identity:
     """What the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
     return read_verified(run, Identity, FILE)
@@ -54,39 +49,33 @@ def keep_identity(run: Run, environment: Mapping[str, str], names: Iterable[str]
     Another order of the rows is recorded in place of the old one when ACCEPT names it. Raises `DamageError`.
     """
     settings = {variable: environment[variable] for variable in _variables(names)}
-    identity = Identity(settings, rows.data, rows.rows, rows.steps_per_epoch) if rows else Identity(settings)
-    if not run.storage.create(run.key(FILE), with_checksum(asdict(identity))):
-        refuse_other_settings(run, environment, names)
-        if rows:
-            _refuse_other_rows(run, read_identity(run), rows, environment)
-    if rows and not run.storage.create(run.key(ROWS), with_checksum(asdict(rows))):
-        begun = read_verified(run, Rows, ROWS)
-        _refuse_other_rows(run, begun, rows, environment)
+    if run.storage.create(run.key(FILE), with_checksum(asdict(Identity(settings, rows)))):
+        return
+    refuse_other_settings(run, environment, names)
+    begun = read_identity(run)
+    if rows and begun.rows:
+        _refuse_other_rows(run, begun.rows, rows, environment)
         _refuse_other_order(run, begun, rows, environment)
 
 
-def same_rows(recorded: str, fingerprint: str) -> bool:
-    """Whether a fingerprint is the one recorded; what an earlier version recorded is its part before the first '-'."""
-    return recorded in (fingerprint, fingerprint.partition("-")[0])
-
-
-def _refuse_other_rows(run: Run, begun: Identity | Rows, rows: Rows, environment: Mapping[str, str]) -> None:
+def _refuse_other_rows(run: Run, begun: Rows, rows: Rows, environment: Mapping[str, str]) -> None:
     from sunspot.settings import PREFIX  # pydantic: slow to import, and most verbs do without
 
-    if not same_rows(begun.data, rows.data):
+    if begun.data != rows.data:
         where = f"the data behind {environment[PREFIX + 'DATASET']}"
         refuse_changes(run, [f"{where}: {begun.rows} rows -> {rows.rows} rows, or other content"])
 
 
-def _refuse_other_order(run: Run, begun: Rows, rows: Rows, environment: Mapping[str, str]) -> None:
+def _refuse_other_order(run: Run, identity: Identity, rows: Rows, environment: Mapping[str, str]) -> None:
     from sunspot.settings import PREFIX, accepts
 
-    if rows.order == begun.order:
+    begun = identity.rows
+    if begun is None or rows.order == begun.order:
         return
     change = f"{begun.shuffled_by} -> {rows.shuffled_by}"
     if accepts(environment, name := f"order-{rows.order}"):
         log.warning(f"the rows come in another order from here on ({change})")
-        run.storage.write(run.key(ROWS), with_checksum(asdict(rows)))
+        run.storage.write(run.key(FILE), with_checksum(asdict(replace(identity, rows=rows))))
         return
     raise ConflictError(
         f"{run.location}: its seed gives another order of the rows than when it was begun ({change}), so an epoch that "

@@ -19,8 +19,7 @@ RECOVERED = "recovered"
 """The `event` of a receipt, in the run's events."""
 
 TIER = "tier"
-"""Key in `Attempt.metadata`: where the state came from that the attempt continues from. An attempt that has it writes a
-receipt after its first step; older versions wrote neither."""
+"""Key in `Attempt.metadata`: where the state came from that the attempt continues from. """
 
 FORKED = "forked"
 """Key in `Attempt.metadata`: how many of its processes were forked, and not begun anew."""
@@ -31,11 +30,11 @@ class Cause(enum.StrEnum):
 
     BEGIN = "begin"
     "The run's first one."
-    PREEMPTED = "reclaim"
+    PREEMPTED = "preempted"
     "A node was taken away, with notice."
-    SCALE_UP = "growth"
+    SCALE_UP = "scale_up"
     "More nodes came."
-    MOVED = "move"
+    MOVED = "moved"
     "Nodes of a better choice came."
     NODE_LOST = "node lost"
     WORKER_LOST = "worker lost"
@@ -88,7 +87,7 @@ class Receipt:
     forked: Workers = 0
     "How many processes of the new group were forked, and not begun anew."
     launched: Moment | None = None
-    "When Ray launched rank 0's process, the old group being gone. Older versions wrote none of these four."
+    "When Ray launched rank 0's process, the old group being gone."
     up: Moment | None = None
     "When all processes answered."
     formed: Moment | None = None
@@ -210,13 +209,8 @@ def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
             reached = last
 
 
-def find_gaps(attempts: list[Attempt], receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
+def find_gaps(receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
     """A line per missing receipt; `stepped` are attempts known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
-    missing = wanted - {receipt.attempt for receipt in receipts} - set(without_receipts(attempts))
+    missing = wanted - {receipt.attempt for receipt in receipts}
     return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]
-
-
-def without_receipts(attempts: list[Attempt]) -> list[int]:
-    """Attempts of a version that wrote no receipts."""
-    return [attempt.number for attempt in attempts if TIER not in attempt.metadata]

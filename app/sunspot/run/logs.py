@@ -33,8 +33,8 @@ costs a write every so many seconds from then on: a day of a thousand ranks woul
 
 STREAM = re.compile(r"driver-[0-9TZ]+|attempt-[0-9]{4,9}-rank-[0-9]{4,9}")
 
-SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log|(?P<number>[0-9]{6,12})\.log")
-"""A segment, by where it begins in the stream; those of earlier versions are counted, and have SEGMENT_BYTES each."""
+SEGMENT = re.compile(r"(?P<begin>[0-9]{15})\.log")
+"""A segment, by where it begins in the stream."""
 
 
 class _Gap(NamedTuple):
@@ -166,7 +166,7 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
     unread = []
     for entry in run.storage.list(run.key("logs", stream)):
         if name := SEGMENT.fullmatch(entry.key.removeprefix(run.key("logs", stream) + "/")):
-            begin = int(name["begin"]) if name["begin"] else int(name["number"]) * SEGMENT_BYTES
+            begin = int(name["begin"])
             if begin + entry.size > offset:
                 unread.append((begin, entry.key))
 

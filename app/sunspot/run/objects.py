@@ -11,12 +11,11 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, Lt, Predicate
 
-from sunspot.errors import DamageError
+from sunspot.errors import ConflictError, DamageError
 from sunspot.log import warn_once
 from sunspot.run import Run, to_json
 from sunspot.storage.base import Storage
@@ -73,7 +72,10 @@ CheckpointName = Annotated[str, Predicate(is_checkpoint_name)]
 RunName = Annotated[str, Predicate(is_run_name)]
 
 DIGEST = "sha256"
-"""Field of a sealed object: the SHA-256 of all others."""
+"""Field of an object with a checksum: the SHA-256 of all others."""
+
+FORMAT, FORMAT_NUMBER = "format", 1
+"""Field of an object with a checksum: the format of the run's files. Versions before 1.0 wrote no such field."""
 
 
 def read(run: Run, form: type[Form], *parts: str) -> Form:
@@ -84,10 +86,26 @@ def read(run: Run, form: type[Form], *parts: str) -> Form:
 
 
 def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
-    """Like `read`, for what is written sealed (`parse_verified`)."""
+    """Like `read`, for what `with_checksum` wrote; raises `ConflictError` when a version before 1.0 did."""
     key = run.key(*parts)
-    found: Form = parse_verified(form, read_content(run.storage, key), run.storage.locate(key))
+    content, place = read_content(run.storage, key), run.storage.locate(key)
+    _refuse_before_1_0(content, place)
+    found: Form = parse_verified(form, content, place)
     return found
+
+
+def _refuse_before_1_0(content: bytes, place: str) -> None:
+    from pydantic_core import from_json
+
+    try:
+        record = from_json(content)
+    except ValueError:
+        return  # damaged: its form tells where
+    if isinstance(record, dict) and FORMAT not in record and record.pop(DIGEST, "") == digest(record):
+        raise ConflictError(
+            f"{place} was written by a version of Sunspot before 1.0, whose files this version does not read: finish "
+            "the run with that version, or begin a new one under another SUNSPOT_RUN_NAME"
+        )
 
 
 def read_content(storage: Storage, key: str) -> bytes:
@@ -99,7 +117,7 @@ def read_content(storage: Storage, key: str) -> bytes:
 def parse(form: Any, content: bytes, place: str) -> Any:
     """The JSON in `content` as its `form`, a dataclass or another type; raises `DamageError`, which names the `place`.
 
-    Types are taken literally, fields that the form does not know are left out, and a sealed object must be unchanged.
+    Types are taken literally, fields that the form does not know are left out, and a checksum must match.
     """
     from pydantic import ValidationError
     from pydantic_core import from_json
@@ -118,17 +136,12 @@ def parse(form: Any, content: bytes, place: str) -> Any:
 
 
 def parse_verified(form: Any, content: bytes, place: str) -> Any:
-    """Like `parse`, for what is written sealed: only then may it have fields that the form does not know.
-
-    Older versions sealed nothing and had no others, so a changed name, of the seal's own field too, is seen.
-    """
+    """Like `parse`, for what `with_checksum` wrote."""
     from pydantic_core import from_json
 
     found = parse(form, content, place)
-    names = {each.metadata.get("validation_alias", each.name) for each in fields(form)}
-    record = from_json(content)
-    if DIGEST not in record and (unknown := sorted(record.keys() - names)):
-        raise DamageError(f"{place} cannot be used: {unknown[0][:100]} is no field of it")
+    if DIGEST not in from_json(content):
+        raise DamageError(f"{place} cannot be used: it has no checksum")
     return found
 
 
@@ -153,7 +166,8 @@ def is_moment(value: Any) -> bool:
 
 
 def with_checksum(record: dict[str, Any]) -> bytes:
-    """How an object is written that must not change: with its own SHA-256 (older ones have none)."""
+    """An object that must not change, as it is written: with its format and its own SHA-256."""
+    record = {**record, FORMAT: FORMAT_NUMBER}
     return to_json({**record, DIGEST: digest(record)})
 
 

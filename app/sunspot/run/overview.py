@@ -283,7 +283,7 @@ class RunView:
     @property
     def epoch(self) -> int:
         """The epoch, from 1, of the newest step; 0: none yet."""
-        per_epoch = self.identity.steps_per_epoch if self.identity else 0
+        per_epoch = self.identity.rows.steps_per_epoch if self.identity and self.identity.rows else 0
         return (self.step - 1) // per_epoch + 1 if self.step and per_epoch else 0
 
     @property

@@ -28,12 +28,6 @@ NAME = re.compile(
     r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})-[0-9a-f]{16})-(?P<first>[0-9]{10})-(?P<last>[0-9]{10})\.jsonl"
 )
 
-OLDER_NAME = re.compile(r"(?P<stream>attempt-(?P<attempt>[0-9]{4,9})(-[a-z0-9-]+)?)-(?P<file>[0-9]{5,9})\.jsonl")
-"""A file of an earlier version, which wrote its last file of a stream again for each line."""
-
-OLDER_LINES = 1000
-"""Lines of such a file, but for the last one of a stream."""
-
 
 class Segment(NamedTuple):
     """A segment in a listing."""
@@ -44,11 +38,6 @@ class Segment(NamedTuple):
     "Number of its first line in the stream, from 0."
     last: int
     entry: Entry
-
-    @property
-    def older(self) -> bool:
-        """Whether an earlier version wrote it, which kept the numbers of each rank in the metric history."""
-        return OLDER_NAME.fullmatch(self.entry.key.rpartition("/")[2]) is not None
 
 
 def new_stream(attempt: int) -> str:
@@ -69,9 +58,6 @@ def _list_all(storage: Storage, folder: str) -> list[Segment]:
             found.append(
                 Segment(int(match["attempt"]), match["stream"], int(match["first"]), int(match["last"]), entry)
             )
-        elif match := OLDER_NAME.fullmatch(name):
-            first = int(match["file"]) * OLDER_LINES
-            found.append(Segment(int(match["attempt"]), match["stream"], first, first + OLDER_LINES - 1, entry))
     return found
 
 
@@ -212,7 +198,7 @@ def tidy(
     read = read or (lambda segment: storage.read(segment.entry.key))
     whole = without_parts(listed)
     storage.delete_many([segment.entry.key for segment in listed if segment not in set(whole)])
-    for group in _neighbours(each for each in whole if not each.older and each.entry.size < SIZES[-1]):
+    for group in _neighbours(each for each in whole if each.entry.size < SIZES[-1]):
         with suppress(NotFoundError, DamageError):  # merged by another process; left as it is, for a reader to find
             content = join(map_parallel(read, group))
             first, last = group[0], group[-1]

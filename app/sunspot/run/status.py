@@ -31,8 +31,8 @@ from sunspot.storage.base import Entry, Storage
 
 FOLDER = "status"
 
-NAME = re.compile(r"[^/]+/status(?:\.json|/attempt-([0-9]{4,9})-([0-9a-f]{8})\.json)")
-"""The keys of status objects. `status.json` is an older version's: it counts when there is no other."""
+NAME = re.compile(r"[^/]+/status/attempt-([0-9]{4,9})-([0-9a-f]{8})\.json")
+"""The keys of status objects."""
 
 READ_TRIES = 3
 """Tries of a read whose object goes away between listing and reading."""
@@ -100,12 +100,12 @@ class Status:
     the status of another start counts, which trained then."""
     after: tuple[str, ...] = ()
     "The starts of drivers that had left a status when this one began."
-    driver: str = ""
-    "The start of the driver whose processes write it (`new_driver`); empty: an older version wrote it."
+    driver: str = "00000000"
+    "The start of the driver whose processes write it (`new_driver`)."
     world_size: Workers = 0
     step: Count = 0
     "Optimizer steps taken."
-    heartbeat: Moment | None = field(default=None, metadata={"validation_alias": "beat"})
+    heartbeat: Moment | None = None
     "When it last took a step (`step` may lag) or evaluated rows, in seconds since the epoch; None: not yet."
     epoch: Count = 0
     "The epoch, from 1, that `step` belongs to."
@@ -152,13 +152,10 @@ def restore_status(run: Run, status: Status) -> None:
     """Replace the status of its driver's attempt as it is, time included; raises `StorageError`."""
     record = asdict(status)
     del record["stored"]
-    record["beat"] = record.pop("heartbeat")  # its name on disk
     run.storage.write(_key(run, status), to_json(record))
 
 
 def _key(run: Run, status: Status) -> str:
-    if not status.driver:
-        return run.key("status.json")
     return run.key(FOLDER, f"attempt-{status.attempt:04d}-{status.driver}.json")
 
 
@@ -167,28 +164,27 @@ def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
 
     With `driver`, only among the objects of that start of a driver.
     """
-    found = [(int(match[1] or -1), entry) for entry in listed if (match := NAME.fullmatch(entry.key))]
+    found = [(int(match[1]), entry) for entry in listed if (match := NAME.fullmatch(entry.key))]
     own = [(number, entry) for number, entry in found if not driver or driver_of(entry) == driver]
     newest = max(own, key=lambda one: (one[0], one[1].modified), default=None)
     return newest[1] if newest else None
 
 
 def attempt_in(entry: Entry) -> int:
-    """The attempt of a status object, from its name; -1 for an older version's."""
+    """The attempt of a status object, from its name; -1 for another object."""
     match = NAME.fullmatch(entry.key)
-    return int(match[1] or -1) if match else -1
+    return int(match[1]) if match else -1
 
 
 def driver_of(entry: Entry) -> str:
-    """The start of the driver that a status object is of, from its name; empty for an older version's."""
+    """The start of the driver that a status object is of, from its name; empty for another object."""
     match = NAME.fullmatch(entry.key)
-    return (match[2] or "") if match else ""
+    return match[2] if match else ""
 
 
 def list_statuses(run: Run) -> list[Entry]:
     """All status objects of the run; the order says nothing."""
-    listed = run.storage.list(run.key(FOLDER))
-    return [entry for entry in listed if NAME.fullmatch(entry.key)] or run.storage.list(run.key("status.json"))
+    return [entry for entry in run.storage.list(run.key(FOLDER)) if NAME.fullmatch(entry.key)]
 
 
 def own_status(run: Run, driver: str) -> Entry | None:

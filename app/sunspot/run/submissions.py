@@ -14,7 +14,7 @@ SUBMISSION = re.compile(r"[0-9]{4,9}-[a-z0-9]([-a-z0-9]*[a-z0-9])?\.yaml")
 """A file of `submissions/`; others are not ours."""
 
 HEAD = "# sha256: "
-"""The beginning of the first line; older versions wrote none."""
+"""The beginning of the first line."""
 
 
 def record_submission(run: Run, job: str, manifest: str) -> str:
@@ -36,11 +36,9 @@ def newest_submission(run: Run) -> tuple[str, str] | None:
         manifest = read_content(run.storage, keys[-1]).decode()
     except UnicodeDecodeError as error:
         raise DamageError(f"{place} cannot be used: it is no text") from error
-    first, _, rest = manifest.partition("\n")
-    if first.startswith(HEAD):
-        manifest = rest
-        if first != HEAD + _digest(manifest):
-            raise DamageError(f"{place} cannot be used: it was changed after it was written")
+    first, _, manifest = manifest.partition("\n")
+    if first != HEAD + _digest(manifest):
+        raise DamageError(f"{place} cannot be used: it was changed after it was written")
     return _job(keys[-1]), manifest
 
 

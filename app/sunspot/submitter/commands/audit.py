@@ -20,7 +20,7 @@ from sunspot.run.audit import read_audit
 from sunspot.run.checkpoints import MANIFEST, classify, list_directories, verify
 from sunspot.run.history import list_journal, newest_record, read_journal
 from sunspot.run.identity import read_identity
-from sunspot.run.incidents import find_gaps, read_receipts, without_receipts
+from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.objects import MAX_NUMBER
 from sunspot.storage.base import map_parallel
 from sunspot.submitter.commands.arguments import add_run
@@ -90,8 +90,6 @@ class Proof:
     "A line for each damaged checkpoint."
     gaps: list[str]
     "A line for each missing receipt."
-    notes: list[str]
-    "What could not be proved, and why."
 
     @property
     def faults(self) -> list[str]:
@@ -155,14 +153,8 @@ def prove(run: Run) -> Proof:
     spans = [s._replace(upto=step if s.upto is None else min(s.upto, step)) for s in spans if s.after < step]
     epochs, wrong_rows = prove_rows(run, spans, step)
     stepped = find_stepped(run, attempts, [name for name, files in directories.items() if MANIFEST in files])
-    gaps = find_gaps(attempts, read_receipts(read_journal(run, "events")), stepped)
-    old = without_receipts(attempts)
-    notes = []
-    if len(attempts) > 1 and old:
-        notes.append(
-            f"what interrupted the attempts {old[0]} to {old[-1]} is not proved: their version wrote no receipts"
-        )
-    return Proof(step, epochs, wrong_rows, damaged, gaps, notes)
+    gaps = find_gaps(read_receipts(read_journal(run, "events")), stepped)
+    return Proof(step, epochs, wrong_rows, damaged, gaps)
 
 
 def print_epochs(proof: Proof) -> None:
@@ -173,7 +165,7 @@ def print_epochs(proof: Proof) -> None:
 
 def conclude(run: Run, proof: Proof) -> None:
     """Print everything wrong on stderr, and raise `DamageError` for it."""
-    for text in (*proof.notes, *proof.faults):
+    for text in proof.faults:
         warn(text)
     if proof.summary:
         raise DamageError(f"{run.location}: {proof.summary}")
@@ -210,10 +202,11 @@ def read_data(run: Run) -> Data:
     """How the run's epochs are divided; raises `DamageError` when `run.json` does not say."""
     begun = read_identity(run)
     batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
-    if not (batch.isdecimal() and len(batch) < MOST_DIGITS and int(batch) and begun.steps_per_epoch):
+    rows = begun.rows
+    if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MOST_DIGITS and int(batch)):
         place = run.storage.locate(run.key("run.json"))
         raise DamageError(f"{place} cannot be used: it does not say how many rows a step takes, or steps an epoch")
-    return Data(begun.rows, begun.steps_per_epoch, int(batch))
+    return Data(rows.rows, rows.steps_per_epoch, int(batch))
 
 
 def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Epoch]:

@@ -50,7 +50,7 @@ MOST_ROUNDS = 3
 MOST_NAMED = 3
 """Objects named when some came back."""
 
-RECORDS = ("run.json", "status", "status.json", "submissions")
+RECORDS = ("run.json", "status", "submissions")
 """What identifies a run: removed last."""
 
 
@@ -259,7 +259,7 @@ def _list(run: Run) -> list[Entry]:
 def _find_dataset(run: Run, entries: Sequence[Entry]) -> str:
     if run.key("run.json") not in {entry.key for entry in entries}:
         return ""
-    with contextlib.suppress(NotFoundError, DamageError):
+    with contextlib.suppress(NotFoundError, DamageError, ConflictError):
         dataset = read_identity(run).settings.get(PREFIX + "DATASET", "")
         return dataset.rstrip("/") if "/" in dataset else ""
     return ""

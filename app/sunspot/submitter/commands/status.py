@@ -87,7 +87,7 @@ def _describe_saves(record: dict[str, Any]) -> str:
 
 
 def _describe_incidents(record: dict[str, Any]) -> str:
-    """`3 (2 reclaim, 1 node lost), 14 steps replayed`."""
+    """`3 (2 preempted, 1 node lost), 14 steps replayed`."""
     if not record["incidents"]:
         return "0"
     causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())

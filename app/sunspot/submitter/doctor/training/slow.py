@@ -90,7 +90,7 @@ def count_ranks(window: Mapping[str, Any]) -> int:
 
 
 def _has_figures(record: Mapping[str, Any]) -> bool:
-    """Whether all figures are there: older versions wrote fewer."""
+    """Whether all figures are known: of a process without a container's limits, say, some are not."""
     ranks = record["ranks"]
     return (
         all(isinstance(record.get(name), int | float) for name in ("time", "seconds"))

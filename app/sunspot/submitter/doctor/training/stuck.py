@@ -78,11 +78,8 @@ def find_stillness(case: Case) -> Iterator[Finding]:
         return
     if newest is None or status.attempt != newest.number:
         return
-    last = case.view.last
-    recorded = last["time"] if last.get("attempt") == newest.number else None  # all that older versions write
-    heartbeat = status.heartbeat or recorded
-    still_s = case.now - status.seen + status.time - (heartbeat or newest.time)  # two clocks, each with itself
-    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
+    still_s = case.now - status.seen + status.time - (status.heartbeat or newest.time)  # two clocks, each with itself
+    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if status.heartbeat else FIRST_STEP_S
     if still_s > limit_s:
         timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""
