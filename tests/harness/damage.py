@@ -29,8 +29,9 @@ from sunspot.run.incidents import Cause
 from sunspot.run.logs import LogWriter
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.predictions import Example, Predictions, read_predictions, write_predictions
+from sunspot.run.requests import mark_deletion, request_stop
 from sunspot.run.search import Results, Trial, best_of, read_trial, write_results
-from sunspot.run.status import RunState, mark_deletion, request_stop
+from sunspot.run.status import RunState
 from sunspot.run.submissions import record_submission
 from sunspot.storage.local import LocalStorage
 from sunspot.tracking.delivery import Delivery, read_delivered, read_tracking_run

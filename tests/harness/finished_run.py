@@ -19,7 +19,8 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint, find_newest_good, write_manifest
 from sunspot.run.logs import list_streams, read_stream
-from sunspot.run.status import RunState, clear_stop, read_status, request_stop
+from sunspot.run.requests import clear_stop, request_stop
+from sunspot.run.status import RunState, read_status
 from sunspot.settings import load_settings
 from tests.harness.program import SETTINGS, Program, images
 from tests.harness.waiting import wait_until

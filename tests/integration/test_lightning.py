@@ -21,7 +21,7 @@ from sunspot.run.checkpoints import list_checkpoints
 from sunspot.run.failures import read_failures
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Cause
-from sunspot.run.status import request_stop
+from sunspot.run.requests import request_stop
 from sunspot.settings import Settings, load_settings
 from sunspot.tasks import load_task
 from tests.harness.nodes import start_node

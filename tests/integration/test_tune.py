@@ -23,8 +23,9 @@ from sunspot.report.search import render_search
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import find_newest_good, list_checkpoints, list_directories
+from sunspot.run.requests import clear_stop, request_stop, stop_requested
 from sunspot.run.search import Results, Trial, best_of, read_results, read_trial
-from sunspot.run.status import RunState, Status, clear_stop, read_status, request_stop, restore_status, stop_requested
+from sunspot.run.status import RunState, Status, read_status, restore_status
 from sunspot.settings import Settings
 from sunspot.tune.concurrency import allocate, await_nodes
 from sunspot.tune.promotion import begin_attempt, promote

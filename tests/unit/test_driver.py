@@ -37,16 +37,8 @@ from sunspot.run.logs import (
 )
 from sunspot.run.outcome import recorded_outcome
 from sunspot.run.overview import list_runs
-from sunspot.run.status import (
-    RunState,
-    Status,
-    clear_stop,
-    new_driver,
-    read_status,
-    request_stop,
-    stop_requested,
-    write_status,
-)
+from sunspot.run.requests import clear_stop, request_stop, stop_requested
+from sunspot.run.status import RunState, Status, new_driver, read_status, write_status
 from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.settings import Settings
 from sunspot.train.driver import report_result

@@ -69,7 +69,7 @@ from sunspot.run.checkpoints import (
 )
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.incidents import TIER
-from sunspot.run.status import DELETION, deletion_begun, refuse_if_deleted
+from sunspot.run.requests import DELETION, deletion_begun, refuse_if_deleted
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.base import Storage
 from sunspot.storage.limits import retry_storage

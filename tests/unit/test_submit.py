@@ -12,7 +12,8 @@ import yaml
 
 from sunspot.cli import main
 from sunspot.run import Run, open_run
-from sunspot.run.status import RunState, Status, clear_stop, request_stop, stop_requested, write_status
+from sunspot.run.requests import clear_stop, request_stop, stop_requested
+from sunspot.run.status import RunState, Status, write_status
 from sunspot.run.submissions import newest_submission, owner_of
 from sunspot.submitter.cluster.api import Cluster
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, pod, rayjob, timestamp

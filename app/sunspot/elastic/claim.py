@@ -49,7 +49,8 @@ from sunspot.run.checkpoints import (
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import FORKED, TIER
-from sunspot.run.status import Status, read_other_status, read_status, refuse_if_deleted
+from sunspot.run.requests import refuse_if_deleted
+from sunspot.run.status import Status, read_other_status, read_status
 from sunspot.settings import PREFIX, Settings, accepts
 from sunspot.storage.base import Entry
 from sunspot.storage.limits import retry_storage

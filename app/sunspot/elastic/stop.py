@@ -12,7 +12,7 @@ from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.errors import SunspotError, TerminatedError
 from sunspot.run import Run
-from sunspot.run.status import stop_requested
+from sunspot.run.requests import stop_requested
 
 STOP_CHECK_EVERY_S = 1.0
 """Seconds between two checks for SIGTERM: a stopped Ray job has RAY_JOB_STOP_WAIT_TIME_S left to save."""

@@ -27,7 +27,7 @@ from sunspot.errors import ConflictError, DamageError, NotFoundError, Superseded
 from sunspot.formatting import as_time
 from sunspot.run import Run
 from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, check, read_verified, with_checksum
-from sunspot.run.status import refuse_if_deleted
+from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.submissions import owner_of
 from sunspot.storage.base import map_parallel
 

@@ -21,15 +21,13 @@ from sunspot.run.history import newest_record, read_journal
 from sunspot.run.identity import Identity, read_identity
 from sunspot.run.incidents import Cause, Receipt, goodput, read_receipts
 from sunspot.run.objects import CHECKPOINT, RUN
+from sunspot.run.requests import DELETION, STOP, deletion_begun
 from sunspot.run.status import (
-    DELETION,
     FOLDER,
     SILENT_S,
     STATUS_EVERY_S,
-    STOP,
     RunState,
     Status,
-    deletion_begun,
     list_statuses,
     newest_status,
     read_status,

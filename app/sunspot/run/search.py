@@ -11,7 +11,8 @@ from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
 from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_or_default
-from sunspot.run.status import RunState, read_status, read_stop
+from sunspot.run.requests import read_stop
+from sunspot.run.status import RunState, read_status
 
 FILE = "search.json"
 

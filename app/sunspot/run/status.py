@@ -1,4 +1,4 @@
-"""Where a run stands in one small object, and the requests to stop or delete it.
+"""Where a run stands, in one small object.
 
 The status tells a reader where a run stands; training never depends on it. The driver writes it when it starts and
 ends, rank 0 while it trains. Each start of a driver has a status of its own for each of its attempts: a process that
@@ -23,7 +23,6 @@ from sunspot.run.objects import (
     Moment,
     Workers,
     parse,
-    read,
     read_content,
     read_or_default,
 )
@@ -36,9 +35,6 @@ NAME = re.compile(r"[^/]+/status/attempt-([0-9]{4,9})-([0-9a-f]{8})\.json")
 
 READ_TRIES = 3
 """Tries of a read whose object goes away between listing and reading."""
-
-STOP, DELETION = "stop.json", "delete.json"
-"""There while the run must stand still, or is being deleted."""
 
 STATUS_EVERY_S = 10.0
 """Rank 0 writes the status at least this often, from a thread: a long step or evaluation is no silence."""
@@ -257,58 +253,3 @@ def delete_older_statuses(run: Run, attempt: int) -> None:
 def withdraw_status(run: Run, driver: str) -> None:
     """Delete what this start of a driver said: the run stands where it stood before. Raises `StorageError`."""
     run.storage.delete_many([entry.key for entry in list_statuses(run) if driver_of(entry) == driver])
-
-
-def request_stop(run: Run, by: str) -> None:
-    """Ask the run, whichever job trains it now or later, to save and stop."""
-    run.storage.write(run.key(STOP), to_json({"by": by, "time": time.time()}))
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Who asked for a stop or a deletion, and when."""
-
-    by: str = ""
-    "Empty: not known."
-    time: Moment = 0.0
-
-
-def read_stop(run: Run) -> Mark | None:
-    """The request to stop, if there is one. It holds even when it is damaged."""
-    try:
-        return read_or_default(lambda: read(run, Mark, STOP), Mark())
-    except NotFoundError:
-        return None
-
-
-def stop_requested(run: Run) -> bool:
-    """Whether the run has to stop, and stay stopped."""
-    return run.storage.exists(run.key(STOP))
-
-
-def clear_stop(run: Run) -> None:
-    """Let the run train again."""
-    run.storage.delete(run.key(STOP))
-
-
-def mark_deletion(run: Run, by: str) -> None:
-    """Record that the run is being deleted; raises `StorageError`."""
-    run.storage.write(run.key(DELETION), to_json({"by": by, "time": time.time()}))
-
-
-def deletion_begun(run: Run) -> bool:
-    """Whether the run is being deleted, or its deletion was interrupted."""
-    return run.storage.exists(run.key(DELETION))
-
-
-def refuse_if_deleted(run: Run) -> None:
-    """Raise `SupersededError` when the run is being deleted."""
-    if deletion_begun(run):
-        raise SupersededError(
-            f"{run.location} is being deleted, so nothing may train it; `sunspot delete {run.name}` completes that"
-        )
-
-
-def clear_deletion(run: Run) -> None:
-    """Delete the record, last of all."""
-    run.storage.delete(run.key(DELETION))

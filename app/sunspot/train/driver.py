@@ -18,14 +18,8 @@ from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newes
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.outcome import RECORD_S, Outcome, recorded_outcome
 from sunspot.run.overview import read_state
-from sunspot.run.status import (
-    RunState,
-    new_driver,
-    own_status,
-    read_status,
-    refuse_if_deleted,
-    stop_requested,
-)
+from sunspot.run.requests import refuse_if_deleted, stop_requested
+from sunspot.run.status import RunState, new_driver, own_status, read_status
 from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.limits import with_deadline
 from sunspot.storage.prove import prove

@@ -15,16 +15,8 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
 from sunspot.run.identity import keep_identity
-from sunspot.run.status import (
-    STATUS_EVERY_S,
-    RunState,
-    Status,
-    new_driver,
-    read_status,
-    refuse_if_deleted,
-    stop_requested,
-    write_status,
-)
+from sunspot.run.requests import refuse_if_deleted, stop_requested
+from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, read_status, write_status
 from sunspot.search_space import Search, load_search
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.prove import prove

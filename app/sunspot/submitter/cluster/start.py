@@ -8,7 +8,8 @@ from typing import Any
 
 from sunspot.errors import HIDDEN, ConflictError, GaveUpError, is_credential
 from sunspot.run import open_run
-from sunspot.run.status import RunState, clear_stop
+from sunspot.run.requests import clear_stop
+from sunspot.run.status import RunState
 from sunspot.run.submissions import owner_of, record_submission
 from sunspot.settings import PREFIX, differences
 from sunspot.submitter.cluster.api import Cluster, connect

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 
 from sunspot.errors import GaveUpError
-from sunspot.run.status import RunState, request_stop
+from sunspot.run.requests import request_stop
+from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.follow import TICK_S, Follower
 from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot

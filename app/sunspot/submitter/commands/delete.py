@@ -31,8 +31,8 @@ from sunspot.run import Run, node_memory_directory
 from sunspot.run.checkpoints import MANIFEST
 from sunspot.run.identity import read_identity
 from sunspot.run.objects import CHECKPOINT
+from sunspot.run.requests import DELETION, clear_deletion, mark_deletion
 from sunspot.run.search import read_results
-from sunspot.run.status import DELETION, clear_deletion, mark_deletion
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.submitter.cluster.api import Cluster

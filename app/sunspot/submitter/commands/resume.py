@@ -3,7 +3,7 @@
 import argparse
 
 from sunspot.errors import ClusterError
-from sunspot.run.status import clear_stop
+from sunspot.run.requests import clear_stop
 from sunspot.run.submissions import newest_submission
 from sunspot.submitter.cluster.progress import print_state, print_submission
 from sunspot.submitter.cluster.restart import parse_submission

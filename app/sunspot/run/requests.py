@@ -1,0 +1,66 @@
+"""The requests to stop a run, and to delete it: each a small object, there for as long as it holds."""
+
+import time
+from dataclasses import asdict, dataclass
+
+from sunspot.errors import NotFoundError, SupersededError
+from sunspot.run import Run, to_json
+from sunspot.run.objects import Moment, read, read_or_default
+
+STOP, DELETION = "stop.json", "delete.json"
+"""There while the run must stand still, or is being deleted."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Who asked for a stop or a deletion, and when."""
+
+    by: str = ""
+    "Empty: not known."
+    time: Moment = 0.0
+
+
+def request_stop(run: Run, by: str) -> None:
+    """Ask the run, whichever job trains it now or later, to save and stop."""
+    run.storage.write(run.key(STOP), to_json(asdict(Request(by, time.time()))))
+
+
+def read_stop(run: Run) -> Request | None:
+    """The request to stop, if there is one. It holds even when it is damaged."""
+    try:
+        return read_or_default(lambda: read(run, Request, STOP), Request())
+    except NotFoundError:
+        return None
+
+
+def stop_requested(run: Run) -> bool:
+    """Whether the run has to stop, and stay stopped."""
+    return run.storage.exists(run.key(STOP))
+
+
+def clear_stop(run: Run) -> None:
+    """Let the run train again."""
+    run.storage.delete(run.key(STOP))
+
+
+def mark_deletion(run: Run, by: str) -> None:
+    """Record that the run is being deleted; raises `StorageError`."""
+    run.storage.write(run.key(DELETION), to_json(asdict(Request(by, time.time()))))
+
+
+def deletion_begun(run: Run) -> bool:
+    """Whether the run is being deleted, or its deletion was interrupted."""
+    return run.storage.exists(run.key(DELETION))
+
+
+def refuse_if_deleted(run: Run) -> None:
+    """Raise `SupersededError` when the run is being deleted."""
+    if deletion_begun(run):
+        raise SupersededError(
+            f"{run.location} is being deleted, so nothing may train it; `sunspot delete {run.name}` completes that"
+        )
+
+
+def clear_deletion(run: Run) -> None:
+    """Delete the record, last of all."""
+    run.storage.delete(run.key(DELETION))
