@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sunspot.errors import StorageError
-from sunspot.run import Run, segments
+from sunspot.run import Run, streams
 from sunspot.run.attempts import Attempt, checkpoint_name, lineage
 from sunspot.run.history import Journal, each_record, list_journal, newest_record, read_journal, tidy_journals
 
@@ -31,7 +31,7 @@ def written(run: Run, attempt: int, steps: Iterable[int], each: int = 1, size: i
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments are merged at sizes that a test reaches."""
-    monkeypatch.setattr(segments, "SIZES", (250, 2000, 8000))
+    monkeypatch.setattr(streams, "SIZES", (250, 2000, 8000))
 
 
 def test_a_journal_merges_what_it_wrote_and_loses_nothing(
@@ -56,7 +56,7 @@ def test_a_journal_merges_what_it_wrote_and_loses_nothing(
     entries = run.storage.list(run.key("metrics"))
     content = sum(entry.size for entry in entries)
     assert content > 3 * 8000
-    assert sum(sizes) <= (1 + len(segments.SIZES)) * content
+    assert sum(sizes) <= (1 + len(streams.SIZES)) * content
     assert len(entries) <= 8 + 8 + 4 + content // 8000
     assert max(entry.size for entry in entries) < 2 * 8000
     assert sum(len(written.content) for written in journal._stream._segments.open) < 8000, "it stays in memory"

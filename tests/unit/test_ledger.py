@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.errors import DamageError, StorageError
-from sunspot.run import Run, segments
+from sunspot.run import Run, streams
 from sunspot.run.attempts import Span
 from sunspot.run.audit import read_audit, tidy_audit
 
@@ -62,7 +62,7 @@ def test_without_audit_nothing_is_kept(group: dist.ProcessGroup, run: Run) -> No
 # -------------------------------------------------------------------------------------------------------------- merging
 
 SIZES = (4000, 10_000, 64_000)
-"""Instead of `segments.SIZES`: a file of two steps has about 1,100 bytes."""
+"""Instead of `streams.SIZES`: a file of two steps has about 1,100 bytes."""
 
 
 def rows_up_to(last: int) -> dict[int, list[int]]:
@@ -78,7 +78,7 @@ def write_windows(ledger: Ledger, run: Run, first: int, last: int) -> None:
 
 
 def test_files_are_merged_and_each_row_stays_there_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SIZES", SIZES)
+    monkeypatch.setattr(streams, "SIZES", SIZES)
     delete, merged = run.storage.delete_many, list[str]()
 
     def delete_and_check(keys: list[str]) -> None:
@@ -95,7 +95,7 @@ def test_files_are_merged_and_each_row_stays_there_once(run: Run, monkeypatch: p
 
 def test_a_window_that_was_written_is_not_written_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage takes the windows of the attempt before, and then no more: the next commit writes the others."""
-    monkeypatch.setattr(segments, "SIZES", (2000, 64_000))
+    monkeypatch.setattr(streams, "SIZES", (2000, 64_000))
     before = Ledger(None, "attempt-0001", 0, [], True)
     take(before, 1, 2)
     after = Ledger(None, "attempt-0002", 2, before.gather(2), True)
@@ -135,7 +135,7 @@ def test_a_step_that_two_files_have_counts_once(run: Run) -> None:
 
 def test_what_an_attempt_left_unmerged_is_merged_by_the_next(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "SIZES", SIZES)
+        patch.setattr(streams, "SIZES", SIZES)
         patch.setattr(run.storage, "delete_many", lambda keys: None)  # it dies before it deletes what it has merged
         write_windows(Ledger(None, "attempt-0001", 0, [], True), run, 1, 60)
     many = len(run.storage.list(run.key("audit")))

@@ -54,7 +54,7 @@ def test_old_records_are_combined_and_new_ones_stay(run: Run, monkeypatch: pytes
     """However long the attempt, so many are kept; totals are those of all."""
     monkeypatch.setattr(ranks, "MIN_RECORDS", 8)
     monkeypatch.setattr(ranks, "MIN_BYTES", 2000)
-    monkeypatch.setattr("sunspot.run.segments.SIZES", (1000, 4000, 8000))
+    monkeypatch.setattr("sunspot.run.streams.SIZES", (1000, 4000, 8000))
     attempt, sizes = start(run, "job"), []
     history = RankHistory(run, attempt.number)
     history.end()

@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from sunspot.background import TokenBucket
 from sunspot.run import Run
 from sunspot.run.ranks import Columns
-from sunspot.run.segments import SIZES, SegmentWriter, new_stream
+from sunspot.run.streams import SIZES, LineWriter, new_stream
 
 MIN_RECORDS, MIN_BYTES = 64, SIZES[-1] // 4
 """At least so many of the newest records, and bytes of them, stay as they are; the combined ones are half as many to as
@@ -37,7 +37,7 @@ class RankHistory:
 
     def __init__(self, run: Run, attempt: int) -> None:
         self._attempt = attempt
-        self._stream = SegmentWriter(run.storage, run.key("ranks", new_stream(attempt)), downsample)
+        self._stream = LineWriter(run.storage, run.key("ranks", new_stream(attempt)), downsample)
         self._waiting: list[tuple[dict[str, Any], Columns]] = []
         self._lock = threading.Lock()
         self._ends = False

@@ -17,7 +17,7 @@
             manifest.json                 written last: without it there is no checkpoint
         metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
                                           the metric history, a line per report: of a stream that only one process
-                                          writes, the lines 0 to 311 (sunspot/run/segments.py)
+                                          writes, the lines 0 to 311 (sunspot/run/streams.py)
         ranks/attempt-0001-...            the numbers of each rank, thinned with age
         events/attempt-0001-...           what happened to the run besides training
         failures/attempt-0001-rank-0000.json

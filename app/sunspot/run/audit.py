@@ -1,6 +1,6 @@
 """The rows that each optimizer step consumed: tables of `step`, `rank` (int32) and `row` (int64), as Parquet.
 
-The files of an attempt are segments of a stream (segments.py), which counts its steps: a commit writes one, and small
+The files of an attempt are segments of a stream (streams.py), which counts its steps: a commit writes one, and small
 ones are merged. A digest in the name of each ties its content to its place.
 """
 
@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sunspot.errors import DamageError, NotFoundError, StorageError, shorten
+from sunspot.errors import DamageError, shorten
 from sunspot.run import Run
 from sunspot.run.attempts import Span
-from sunspot.run.segments import READ_TRIES, Merger, Segment, tidy, without_parts
-from sunspot.storage.base import map_parallel
+from sunspot.run.streams import Segment, StreamWriter, read_segments, tidy, without_parts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -40,7 +38,7 @@ class AuditWriter:
 
     def __init__(self, run: Run, attempt: str) -> None:
         """`attempt` is its label (`Attempt.label`)."""
-        self._segments = Merger(
+        self._segments = StreamWriter(
             run.storage, lambda first, last, content: _key(run, attempt, first, last, content), _join
         )
 
@@ -71,19 +69,29 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
     Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
     may repeat the start of the file before, when storage reported a write as failed that it had taken.
     """
-    tables: dict[str, pyarrow.Table] = {}
+    bounds = {span.label: (span.after, span.upto) for span in spans}
 
-    def read(segment: Segment) -> None:
-        tables[segment.entry.key] = _parse(run, segment, run.storage.read(segment.entry.key))
+    def find() -> list[Segment]:
+        return [segment for segment in without_parts(_list(run)) if _counted(segment, bounds)]
 
-    for _ in range(READ_TRIES):
-        wanted = _find(run, spans)
-        with suppress(NotFoundError):  # merged since it was listed
-            map_parallel(read, [segment for segment, _, _ in wanted if segment.entry.key not in tables])
-            return [_steps(tables[segment.entry.key], segment, first, last) for segment, first, last in wanted]
-        with suppress(StorageError):  # it may not be written here
-            run.storage.refresh(run.key(FOLDER))
-    raise StorageError(f"{run.storage.locate(run.key(FOLDER))}: it changes while it is read; try again")
+    tables = []
+    for segment, content, _ in read_segments(run.storage, run.key(FOLDER), find):
+        if counted := _counted(segment, bounds):
+            tables.append(_steps(_parse(run, segment, content), segment, *counted))
+            bounds[segment.stream] = (counted[1], bounds[segment.stream][1])
+    return tables
+
+
+def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> tuple[int, int] | None:
+    """The first and the last of the steps that a segment counts for; None when it counts for none.
+
+    `bounds` has the steps that are still wanted of each stream: after the first number, up to the second.
+    """
+    if segment.stream not in bounds:
+        return None
+    after, upto = bounds[segment.stream]
+    first, last = max(segment.first, after + 1), segment.last if upto is None else min(segment.last, upto)
+    return (first, last) if first <= last else None
 
 
 def _list(run: Run) -> list[Segment]:
@@ -93,20 +101,6 @@ def _list(run: Run) -> list[Segment]:
             attempt, first, last = int(name["attempt"]), int(name["first"]), int(name["last"])
             found.append(Segment(attempt, name["stream"], first, last, entry))
     return found
-
-
-def _find(run: Run, spans: Sequence[Span]) -> list[tuple[Segment, int, int]]:
-    """The segments that have steps of the `spans`, each with the first and the last of the steps that it counts for."""
-    wanted = []
-    bounds = {span.label: (span.after, span.upto) for span in spans}
-    for segment in without_parts(_list(run)):
-        if segment.stream in bounds:
-            after, upto = bounds[segment.stream]
-            end = segment.last if upto is None else min(segment.last, upto)
-            if end > after and end >= segment.first:
-                wanted.append((segment, max(segment.first, after + 1), end))
-                bounds[segment.stream] = (end, upto)
-    return wanted
 
 
 def _steps(table: pyarrow.Table, segment: Segment, first: int, last: int) -> pyarrow.Table:

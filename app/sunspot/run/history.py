@@ -1,7 +1,6 @@
 """The metric history of a run, the numbers of each rank, and its events."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,8 +8,16 @@ from sunspot.errors import NotFoundError, StorageError
 from sunspot.run import Run, dump_json
 from sunspot.run.attempts import Span
 from sunspot.run.objects import Measure, Whole, adapter, is_count, is_moment, tell_damage
-from sunspot.run.segments import READ_TRIES, Segment, SegmentWriter, list_segments, new_stream, tidy_lines
-from sunspot.storage.base import READS_IN_FLIGHT, map_parallel
+from sunspot.run.streams import (
+    READ_TRIES,
+    LineWriter,
+    Segment,
+    list_again,
+    list_segments,
+    new_stream,
+    read_segments,
+    tidy_lines,
+)
 
 HELD_OUT = "test_"
 """Metrics of held-out rows have this prefix."""
@@ -43,7 +50,7 @@ class Journal:
 
     def __init__(self, run: Run, kind: Kind, attempt: int) -> None:
         self._attempt = attempt
-        self._stream = SegmentWriter(run.storage, run.key(kind, new_stream(attempt)))
+        self._stream = LineWriter(run.storage, run.key(kind, new_stream(attempt)))
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record; it is durable after the next `flush`."""
@@ -88,41 +95,15 @@ def each_record(
 
     With `listed`, reads only those of `list_journal`; raises `StorageError` when one has been merged since.
     """
-    todo = list_journal(run, kind, spans) if listed is None else list(listed)
-    tries, given = READ_TRIES if listed is None else 1, dict[str, int]()
-    while todo:
-        part = todo[:READS_IN_FLIGHT]
-        texts = map_parallel(functools.partial(_read_segment, run), part)
-        for segment, text in zip(part, texts, strict=True):
-            if text is None:
-                break
-            lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
-            whole = len(lines) == segment.last - segment.first + 1  # not thinned
-            missed = max(0, given.get(segment.stream, 0) - segment.first) if whole else 0
-            for record in _parse_lines(kind, lines[missed:], place, damaged):
-                if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
-                    yield record
-            given[segment.stream] = segment.last + 1
-            todo.remove(segment)
-        if None in texts:
-            tries -= 1
-            if not tries:
-                raise StorageError(f"{run.storage.locate(run.key(kind))}: it changes while it is read; try again")
-            todo = [each for each in _list_again(run, kind, spans) if each.last >= given.get(each.stream, 0)]
-
-
-def _list_again(run: Run, kind: Kind, spans: Sequence[Span] | None) -> list[Segment]:
-    """List a journal after a segment was missed, which a listing that NFS keeps may still show."""
-    with contextlib.suppress(StorageError):  # it may not be written here
-        run.storage.refresh(run.key(kind))
-    return list_journal(run, kind, spans)
-
-
-def _read_segment(run: Run, segment: Segment) -> bytes | None:
-    """The lines of a segment; None when it was merged, or deleted with its run, since it was listed."""
-    with contextlib.suppress(NotFoundError):
-        return run.storage.read(segment.entry.key)
-    return None
+    for segment, text, given in read_segments(
+        run.storage, run.key(kind), lambda: list_journal(run, kind, spans), listed
+    ):
+        lines, place = text.splitlines(), run.storage.locate(segment.entry.key)
+        whole = len(lines) == segment.last - segment.first + 1  # not downsampled
+        missed = max(0, given - segment.first) if whole else 0
+        for record in _parse_lines(kind, lines[missed:], place, damaged):
+            if spans is None or any(span.reaches(record["attempt"], record["step"]) for span in spans):
+                yield record
 
 
 def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
@@ -133,16 +114,19 @@ def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | N
     segments = list_journal(run, "metrics", spans) if listed is None else listed
     for _ in range(READ_TRIES):
         with contextlib.suppress(NotFoundError):  # merged since it was listed
-            for span in spans:
-                for segment in reversed([each for each in segments if each.attempt == span.attempt]):
-                    lines = run.storage.read(segment.entry.key).splitlines()
-                    place = run.storage.locate(segment.entry.key)
-                    for record in _parse_lines("metrics", lines[::-1], place):
-                        if span.holds(record["attempt"], record["step"]):
-                            return record
-            return None
-        segments = _list_again(run, "metrics", spans)
+            return _find_newest(run, spans, segments)
+        segments = list_again(run.storage, run.key("metrics"), lambda: list_journal(run, "metrics", spans))
     raise StorageError(f"{run.storage.locate(run.key('metrics'))}: it changes while it is read; try again")
+
+
+def _find_newest(run: Run, spans: Sequence[Span], segments: Sequence[Segment]) -> dict[str, Any] | None:
+    for span in spans:
+        for segment in reversed([each for each in segments if each.attempt == span.attempt]):
+            lines = run.storage.read(segment.entry.key).splitlines()
+            for record in _parse_lines("metrics", lines[::-1], run.storage.locate(segment.entry.key)):
+                if span.holds(record["attempt"], record["step"]):
+                    return record
+    return None
 
 
 def _parse_lines(

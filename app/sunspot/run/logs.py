@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from sunspot.background import TokenBucket
-from sunspot.errors import NotFoundError, StorageError
+from sunspot.errors import StorageError
 from sunspot.formatting import as_bytes
 from sunspot.run import Run
-from sunspot.storage.base import READS_IN_FLIGHT, map_parallel
+from sunspot.run.streams import Segment, read_segments
 
 SEGMENT_BYTES = 128 << 10
 """Bounds the cost of writing the last segment again. One may have more, when much was printed between two writes."""
@@ -163,23 +163,20 @@ def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
 
     Costs one listing when nothing is new.
     """
-    unread = []
-    for entry in run.storage.list(run.key("logs", stream)):
-        if name := SEGMENT.fullmatch(entry.key.removeprefix(run.key("logs", stream) + "/")):
-            begin = int(name["begin"])
-            if begin + entry.size > offset:
-                unread.append((begin, entry.key))
+    folder = run.key("logs", stream)
 
-    def read(key: str) -> bytes | None:
-        with suppress(NotFoundError):  # dropped since it was listed
-            return run.storage.read(key)
-        return None
+    def find_unread() -> list[Segment]:
+        found = []
+        for entry in run.storage.list(folder):
+            if name := SEGMENT.fullmatch(entry.key.removeprefix(f"{folder}/")):
+                end = int(name["begin"]) + entry.size
+                if end > offset:
+                    found.append(Segment(0, stream, int(name["begin"]), end - 1, entry))
+        return found
 
-    for first in range(0, len(unread), READS_IN_FLIGHT):
-        part = unread[first : first + READS_IN_FLIGHT]
-        for (begin, _), text in zip(part, map_parallel(read, [key for _, key in part]), strict=True):
-            if text is not None:
-                gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
-                data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
-                offset = begin + len(text)
-                yield Piece(data, offset)
+    for segment, text, _ in read_segments(run.storage, folder, find_unread):
+        begin = segment.first
+        gap = _describe_gap(begin - offset, "of long output, the first and the newest part are kept")
+        data = (gap if begin > offset else b"") + text[max(0, offset - begin) :]
+        offset = begin + len(text)
+        yield Piece(data, offset)

@@ -23,8 +23,8 @@ from sunspot.run.checkpoints import Checkpoint, choose, classify, list_directori
 from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
 from sunspot.run.objects import Count, Form, read, read_or_default
-from sunspot.run.segments import Segment
 from sunspot.run.status import Status, read_status
+from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX
 from sunspot.tracking.service import Point, RefusedError, RunIdentity, Service, open_service
 

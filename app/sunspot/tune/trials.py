@@ -26,8 +26,8 @@ from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import HELD_OUT, each_record, list_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.requests import clear_stop, request_stop, stop_requested
-from sunspot.run.segments import Segment
 from sunspot.run.status import RunState, read_status
+from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX, Settings
 from sunspot.train.driver import train_run
 

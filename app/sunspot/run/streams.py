@@ -1,4 +1,4 @@
-"""Streams in storage that cannot append: of lines, or of the rows that steps consumed (audit.py).
+"""Append-only streams in storage that cannot append: lines, the rows of steps (audit.py), or output (logs.py).
 
 A stream is a series of segments; the name of each says which lines, or steps, it has. New ones make a small segment.
 Small ones that together reach one of SIZES are written once more as one, and deleted when that is there: each line is
@@ -6,17 +6,18 @@ written at most 1 + len(SIZES) times, and the number of small objects is bounded
 smaller ones it was made of leaves out the latter.
 """
 
+import functools
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
 from sunspot.errors import DamageError, NotFoundError, StorageError
-from sunspot.storage.base import Entry, Storage, map_parallel
+from sunspot.storage.base import READS_IN_FLIGHT, Entry, Storage, map_parallel
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 """Bytes of merged segments. One of the last size is not written again, and not kept in memory."""
@@ -70,6 +71,47 @@ def without_parts(segments: Iterable[Segment]) -> list[Segment]:
     return found
 
 
+def read_segments(
+    storage: Storage, folder: str, find: Callable[[], list[Segment]], listed: Sequence[Segment] | None = None
+) -> Iterator[tuple[Segment, bytes, int]]:
+    """The segments that `find` lists, in order: each with its content, and the line up to which others have been given.
+
+    A few are read at a time, as a long stream need not fit into memory. When one was merged since it was listed, `find`
+    is asked again; with `listed`, only those are read. Raises `StorageError` when one is gone again and again.
+    """
+    todo = find() if listed is None else list(listed)
+    tries, given = READ_TRIES, dict[str, int]()
+    while todo:
+        part = todo[:READS_IN_FLIGHT]
+        contents = map_parallel(functools.partial(_read, storage), part)
+        for segment, content in zip(part, contents, strict=True):
+            if content is None:
+                break
+            tries = READ_TRIES
+            yield segment, content, given.get(segment.stream, segment.first)
+            given[segment.stream] = segment.last + 1
+            todo.remove(segment)
+        if None in contents:
+            tries -= 1
+            if listed is not None or not tries:
+                raise StorageError(f"{storage.locate(folder)}: it changes while it is read; try again")
+            todo = [each for each in list_again(storage, folder, find) if each.last >= given.get(each.stream, 0)]
+
+
+def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]]) -> list[Segment]:
+    """What `find` lists after a segment was missed, which a listing that NFS keeps may still show."""
+    with suppress(StorageError):  # nothing may be written here
+        storage.refresh(folder)
+    return find()
+
+
+def _read(storage: Storage, segment: Segment) -> bytes | None:
+    """The content of a segment; None when it was merged, or deleted, since it was listed."""
+    with suppress(NotFoundError):
+        return storage.read(segment.entry.key)
+    return None
+
+
 class _Written(NamedTuple):
     """A segment that its writer may merge."""
 
@@ -83,7 +125,7 @@ Join = Callable[[Sequence[bytes]], bytes]
 """Makes the content of one segment of those of several."""
 
 
-class Merger:
+class StreamWriter:
     """Writes the segments of a stream, one behind the other, and merges small ones."""
 
     def __init__(
@@ -138,12 +180,12 @@ class Merger:
         return _Written(first, last, content, key)
 
 
-class SegmentWriter:
+class LineWriter:
     """Writes a stream of lines."""
 
     def __init__(self, storage: Storage, key: str, downsample: Callable[[bytes], bytes] | None = None) -> None:
-        """`key`: that of the stream. `downsample` as of `Merger`."""
-        self._segments = Merger(storage, lambda first, last, _: _name(key, first, last), downsample=downsample)
+        """`key`: that of the stream. `downsample` as of `StreamWriter`."""
+        self._segments = StreamWriter(storage, lambda first, last, _: _name(key, first, last), downsample=downsample)
         self._lines: list[bytes] = []
         "Not in storage yet."
         self._next = 0
