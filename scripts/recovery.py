@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
 from scripts.subjects import SETTLE_S, START_S, Group, Ours, Stock, Subject, running, wait_until_complete
@@ -68,6 +68,15 @@ class Fault:
     receipt: dict[str, Any] = field(default_factory=dict)
 
 
+class Strike(NamedTuple):
+    """What was done, before anything has come of it."""
+
+    kind: str
+    target: str
+    nodes: list[str]
+    signal: float
+
+
 def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], chance: random.Random) -> Fault:
     """Take the nodes, wait for the first step after that, and bring them back."""
 
@@ -88,7 +97,7 @@ def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], c
     after: Group = until("step after the fault", RECOVER_S, first_after)
     if target not in NEEDED:
         bring_back(nodes, target, under_way, commands)
-    return measure(kind, target, nodes, signal, before, after)
+    return measure(Strike(kind, target, nodes, signal), before, after)
 
 
 def bring_back(nodes: list[str], target: str, under_way: list[subprocess.Popen[str]], commands: dict[str, str]) -> None:
@@ -115,20 +124,17 @@ def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random)
     return [chance.choice(others)] if others else []
 
 
-def measure(kind: str, target: str, nodes: list[str], signal: float, before: Group, after: Group) -> Fault:
+def measure(strike: Strike, before: Group, after: Group) -> Fault:
     """What a fault cost, by the first group after it."""
     receipt = asdict(after.receipt) if after.receipt else {}
     times = {name: receipt[name] for name in PHASES if receipt.get(name) is not None}
     return Fault(
-        kind=kind,
-        target=target,
-        nodes=nodes,
-        signal=signal,
-        first_step_s=round(after.first_step - signal, 1),
+        **strike._asdict(),
+        first_step_s=round(after.first_step - strike.signal, 1),
         replayed=after.replayed,
         world_before=before.world_size,
         world_after=after.world_size,
-        phases={name: round(at - signal, 1) for name, at in times.items()},
+        phases={name: round(at - strike.signal, 1) for name, at in times.items()},
         receipt=receipt,
     )
 

@@ -85,7 +85,7 @@ BENCHMARKS = {
 
 WAYS = {
     "stalls": Ways("training thread stalled by a checkpoint of 200 MB", ("ms",), checkpoint.measure_ways),
-    "readers": Ways("rows of S3 into batches", ("rows/s", "rows per second of a core"), ingest.measure_ways),
+    "readers": Ways("rows of S3 into batches", ("rows/s",), ingest.measure_ways),
     "loops": Ways("step of ResNet-18, two cores", ("ms",), step.measure_ways),
 }
 

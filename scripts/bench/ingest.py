@@ -1,9 +1,8 @@
 """Rows from S3 into torch batches: `LOADER=ray` beside what others read with, each in turn in a process of its own.
 
 All read the same pictures once from the same server, shuffled in their own way, into normalized batches; those with a
-format of their own read a copy in it. The clock starts after WARM_UP rows. Processor time is that of the reader with
-all its processes, Ray's included, without the server's. `make readers` installs LitData and MosaicML Streaming; a way
-whose package is missing is left out.
+format of their own read a copy in it. The clock starts after WARM_UP rows. `make readers` installs LitData and MosaicML
+Streaming; a way whose package is missing is left out.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def measure() -> list[tuple[float, float]]:
 
 
 def measure_ways(*names: str) -> Figures:
-    """Rows a second and rows per second of a core, each way in turns."""
+    """Rows a second, each way in turns."""
     readers = {name: READERS[name] for name in names or READERS}
     with tempfile.TemporaryDirectory() as folder:
         call("write", "parquet", folder)
@@ -79,7 +78,7 @@ def measure_ways(*names: str) -> Figures:
         for name, reader in readers.items():
             said = call("read", reader)
             if said:
-                figures[name].append(tuple(json.loads(said.splitlines()[-1])))
+                figures[name].append((json.loads(said.splitlines()[-1]),))
     return {name: turns for name, turns in figures.items() if turns}
 
 
@@ -101,28 +100,14 @@ def main(act: str, way: str, folder: str = "") -> None:
         WRITERS[way](f"{folder}/{way}", *pictures())
         upload(f"{folder}/{way}", way)
         return
-    rows, first, began, used = 0, 0, 0.0, 0.0
+    rows, first, began = 0, 0, 0.0
     for images in globals()[way]():
         rows += len(images)
         if not first and rows >= WARM_UP:
-            first, began, used = rows, time.perf_counter(), processor_s()
-    seconds, used = time.perf_counter() - began, processor_s() - used
+            first, began = rows, time.perf_counter()
+    seconds = time.perf_counter() - began
     assert rows == COPIES * len(bundled()[1]), f"{rows} rows"
-    print(json.dumps([(rows - first) / seconds, (rows - first) / used]))
-
-
-def processor_s() -> float:
-    """Of this process and all below it, ended ones included."""
-    import psutil  # type: ignore[import-untyped]
-
-    me = psutil.Process()
-    total = 0.0
-    for process in (me, *me.children(recursive=True)):
-        try:
-            total += sum(process.cpu_times()[:4])  # user and system, its own and that of its children that ended
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    print((rows - first) / seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -114,7 +114,7 @@ def main() -> int:
 def train(subject: Subject, results: list[Result], commands: dict[str, str], arguments: argparse.Namespace) -> None:
     """Train to the last step through the losses, and write the results as they come."""
     result, nodes = results[-1], sorted(arguments.nodes.split(","))
-    losses = schedule(arguments.seed, arguments.every, len(nodes))
+    losses = schedule(arguments.seed, arguments.every, nodes)
     until(f"cluster with all of {', '.join(nodes)}", START_S, lambda: ready_nodes(subject.namespace) >= set(nodes))
     print(f"== {time.strftime('%H:%M:%S')} {result.name}: {subject.job}", flush=True)
     subject.submit()
@@ -132,7 +132,7 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
         def tell(at_s: float, kind: str, node: str) -> None:
             result.losses.append((round(at_s, 1), kind, node))
 
-        with dealt(losses, nodes, commands, arguments.away, began, tell) as dealing:
+        with dealt(losses, commands, arguments.away, began, tell) as dealing:
             while result.reached < arguments.steps and not result.ended and not dealing.done():
                 time.sleep(LOOK_EVERY_S)
                 look(subject, result, began)

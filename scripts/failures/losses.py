@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Event
@@ -21,23 +21,21 @@ class Loss(NamedTuple):
     "Seconds since the first step."
     kind: str
     "reclaim: with notice; kill: without."
-    node: int
-    "Which one, in the order of their names."
+    node: str
 
 
-def schedule(seed: int, every_s: float, nodes: int) -> Iterator[Loss]:
+def schedule(seed: int, every_s: float, nodes: Sequence[str]) -> Iterator[Loss]:
     """Losses without end, `every_s` seconds apart give or take a half; of each two, one comes with notice."""
     chance, at_s = random.Random(seed), 0.0
     while True:
         for kind in chance.sample(["reclaim", "kill"], 2):
             at_s += every_s * chance.uniform(0.5, 1.5)
-            yield Loss(at_s, kind, chance.randrange(nodes))
+            yield Loss(at_s, kind, nodes[chance.randrange(len(nodes))])
 
 
 @contextmanager
 def dealt(
     losses: Iterator[Loss],
-    nodes: list[str],
     commands: dict[str, str],
     away_s: float,
     began: float,
@@ -54,12 +52,11 @@ def dealt(
         for loss in losses:
             if stop.wait(max(0.0, began + loss.at_s - time.time())):
                 return
-            node = nodes[loss.node]
-            print(f"== {time.strftime('%H:%M:%S')} {loss.kind} {node}", flush=True)
-            tell(time.time() - began, loss.kind, node)
-            finish(begin(commands[loss.kind], node))
+            print(f"== {time.strftime('%H:%M:%S')} {loss.kind} {loss.node}", flush=True)
+            tell(time.time() - began, loss.kind, loss.node)
+            finish(begin(commands[loss.kind], loss.node))
             stop.wait(away_s)
-            finish(begin(commands["add"], node))
+            finish(begin(commands["add"], loss.node))
 
     dealing = start_thread(deal, "losses")
     try:

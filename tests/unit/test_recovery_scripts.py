@@ -17,7 +17,7 @@ import scripts.recovery
 import scripts.subjects
 import sunspot.submitter.cluster.api
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
-from scripts.recovery import choose, inject, measure, table
+from scripts.recovery import Strike, choose, inject, measure, table
 from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from sunspot.run import open_run
@@ -99,7 +99,7 @@ def test_whose_nodes_are_taken() -> None:
 
 def test_what_a_fault_cost() -> None:
     before, after = Group(1, 0, 3, 10.0, 0), Group(2, 50, 2, 110.0, 2, RECEIPT)
-    fault = measure("reclaim", "worker", ["n1"], 100.0, before, after)
+    fault = measure(Strike("reclaim", "worker", ["n1"], 100.0), before, after)
     assert (fault.first_step_s, fault.replayed, fault.world_before, fault.world_after) == (10.0, 2, 3, 2)
     assert fault.phases == {"noticed": 1.0, "save_began": 1.5, "restarted": 8.0}, "what nobody took is left out"
     lines = table([fault, replace(fault, first_step_s=14.0, replayed=0, complete_s=40.0)]).splitlines()
