@@ -2,8 +2,7 @@
 
 It follows the guides to PyTorch, fault tolerance and elastic training, changes no default of Ray's, and takes task,
 data, batch, workers, CHECKPOINT_EVERY_STEPS and MAX_FAILURES from the SUNSPOT_ settings. It writes to
-<STORAGE_PATH>/<RUN_NAME>-stock. A checkpoint has no position in the data: a restart begins the epoch again. With
-`--save-on-notice` it also saves when a node is about to go, as in the guide to node preemption.
+<STORAGE_PATH>/<RUN_NAME>-stock. A checkpoint has no position in the data: a restart begins the epoch again.
 
 Rank 0 prints a line of JSON for each step, `{"time", "step", "world"}`, and for each start of the workers, `{"time",
 "event": "start", "from_step", "checkpoint_step", "world"}`. Times are in seconds since the epoch; steps are optimizer
@@ -21,7 +20,6 @@ Only the driver needs this file: Ray sends the function to the workers. The imag
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -78,7 +76,6 @@ def train(config: dict[str, Any]) -> None:
     if rank == 0:
         print_event(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
 
-    saved_on_notice = False
     taken: list[tuple[int, int, list[int]]] = []
     for epoch in range(first_epoch, settings.epochs):
         if world > 1:
@@ -99,10 +96,8 @@ def train(config: dict[str, Any]) -> None:
                 print_event(time=time.time(), step=step, world=world)
 
             over = step - epoch_began == len(loader)
-            noticed = config["save_on_notice"] and not saved_on_notice and ray.train.get_preemption_info() is not None
-            saved_on_notice |= noticed
             every = settings.checkpoint_every_steps
-            if over or noticed or (every and step % every == 0) or step == plan.total_steps:
+            if over or (every and step % every == 0) or step == plan.total_steps:
                 state = {
                     "model": bare.state_dict(),
                     "optimizer": optimizer.state_dict(),
@@ -140,14 +135,11 @@ def print_event(**event: Any) -> None:
 
 def main() -> int:
     """Read the settings and train."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.stock_loop")
-    parser.add_argument("--save-on-notice", action="store_true", help="one more checkpoint when a node is about to go")
-    save_on_notice = parser.parse_args().save_on_notice
     settings = with_absolute_paths(load_settings())
     workers = settings.num_workers
     ray.train.torch.TorchTrainer(
         train,
-        train_loop_config={"plan": make_plan(settings, load_task(settings)), "save_on_notice": save_on_notice},
+        train_loop_config={"plan": make_plan(settings, load_task(settings))},
         scaling_config=ScalingConfig(
             num_workers=(workers.least, workers.most) if workers.elastic else workers.least,
             use_gpu=settings.use_gpu == "true",
