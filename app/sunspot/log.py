@@ -4,7 +4,6 @@ A process that an entry point begins prints them; a worker also sends its warnin
 library user nothing is installed, and `logging` does there what its owner told it to.
 """
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,9 @@ from typing import Literal
 from sunspot.formatting import visible
 
 ROOT = logging.getLogger("sunspot")
+
+WARNED = set[tuple[str, str]]()
+"""What this process has warned of once: the logger, and the text."""
 
 
 def print_logs(stream: Literal["stdout", "stderr"] = "stdout") -> None:
@@ -36,10 +38,11 @@ def sent_warnings(send: Callable[[str], object]) -> Iterator[None]:
         ROOT.removeHandler(handler)
 
 
-@functools.cache
 def warn_once(log: logging.Logger, text: str) -> None:
     """Log a warning, the first time only: what is watched is read every few seconds."""
-    log.warning("%s", text)
+    if (log.name, text) not in WARNED:
+        WARNED.add((log.name, text))
+        log.warning("%s", text)
 
 
 class _Printer(logging.Handler):

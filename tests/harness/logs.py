@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sunspot.log import ROOT, print_logs, warn_once
+from sunspot.log import ROOT, WARNED, print_logs
 
 
 class _Kept(logging.Handler):
@@ -27,7 +27,7 @@ def keep_warnings() -> list[str]:
 def printed_and_kept() -> Iterator[list[str]]:
     """Print what is logged, as in a process that an entry point began, and keep the warnings of the context."""
     before, propagates, level = list(ROOT.handlers), ROOT.propagate, ROOT.level
-    warn_once.cache_clear()
+    WARNED.clear()
     print_logs()
     try:
         yield keep_warnings()

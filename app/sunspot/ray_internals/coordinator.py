@@ -53,8 +53,9 @@ def install_coordinator() -> float:
         found = get_or_create_autoscaling_coordinator()  # as Ray Train does
         if not _is_ours(found):
             warn_once(
+                log,
                 "restarts after a lost node may take up to 20 s more: Ray's own autoscaling coordinator already counts "
-                "this cluster's nodes"
+                "this cluster's nodes",
             )
             return RAY_TICK_S
         ray.get(found.get_reserved_resources.remote(TRAIN_REQUESTER), timeout=COORDINATOR_START_TIMEOUT_S)
