@@ -26,7 +26,7 @@ from sunspot.predict.classifier import Classifier, open_checkpoint
 from sunspot.ray_session import ray_session
 from sunspot.settings import load_settings
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Of one body."""
 
 BODY_WITHIN_S, ANSWER_WITHIN_S = 30.0, 120.0
@@ -70,14 +70,14 @@ class RefusedBody(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request; raises `RefusedBody` for one above MOST_BYTES, or not there after BODY_WITHIN_S."""
+    """The body of a request; raises `RefusedBody` for one above MAX_BYTES, or not there after BODY_WITHIN_S."""
     content = bytearray()
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
             async for chunk in request.stream():
                 content += chunk
-                if len(content) > MOST_BYTES:
-                    raise RefusedBody(413, f"the body: more than {MOST_BYTES} bytes; send fewer images at a time")
+                if len(content) > MAX_BYTES:
+                    raise RefusedBody(413, f"the body: more than {MAX_BYTES} bytes; send fewer images at a time")
     except TimeoutError:
         raise RefusedBody(408, f"the body: {len(content)} bytes came in {BODY_WITHIN_S:g} s, and no end") from None
     return bytes(content)

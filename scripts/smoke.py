@@ -42,7 +42,7 @@ POD_VARIABLES = (
 S3_PORT = 9000
 """One that k8s/base lets pods reach."""
 
-LEAST_ACCURACY = 0.96
+MIN_ACCURACY = 0.96
 WAIT_S = 1800
 """For one run, from submit to its end: two cores need about five minutes."""
 
@@ -91,7 +91,7 @@ def _train(context: str, image: str, loader: str) -> None:
             _sunspot("checkpoints", "get", run, "--output", folder)
             accuracy = _score(Path(folder, "model.pt"))
         print(f"accuracy on the held-out digits: {accuracy:.2%}", flush=True)
-        assert accuracy >= LEAST_ACCURACY, f"below {LEAST_ACCURACY:.0%}"
+        assert accuracy >= MIN_ACCURACY, f"below {MIN_ACCURACY:.0%}"
     with _step(f"{run}: wait for its cluster to go"):
         _wait_until_gone(context, f"sunspot/run={run}")
 

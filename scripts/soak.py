@@ -16,7 +16,7 @@ import time
 
 from scripts.cluster import commands_of_the_environment
 from scripts.recovery import add_options, inject, settings_of
-from scripts.smoke import LEAST_ACCURACY
+from scripts.smoke import MIN_ACCURACY
 from scripts.subjects import Ours, running, wait_until_complete
 from sunspot.errors import SunspotError, run_and_exit
 from sunspot.run.incidents import describe
@@ -90,8 +90,8 @@ def report(run: Ours) -> None:
     newest = json.loads(sunspot("checkpoints", "ls", run.run.name, "--json", "--limit", "1", quiet=True))[0]
     accuracy = newest["metrics"]["test_accuracy"]
     print(f"{len(receipts)} receipts, goodput {status['goodput']:.1%}, accuracy {accuracy:.2%}, {status['state']}")
-    if status["state"] != "succeeded" or accuracy < LEAST_ACCURACY:
-        raise SunspotError(f"it should have succeeded, with an accuracy of {LEAST_ACCURACY:.0%} or more")
+    if status["state"] != "succeeded" or accuracy < MIN_ACCURACY:
+        raise SunspotError(f"it should have succeeded, with an accuracy of {MIN_ACCURACY:.0%} or more")
 
 
 def on_the_cluster(run: Ours) -> list[str]:

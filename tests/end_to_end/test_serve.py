@@ -84,7 +84,7 @@ def test_a_body_has_a_size_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts import serve
 
     assert asyncio.run(serve.read_body(request(b"ab", b"", b"c"))) == b"abc"
-    monkeypatch.setattr(serve, "MOST_BYTES", 10)
+    monkeypatch.setattr(serve, "MAX_BYTES", 10)
     with pytest.raises(serve.RefusedBody, match="more than 10 bytes") as refused:
         asyncio.run(serve.read_body(request(*[b"12345"] * 1000)))
     assert refused.value.status == 413

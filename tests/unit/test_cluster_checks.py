@@ -425,8 +425,8 @@ def test_a_forbidden_lookup_is_a_warning(s3_bucket: str, s3_proxy: FaultProxy) -
 
 
 def test_slow_storage_and_a_wrong_clock(s3_bucket: str, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sunspot.storage.prove.MOST_LATENCY_S", 0.02)
-    monkeypatch.setattr("sunspot.storage.prove.LEAST_MB_PER_S", 1e6)
+    monkeypatch.setattr("sunspot.storage.prove.MAX_LATENCY_S", 0.02)
+    monkeypatch.setattr("sunspot.storage.prove.MIN_MB_PER_S", 1e6)
     s3_proxy.on("GetObject", delay(0.03))
     really = time.time
     monkeypatch.setattr("sunspot.storage.prove.time.time", lambda: really() - 100)

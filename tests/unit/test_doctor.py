@@ -25,7 +25,7 @@ from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState, Status, restore_status
 from sunspot.submitter.doctor.pending import parse_refusals
-from sunspot.submitter.doctor.training.memory import LEAST_WINDOWS, climb, slope
+from sunspot.submitter.doctor.training.memory import MIN_WINDOWS, climb, slope
 from sunspot.submitter.doctor.training.slow import measure_throughput
 from sunspot.submitter.findings import Diagnosis, Finding, Severity, in_order
 from tests.harness.commands import Command
@@ -379,7 +379,7 @@ def test_a_single_point_is_no_climb_of_memory() -> None:
     times = [float(n) for n in range(20)]
     assert slope([(time, 3 * time + (1000 if time == 7 else 0)) for time in times]) == pytest.approx(3)
     assert climb(times, [100 + 50 * time for time in times]) == pytest.approx(50)
-    assert climb(times[: LEAST_WINDOWS - 1], [50 * time for time in times[: LEAST_WINDOWS - 1]]) == 0
+    assert climb(times[: MIN_WINDOWS - 1], [50 * time for time in times[: MIN_WINDOWS - 1]]) == 0
     assert climb(times, [None] * 20) == 0
 
 

@@ -167,6 +167,6 @@ def test_a_malformed_array_is_refused_before_it_takes_memory(content: bytes) -> 
 
 @pytest.mark.timeout(20)
 def test_a_device_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MOST_BYTES", 10**6)
+    monkeypatch.setattr(images, "MAX_BYTES", 10**6)
     with pytest.raises(SettingsError, match=r"/dev/zero: it has more than 1 MB"):
         read_images(Path("/dev/zero"), SHAPE)

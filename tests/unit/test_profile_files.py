@@ -10,7 +10,7 @@ import pytest
 
 from sunspot.errors import SettingsError
 from sunspot.submitter.manifest.profile import load_profile
-from sunspot.submitter.manifest.yaml_files import DEEPEST, MOST_VALUES, parse_yaml
+from sunspot.submitter.manifest.yaml_files import DEEPEST, MAX_VALUES, parse_yaml
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 
@@ -85,6 +85,6 @@ def test_the_limits() -> None:
     assert parse_yaml("[" * DEEPEST + "]" * DEEPEST)
     with pytest.raises(ValueError, match="nested deeper"):
         parse_yaml("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1))
-    assert parse_yaml("[" + "1," * (MOST_VALUES - 1) + "]")
-    with pytest.raises(ValueError, match=f"more than {MOST_VALUES} values"):
-        parse_yaml("[" + "1," * MOST_VALUES + "]")
+    assert parse_yaml("[" + "1," * (MAX_VALUES - 1) + "]")
+    with pytest.raises(ValueError, match=f"more than {MAX_VALUES} values"):
+        parse_yaml("[" + "1," * MAX_VALUES + "]")

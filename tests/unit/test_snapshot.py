@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import sunspot.checkpoint.shared_memory
 import sunspot.checkpoint.snapshot
 from sunspot.checkpoint.manager import SnapshotInterval
-from sunspot.checkpoint.memory import MOST_SLOTS, NodeMemory
+from sunspot.checkpoint.memory import MAX_SLOTS, NodeMemory
 from sunspot.checkpoint.shared_memory import STALE_S, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.slots import Slot, as_bytes, list_snapshots
 from sunspot.checkpoint.snapshot import Snapshot, Snapshots, in_buffer, map_tensors, size_of, tensors_in
@@ -285,7 +285,7 @@ def test_slots_are_bounded_and_none_is_written_while_it_is_needed() -> None:
             expected = trainee.state()
         trainee.train()
     trainee.snapshots.wait_until_complete()
-    assert len(trainee.memory._slots) <= MOST_SLOTS
+    assert len(trainee.memory._slots) <= MAX_SLOTS
     assert_same(held[-1].state, expected)
     found = find_snapshot(RUN)
     assert found
@@ -390,7 +390,7 @@ def test_full_memory_keeps_the_old_copy_and_is_tried_again(
     monkeypatch.setattr(os, "posix_fallocate", reserve_if_there_is_room)
     assert [copy(step) for step in (2, 3, 4)] == [1 + slots] * 3
     assert not trainee.memory.shared, "it is not looked for in each step"
-    room += [True] * MOST_SLOTS
+    room += [True] * MAX_SLOTS
     trainee.memory._paused_until = time.monotonic()
     assert [copy(step) for step in (8, 9)] == [8, 9]
     [lost, regained] = trainee.warnings
@@ -449,7 +449,7 @@ def test_a_copy_that_cannot_be_marked_leaves_the_one_before_and_the_training(mon
     assert "the copy at step 2 is not kept in shared memory: " in lost
     assert "No space left on device" in lost
     assert regained == "copies in shared memory go on at step 8"
-    assert len(trainee.memory._slots) <= MOST_SLOTS
+    assert len(trainee.memory._slots) <= MAX_SLOTS
 
 
 def test_a_heartbeat_in_full_memory_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

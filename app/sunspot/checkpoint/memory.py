@@ -32,7 +32,7 @@ from sunspot.run.checkpoints import Checkpoint
 
 log = logging.getLogger(__name__)
 
-MOST_SLOTS = 4
+MAX_SLOTS = 4
 """The newest complete copy, the one being made, and where copies are uploaded, that one and the one waiting for it."""
 
 MEMORY_SHARE = 0.5
@@ -137,7 +137,7 @@ class NodeMemory:
 
     def _make_slot(self, size: int, device: torch.device | None) -> str:
         """Add a slot in shared memory, unless there are enough; returns why there is no room."""
-        if not self.directory or not self.shared or len(self._slots) >= MOST_SLOTS:
+        if not self.directory or not self.shared or len(self._slots) >= MAX_SLOTS:
             return ""
         try:
             if not any(slot.file and slot.size == size for slot in self._slots):

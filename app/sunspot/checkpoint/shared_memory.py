@@ -24,7 +24,7 @@ from sunspot.run.objects import is_count, is_moment
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 """Of a run on one node, those included that are just ending."""
 
 STALE_S = 24 * 3600
@@ -40,7 +40,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
     Raises `OSError` when there is no shared memory.
     """
     _claim_user_directory(_root(location).parent)
-    for number in range(MOST_PROCESSES):
+    for number in range(MAX_PROCESSES):
         directory = _root(location) / str(number)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (directory / "lock").open("w")
@@ -50,7 +50,7 @@ def lock_directory(location: str) -> tuple[Path, IO[str]]:
             lock.close()
         else:
             return directory, lock
-    raise OSError(f"{MOST_PROCESSES} processes of the run are on this node")
+    raise OSError(f"{MAX_PROCESSES} processes of the run are on this node")
 
 
 def remove_others(own: Path) -> None:

@@ -17,7 +17,7 @@ NPY_MAGIC = b"\x93NUMPY"
 FORMATS = ("PNG", "JPEG")
 """Pillow knows forty more, and one of them hands the file to Ghostscript."""
 
-MOST_BYTES = 10**9
+MAX_BYTES = 10**9
 """Of a file. A device may have no end, and of more the model would be handed too much at once."""
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
@@ -31,12 +31,12 @@ def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     """
     try:
         with path.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
+            content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_BYTES:
         raise SettingsError(
-            f"{path}: it has more than {as_bytes(MOST_BYTES)}, the most taken of a file; give several files, or "
+            f"{path}: it has more than {as_bytes(MAX_BYTES)}, the most taken of a file; give several files, or "
             "the images as a dataset (--dataset)"
         )
     return decode_images(content, shape, str(path))

@@ -18,7 +18,7 @@ from sunspot.errors import DataError, StorageError, shorten
 OPEN_FILES = 128
 """Files kept open, with their footers, by each process."""
 
-STATE, MOST_STATE_BYTES = "state.json", 16 << 20
+STATE, MAX_STATE_BYTES = "state.json", 16 << 20
 """What `datasets` writes beside the files of a saved dataset: their names, in order."""
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, REQUEST_TRIES = 5, 10, 2
@@ -54,7 +54,7 @@ def list_files(location: str) -> list[str]:
         found = system.get_file_info(fs.FileSelector(path, recursive=True))
     names = [os.path.relpath(info.path, path) for info in found if info.type == fs.FileType.File]
     if STATE in names:
-        return _list_saved(location, read_range(join(location, STATE), 0, MOST_STATE_BYTES))
+        return _list_saved(location, read_range(join(location, STATE), 0, MAX_STATE_BYTES))
     hidden = ("_", ".")
     names = [n for n in names if n.endswith(".parquet") and not any(p.startswith(hidden) for p in n.split("/"))]
     if not names:

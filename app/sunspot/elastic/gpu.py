@@ -9,7 +9,7 @@ from typing import Any
 from sunspot.errors import SunspotError, shorten
 from sunspot.storage.prove import Check, Result, failure
 
-LEAST_DRIVER = {12: 525, 13: 580}
+MIN_DRIVER = {12: 525, 13: 580}
 """The oldest NVIDIA driver for each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""
 
 SIDE = 1024
@@ -51,7 +51,7 @@ def find_gpu_problem(promised: int = 1) -> str:
     if supported.value // 1000 < needed:
         return (
             f"the driver is made for CUDA {supported.value // 1000}, torch {built['__version__']} for {needed}: it "
-            f"needs driver {LEAST_DRIVER.get(needed, 'a newer one')} or later"
+            f"needs driver {MIN_DRIVER.get(needed, 'a newer one')} or later"
         )
     if any("MIG-" in os.environ.get(name, "") for name in VISIBLE):
         promised = min(promised, 1)  # CUDA shows a process one part of a GPU, however many there are

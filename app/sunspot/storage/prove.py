@@ -26,13 +26,13 @@ SMALL, SMALL_TIMES = 1000, 5
 LARGE, LARGE_TIMES, LARGE_WITHIN_S = PART + (8 << 20), 3, 10.0
 """Bytes of an object in two parts, how often it is written and read, and the seconds after which it is not repeated."""
 
-LEAST_MB_PER_S = 5.0
+MIN_MB_PER_S = 5.0
 """Enough to save the default task's state, 134 MB, within a notice of 30 s."""
 
-MOST_LATENCY_S = 1.0
+MAX_LATENCY_S = 1.0
 """Status, logs and metrics are several small writes every few seconds."""
 
-MOST_SKEW_S = 30.0
+MAX_SKEW_S = 30.0
 """A run counts as lost after about two minutes of silence by the reader's clock."""
 
 
@@ -121,7 +121,7 @@ def probe_small(storage: Storage, key: str) -> Check:
     reads = [seconds(lambda: storage.read(key)) for _ in range(SMALL_TIMES)]
     write, read = statistics.median(writes), statistics.median(reads)
     said = f"write {write * 1000:.0f} ms, read {read * 1000:.0f} ms (medians of {SMALL_TIMES})"
-    if max(write, read) > MOST_LATENCY_S:
+    if max(write, read) > MAX_LATENCY_S:
         return Check("storage latency", Result.WARNING, said, "keep the bucket in the region of the nodes")
     return Check("storage latency", Result.OK, said)
 
@@ -142,7 +142,7 @@ def probe_large(storage: Storage, key: str) -> Check:
         down.append(LARGE / 1e6 / seconds(lambda: storage.digest(key)))
     there, back = statistics.median(up), statistics.median(down)
     said = f"{there:.0f} MB/s there, {back:.0f} MB/s back (medians of {len(up)}, {LARGE / 1e6:.0f} MB each)"
-    if min(there, back) < LEAST_MB_PER_S:
+    if min(there, back) < MIN_MB_PER_S:
         fix = "what counts is how it looks from the pods: --from-pods; there, choose a bucket that is nearer"
         return Check("storage throughput", Result.WARNING, said, fix)
     return Check("storage throughput", Result.OK, said)
@@ -156,7 +156,7 @@ def probe_clock(storage: Storage, key: str) -> Check:
     [entry] = storage.list(key)
     apart = min((entry.modified - moment for moment in (before, after)), key=abs)
     said = f"this clock and the storage's are {abs(apart):.0f} s apart"
-    if abs(apart) > MOST_SKEW_S:
+    if abs(apart) > MAX_SKEW_S:
         return Check("clock", Result.WARNING, said, "set this machine's clock by NTP")
     return Check("clock", Result.OK, said)
 

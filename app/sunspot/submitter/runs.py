@@ -15,7 +15,7 @@ from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Unfinished
 from sunspot.submitter.output import warn
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Other runs named when the one asked for does not exist, the nearest names first."""
 
 
@@ -105,6 +105,6 @@ def _name_others(storage: Storage, name: str) -> str:
     runs: list[str] = []
     with contextlib.suppress(StorageError):  # a folder that may not be listed: the run does not exist all the same
         runs = [summary.name for summary in list_runs(storage)]
-    nearest = difflib.get_close_matches(name, runs, n=MOST_NAMED, cutoff=0.0)
+    nearest = difflib.get_close_matches(name, runs, n=MAX_NAMED, cutoff=0.0)
     more = f" and {len(runs) - len(nearest)} more" if len(runs) > len(nearest) else ""
     return f"; there are {', '.join(nearest)}{more}" if runs else "; no run is there"

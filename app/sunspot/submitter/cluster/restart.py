@@ -22,7 +22,7 @@ from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.manifest.yaml_files import parse_yaml
 from sunspot.submitter.output import doing, warn
 
-MOST_STARTS = PREFIX + "MAX_DRIVER_STARTS"
+MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 
 
 def parse_submission(run: Run, job: str, text: str) -> dict[str, Any]:
@@ -71,11 +71,11 @@ class HeadRestarts:
         checkpoint = snapshot.status.checkpoint if snapshot.status else None
         if checkpoint != self._checkpoint:
             self._checkpoint, self._count = checkpoint, 0
-        most = settings_of(job.raw).get(MOST_STARTS) or Settings.model_fields["max_driver_starts"].default
+        most = settings_of(job.raw).get(MAX_STARTS) or Settings.model_fields["max_driver_starts"].default
         if self._count >= int(most):
             raise SunspotError(
                 f"{self._run.name} failed: its head was given up again after {plural(self._count, 'restart')} without "
-                f"a new checkpoint; look at the nodes it was on. {MOST_STARTS} allows more"
+                f"a new checkpoint; look at the nodes it was on. {MAX_STARTS} allows more"
             )
         self._count += 1
         return parse_submission(self._run, name, text)

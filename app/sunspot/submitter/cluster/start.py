@@ -25,7 +25,7 @@ STOPPED_WITHIN_S = 180.0
 
 LOOK_EVERY_S = 1.0
 
-MOST_CHANGES_SHOWN = 20
+MAX_CHANGES_SHOWN = 20
 
 JOB_ID = PREFIX + "JOB_ID"
 
@@ -166,8 +166,8 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
     )
     in_spec = [_without_credential(line) for line in differences(_flatten(live.spec), _flatten(wanted.spec))]
     changes = differences(before, after) + in_spec
-    more = [f"and {len(changes) - MOST_CHANGES_SHOWN} more"] if len(changes) > MOST_CHANGES_SHOWN else []
-    lines = "\n".join(f"  {line}" for line in changes[:MOST_CHANGES_SHOWN] + more)
+    more = [f"and {len(changes) - MAX_CHANGES_SHOWN} more"] if len(changes) > MAX_CHANGES_SHOWN else []
+    lines = "\n".join(f"  {line}" for line in changes[:MAX_CHANGES_SHOWN] + more)
     return (
         f"the run is live as {live.name}, with another specification:\n{lines or '  (only its generation)'}\n"
         f"`sunspot stop {again}` saves and ends it; then submit again, and the run goes on from there"

@@ -30,12 +30,12 @@ from sunspot.submitter.runs import find_run
 if TYPE_CHECKING:
     import pyarrow
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Faults of one kind that are named; the others are counted."""
 
 COLUMNS = ("epoch", "rows", "missing", "repeated")
 
-MOST_DIGITS = 16
+MAX_DIGITS = 16
 """Of a number of rows."""
 
 NO_ROWS = "no audit was recorded; set SUNSPOT_AUDIT=true from the start of a run"
@@ -203,7 +203,7 @@ def read_data(run: Run) -> Data:
     begun = read_identity(run)
     batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
     rows = begun.rows
-    if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MOST_DIGITS and int(batch)):
+    if not (rows and rows.steps_per_epoch and batch.isdecimal() and len(batch) < MAX_DIGITS and int(batch)):
         place = run.storage.locate(run.key("run.json"))
         raise DamageError(f"{place} cannot be used: it does not say how many rows a step takes, or steps an epoch")
     return Data(rows.rows, rows.steps_per_epoch, int(batch))
@@ -262,5 +262,5 @@ def _in_data(rows: pyarrow.ChunkedArray, data: Data) -> pyarrow.ChunkedArray:
 
 def _shorten(lines: Iterable[str]) -> list[str]:
     named = list(lines)
-    more = len(named) - MOST_NAMED
-    return named if more <= 0 else [*named[:MOST_NAMED], f"and {more} more like it"]
+    more = len(named) - MAX_NAMED
+    return named if more <= 0 else [*named[:MAX_NAMED], f"and {more} more like it"]

@@ -44,10 +44,10 @@ from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.output import doing, print_json, print_table, print_text, warn
 from sunspot.submitter.runs import list_unfinished
 
-MOST_ROUNDS = 3
+MAX_ROUNDS = 3
 """How often what was written meanwhile is removed too: a writer that outlasts this is no straggler."""
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Objects named when some came back."""
 
 RECORDS = ("run.json", "status", "submissions")
@@ -221,7 +221,7 @@ def _remove(cluster: Cluster | None, remains: Remains) -> None:
 def _empty(run: Run) -> None:
     """Remove every object of the run but the marker, and what is written meanwhile."""
     left = _list(run)
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         for upload in list_unfinished(run):
             run.storage.discard(upload)
         for group in in_order(run, [entry.key for entry in left]):
@@ -234,7 +234,7 @@ def _empty(run: Run) -> None:
 
 def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
     if entries:
-        names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MOST_NAMED])
+        names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MAX_NAMED])
         raise ConflictError(
             f"{run.location}: something goes on writing it ({names}); a process of the run still lives somewhere. It "
             "can commit no checkpoint any more; end it, and delete again"

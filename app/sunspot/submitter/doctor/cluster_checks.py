@@ -25,7 +25,7 @@ from sunspot.submitter.manifest.yaml_files import read_documents
 OPERATOR = "app.kubernetes.io/component=kuberay-operator"
 """The label of the operator's pods, by which k8s/base lets them in."""
 
-LEAST_OPERATOR = (1, 7)
+MIN_OPERATOR = (1, 7)
 
 STATUS_TIMEOUT, DEFAULT_STATUS_TIMEOUT_S = "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS", 300
 """The operator's variable for how long a head may not answer, and what holds without it (`utils/constant.go`)."""
@@ -89,7 +89,7 @@ def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     image = container["image"]
     where = f"{image} in namespace {running[0]['metadata'].get('namespace', '')}"
     found = re.search(r":v?(\d+)\.(\d+)", image)
-    if found and (int(found[1]), int(found[2])) < LEAST_OPERATOR:
+    if found and (int(found[1]), int(found[2])) < MIN_OPERATOR:
         yield Check(name, Result.WARNING, where, "upgrade it: what is rendered is for 1.7 or later")
     else:
         yield Check(name, Result.OK, where)

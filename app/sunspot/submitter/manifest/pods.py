@@ -34,7 +34,7 @@ NOTICE = PREFIX + "NOTICE_S"
 
 DRAIN_MARGIN = 0.1
 
-LEAST_DRAIN_MARGIN_S = 2
+MIN_DRAIN_MARGIN_S = 2
 """What the drain leaves of the notice: Ray still has to end its processes."""
 
 TRIAL_MEMORY = "2Gi"
@@ -156,7 +156,7 @@ def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: 
     environment = {entry["name"]: entry for entry in container["env"] if not entry["name"].startswith(PREFIX)}
     values = {**(profile.env or {}), **variables}
     if profile.notice_s:
-        margin_s = max(LEAST_DRAIN_MARGIN_S, math.ceil(profile.notice_s * DRAIN_MARGIN))
+        margin_s = max(MIN_DRAIN_MARGIN_S, math.ceil(profile.notice_s * DRAIN_MARGIN))
         values = {DRAIN: str(profile.notice_s - margin_s), **values}
     values[NOTICE] = values.get(DRAIN) or environment[DRAIN]["value"]
     for name, value in values.items():

@@ -41,7 +41,7 @@ LONGEST_CHAIN = 20
 
 NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 
-LEAST_NOTICE_S = 5
+MIN_NOTICE_S = 5
 """With less, no time is left to save once Ray has noticed."""
 
 
@@ -238,7 +238,7 @@ class Profile(_Part):
 
     extends: Text | None = _takes("the name of a profile, or a path from this file")
     "Another profile, to which this one adds; null removes one of its values."
-    notice_s: Annotated[int, Field(ge=LEAST_NOTICE_S)] | None = _takes(f"whole seconds from {LEAST_NOTICE_S}")
+    notice_s: Annotated[int, Field(ge=MIN_NOTICE_S)] | None = _takes(f"whole seconds from {MIN_NOTICE_S}")
     "How long before its end a node's pods are told."
     namespace: Annotated[str, Field(pattern=f"^{NAMESPACE_PATTERN}$")] | None = _takes("the name of a namespace")
     cloud: bool | None = _takes("true or false")

@@ -61,7 +61,7 @@ HASH_DIGITS = 8
 BUCKET = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?"
 """What names of buckets and containers have in common (Google's may have '_')."""
 
-MOST_PODS = 2**31 - 1
+MAX_PODS = 2**31 - 1
 
 SEARCH = "python -m sunspot.tune"
 """The entrypoint of a job whose settings contain a search space."""
@@ -324,8 +324,8 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest) ->
         for name, path in (("DATASET", settings.dataset), ("TEST_DATASET", settings.test_dataset))
         if path not in ("", "sample", "mnist") and "://" not in path and not path.startswith("/")
     ]
-    if settings.num_workers.most > MOST_PODS:
-        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes counts to {MOST_PODS}; set it lower")
+    if settings.num_workers.most > MAX_PODS:
+        problems.append(f"{PREFIX}NUM_WORKERS={settings.num_workers}: Kubernetes counts to {MAX_PODS}; set it lower")
     if settings.job_id:
         problems.append(f"{PREFIX}JOB_ID={settings.job_id}: it is the name of the RayJob; unset it")
     if "notice_s" in settings.model_fields_set:

@@ -11,7 +11,7 @@ from typing import Any
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import cut
 
-MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 20_000, 50
+MAX_BYTES, MAX_VALUES, DEEPEST = 1 << 20, 20_000, 50
 """Of one file: its size, its values with every alias written out, and the levels that they are nested in."""
 
 
@@ -68,9 +68,9 @@ def _read_file(path: Path) -> bytes:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("not a regular file")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise OSError(f"more than {MOST_BYTES} bytes")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise OSError(f"more than {MAX_BYTES} bytes")
     return content
 
 
@@ -97,8 +97,8 @@ def _check_limits(events: Iterable[Any]) -> None:
         elif isinstance(event, CollectionEndEvent):
             anchor, before = open_ones.pop()
             sizes[anchor] = values - before
-        if values > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values")
+        if values > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
         if len(open_ones) > DEEPEST:
             raise ValueError(f"nested deeper than {DEEPEST} levels")
 

@@ -9,21 +9,21 @@ from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.slow import count_ranks, rank_windows
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
-LEAST_WINDOWS = 8
+MIN_WINDOWS = 8
 """Fewest windows of the metric history to tell a climb from a warm-up: each half of them must climb."""
 
 CLIMB_MIB, CLIMB_SHARE = 64.0, 0.1
 """Least growth that is a climb, in MiB and as a share of the process's memory: allocators, caches and evaluations vary
 by less."""
 
-MOST_POINTS = 60
+MAX_POINTS = 60
 """Windows of a long run that are compared: the slope takes all pairs."""
 
 
 def find_climb(case: Case) -> Iterator[Finding]:
     """Ranks whose memory, or whose GPU's memory, keeps growing."""
     windows = rank_windows(case.windows)[1:]
-    if len(windows) < LEAST_WINDOWS:
+    if len(windows) < MIN_WINDOWS:
         return
     attempt, times = windows[0]["attempt"], [window["time"] for window in windows]
     ranks = range(count_ranks(windows[0]))
@@ -73,8 +73,8 @@ def _climbing(
 def climb(times: list[float], sizes: list[float | None]) -> float:
     """MiB per second by which a size climbs in both halves of its history; 0 when little or unknown."""
     points = [(time, size) for time, size in zip(times, sizes, strict=True) if size is not None]
-    points = points[:: max(1, len(points) // MOST_POINTS)]
-    if len(points) < LEAST_WINDOWS:
+    points = points[:: max(1, len(points) // MAX_POINTS)]
+    if len(points) < MIN_WINDOWS:
         return 0.0
     middle = len(points) // 2
     rate = min(slope(points[:middle]), slope(points[middle:]))

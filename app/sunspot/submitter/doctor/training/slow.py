@@ -16,7 +16,7 @@ RECENT_S = 300.0
 DATA_SHARE = 0.3
 """Share of the step time all ranks wait for rows, below which faster reading would not be noticed."""
 
-LAG_RATIO, LAG_SHARE, LEAST_LAG_S = 1.3, 0.1, 0.002
+LAG_RATIO, LAG_SHARE, MIN_LAG_S = 1.3, 0.1, 0.002
 """A straggler's own part takes this many times as long as the others', costs this share of the step, and more seconds
 than two processes on one machine take from each other by chance."""
 
@@ -150,7 +150,7 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     lag, others = speed.lag(rank), speed.own[rank] - speed.lag(rank)
     slowest = [_slowest(window) == rank for window in speed.windows]
     if (
-        lag < LEAST_LAG_S
+        lag < MIN_LAG_S
         or lag < LAG_SHARE * speed.step_s
         or speed.own[rank] < LAG_RATIO * others
         or statistics.mean(slowest) < STEADY
