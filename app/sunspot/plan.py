@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sunspot.data.order import MIN_ROWS, Steps, forward_passes, largest_pass, run_order
-from sunspot.data.source import Source, find_sources, rows_in
+from sunspot.data.source import DataPlan, Source, find_sources, rows_in
 from sunspot.errors import DataError, SettingsError
 from sunspot.settings import READING_SHARE, Settings
 from sunspot.storage.local import local_path
@@ -24,6 +24,11 @@ class Plan:
     reasons: list[str] = field(default_factory=list)
     order: str = ""
     "Checksum of the order of the rows, as the driver has it; empty: not known."
+
+    @property
+    def data(self) -> DataPlan:
+        """What the loaders read."""
+        return DataPlan(self.source, self.test, self.steps, self.settings.seed)
 
     @property
     def pass_limit(self) -> int:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from scripts.bench.ways import Figures
 from sunspot.data.image_table import SAMPLE, open_images
 from sunspot.data.order import Steps
-from sunspot.data.source import read_rows, rows_in
+from sunspot.data.source import DataPlan, read_rows, rows_in
 from sunspot.tasks.images import normalize
 
 ROUNDS = 3
@@ -178,7 +178,7 @@ def ours() -> Iterator[torch.Tensor]:
     start_ray()
     source = open_images(f"s3://{BUCKET}/ingest/parquet")
     steps = Steps(rows_in(source), BATCH)
-    [shard] = StepStreams(source, None, steps, 0, steps.per_epoch, lambda: 0).configure({"train": None}, 1)
+    [shard] = StepStreams(DataPlan(source, None, steps, 0), steps.per_epoch, lambda: 0).configure({"train": None}, 1)
     with patch.object(ray.train, "get_dataset_shard", shard.get):
         loader = RayLoader(steps, 1, 0, torch.device("cpu"), has_test=False)
     for batch in loader.train(1, 0, steps.per_epoch):

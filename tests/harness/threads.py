@@ -27,7 +27,7 @@ def load_in_threads(sources: list[Any], nodes: Sequence[str]) -> list[list[Batch
             act()
             barrier.wait()
 
-        return load_shared(sources, LocalWorkers(nodes[rank], gather, finish))
+        return load_shared(sources, LocalWorkers(rank, len(nodes), nodes[rank], gather, finish))
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(load, range(len(nodes))))

@@ -236,7 +236,7 @@ def table_of(*rows: int) -> pa.Table:
 def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was deleted and begun again has a checkpoint of the same name."""
     monkeypatch.setattr(predict_batch, "rows_in", lambda source: 2)
-    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.Part(0, 2)]
+    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     source: Any = SimpleNamespace(fingerprint="layout-content")
 
     def open_for(sha256: str) -> set[Any]:
@@ -251,7 +251,7 @@ def test_predictions_of_other_weights_are_not_mixed(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("rows", [(4, 5), (0, 1, 3), (0, 1, 2, 3, 4)])
 def test_rows_that_were_not_asked_for_are_not_written(tmp_path: Path, rows: tuple[int, ...]) -> None:
-    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.Part(0, 4)]
+    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 4)]
     returned: Any = SimpleNamespace(iter_batches=lambda **_: [table_of(*rows)])
     with pytest.raises(SunspotError, match="rows that were not asked for"):
         predict_batch.write_parts(storage, returned, parts, 4)
@@ -259,7 +259,7 @@ def test_rows_that_were_not_asked_for_are_not_written(tmp_path: Path, rows: tupl
 
 
 def test_a_file_with_other_rows_than_its_name_says_is_damage(tmp_path: Path) -> None:
-    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.Part(0, 2)]
+    storage, parts = LocalStorage(str(tmp_path)), [predict_batch.OutputFile(0, 2)]
     pq.write_table(table_of(0, 1), tmp_path / parts[0].key)
     assert predict_batch.count_correct(storage, parts) == (True, 2)
     pq.write_table(table_of(1, 2), tmp_path / parts[0].key)

@@ -15,7 +15,7 @@ from sunspot.errors import GaveUpError, StorageError
 from sunspot.plan import Plan, make_plan
 from sunspot.predict.actor import get_result
 from sunspot.predict.classifier import Classifier
-from sunspot.predict.held_out import Summary, keep_predictions, predict_held_out
+from sunspot.predict.held_out import Summary, predict_held_out, save_predictions
 from sunspot.run import Run
 from sunspot.run.attempts import read_attempts
 from sunspot.run.checkpoints import Checkpoint
@@ -104,14 +104,14 @@ def test_predictions_are_made_once_for_a_checkpoint_and_as_many_as_wanted(
 
     with monkeypatch.context() as patch:
         patch.setattr("sunspot.predict.held_out.predict_held_out", refuse)
-        keep_predictions(plan_of(copied_run), run, newest)
-        keep_predictions(plan_of(copied_run, PREDICT_ROWS=0), run, replace(newest, name="another"))
-        keep_predictions(plan_of(copied_run), run, replace(newest, name="another", step=newest.step - 1))
-        keep_predictions(replace(plan_of(copied_run), test=None), run, replace(newest, name="another"))
+        save_predictions(plan_of(copied_run), run, newest)
+        save_predictions(plan_of(copied_run, PREDICT_ROWS=0), run, replace(newest, name="another"))
+        save_predictions(plan_of(copied_run), run, replace(newest, name="another", step=newest.step - 1))
+        save_predictions(replace(plan_of(copied_run), test=None), run, replace(newest, name="another"))
     assert read_predictions(run) == before
 
     write_predictions(run, replace(before, checkpoint="another"))
-    keep_predictions(plan_of(copied_run, PREDICT_ROWS=40, STORAGE_PATH=copied_run.storage), run, newest)
+    save_predictions(plan_of(copied_run, PREDICT_ROWS=40, STORAGE_PATH=copied_run.storage), run, newest)
     kept = read_predictions(run)
     assert kept
     assert (kept.rows, kept.checkpoint, sum(map(sum, kept.confusion))) == (40, newest.name, 40)
@@ -131,7 +131,7 @@ def test_a_reason_against_predictions_is_logged_and_fails_nothing(
         raise StorageError("storage is full")
 
     monkeypatch.setattr("sunspot.predict.held_out.predict_held_out", fail)
-    keep_predictions(plan_of(finished_run, TASK=task), finished_run.run, replace(finished_run.newest, name="another"))
+    save_predictions(plan_of(finished_run, TASK=task), finished_run.run, replace(finished_run.newest, name="another"))
     assert said in capsys.readouterr().out
 
 

@@ -20,6 +20,7 @@ import torch
 from sunspot.background import start_thread
 from sunspot.data.order import Steps, run_order
 from sunspot.data.ray_loader import RayLoader, StepStreams
+from sunspot.data.source import DataPlan
 from sunspot.elastic.watchdog import describe
 from tests.unit.test_ray_loader import visited
 
@@ -48,7 +49,9 @@ def test_each_worker_gets_its_rows_and_each_group_is_read_once_an_epoch(
     steps = Steps(sum(GROUPS), batch)
     total, first = 2 * steps.per_epoch, max(0, steps.per_epoch - 10)
     source: Any = WatchedSource(str(tmp_path))
-    streams = iter(StepStreams(source, None, steps, 7, total, lambda: first).configure({"train": None}, WORKERS))
+    streams = iter(
+        StepStreams(DataPlan(source, None, steps, 7), total, lambda: first).configure({"train": None}, WORKERS)
+    )
     monkeypatch.setattr(ray.train, "get_dataset_shard", lambda name: next(streams)[name])
     loaders = [RayLoader(steps, WORKERS, rank, torch.device("cpu"), has_test=False) for rank in range(WORKERS)]
 
@@ -78,7 +81,7 @@ def test_a_rank_that_waits_for_rows_is_not_taken_for_hung(
 ) -> None:
     """No node has the CPUs that reading takes, as when its pods were reclaimed."""
     steps, source = Steps(sum(GROUPS), 50), cast(Any, WatchedSource(str(tmp_path)))
-    streams = StepStreams(source, source, steps, 7, steps.per_epoch, lambda: 0, reading_cpus=1000)
+    streams = StepStreams(DataPlan(source, source, steps, 7), steps.per_epoch, lambda: 0, reading_cpus=1000)
     shards = {name: streams.configure({name: None}, 1)[0][name] for name in ("train", "test")}
     monkeypatch.setattr(ray.train, "get_dataset_shard", shards.get)
     loader, thread = RayLoader(steps, 1, 0, torch.device("cpu"), has_test=True), list[int]()

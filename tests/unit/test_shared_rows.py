@@ -64,7 +64,7 @@ def test_workers_of_a_node_read_the_rows_once_into_the_same_pages(
 
 def test_rows_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = CountingSource((1000,))
-    alone = LocalWorkers("a", lambda mine: [mine], lambda act: act())
+    alone = LocalWorkers(0, 1, "a", lambda mine: [mine], lambda act: act())
     monkeypatch.setattr(sunspot.data.shared_rows, "MEMORY_WAIT_S", 0)
     size = 3008 + 8000  # a column begins at a multiple of 64 bytes
     for left, fits in [(size, True), (None, True), (size - 1, False)]:

@@ -14,7 +14,7 @@ import pytest
 from sunspot.elastic.claim import begin_attempt
 from sunspot.elastic.copies import Machine
 from sunspot.errors import StorageError, SupersededError, TrackingError
-from sunspot.predict.held_out import keep_predictions
+from sunspot.predict.held_out import save_predictions
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
 from sunspot.run.outcome import DriverStatus
@@ -232,7 +232,7 @@ def test_predictions_are_not_stored_over_the_new_owners(run: Run, monkeypatch: p
     plan: Any = SimpleNamespace(settings=Settings(), test=object(), total_steps=1, source=SimpleNamespace(classes=1))
     checkpoint: Any = SimpleNamespace(evaluated=True, step=1, name="step-00000001-attempt-0001")
     for taken_over, kept in ((True, None), (False, made)):
-        keep_predictions(plan, run, checkpoint, OLD.driver if taken_over else NEW.driver)
+        save_predictions(plan, run, checkpoint, OLD.driver if taken_over else NEW.driver)
         assert read_predictions(run) == kept
 
 

@@ -12,7 +12,7 @@ import torch
 import sunspot.data.torch_loader
 from sunspot.data.order import Steps
 from sunspot.data.shared_rows import LocalWorkers
-from sunspot.data.source import Batch, EmptySource
+from sunspot.data.source import Batch, DataPlan, EmptySource
 from sunspot.data.torch_loader import TorchLoader, fits_on
 
 ROWS, BATCH = 23, 5
@@ -26,11 +26,11 @@ class Numbers(EmptySource):
 
 def batches(monkeypatch: pytest.MonkeyPatch, resident: bool, world_size: int, rank: int) -> list[Batch]:
     """Those of an epoch, and of its evaluation."""
-    alone = LocalWorkers("node", lambda mine: [mine], lambda act: act())
+    alone = LocalWorkers(rank, world_size, "node", lambda mine: [mine], lambda act: act())
     source = Numbers((2,), 3, row_groups=(ROWS,))
     monkeypatch.setattr(sunspot.data.torch_loader, "fits_on", lambda device, size: resident)
     monkeypatch.setattr("ray.train.torch.prepare_data_loader", unchanged)
-    loader = TorchLoader(source, source, Steps(ROWS, BATCH), 7, world_size, rank, torch.device("cpu"), alone)
+    loader = TorchLoader(DataPlan(source, source, Steps(ROWS, BATCH), 7), torch.device("cpu"), alone)
     assert loader.resident is resident
     return [*loader.train(1, 1, 5), *loader.test(4)]
 

@@ -26,7 +26,7 @@ import ray.train
 import torch
 
 from sunspot.data.order import Order, ShuffleWindow, Steps, locate_rows, run_order
-from sunspot.data.source import Batch, Source
+from sunspot.data.source import Batch, DataPlan, Source
 from sunspot.errors import DataError, SunspotError
 
 PART_BYTES = 1 << 20
@@ -161,20 +161,11 @@ class StepStreams(ray.train.DataConfig):
     Ray asks for new streams for each worker group; `start` returns the step that the group starts from.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        test: Source | None,
-        steps: Steps,
-        seed: int,
-        total_steps: int,
-        start: Callable[[], int],
-        reading_cpus: float = 1.0,
-    ) -> None:
+    def __init__(self, data: DataPlan, total_steps: int, start: Callable[[], int], reading_cpus: float = 1.0) -> None:
         super().__init__()
         self._reading_cpus = reading_cpus
-        self._source, self._test, self._steps = source, test, steps
-        self._order = run_order("ray", source.row_groups, seed)
+        self._source, self._test, self._steps = data.train, data.test, data.steps
+        self._order = run_order("ray", data.train.row_groups, data.seed)
         self._total_steps, self._start = total_steps, start
 
     def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:

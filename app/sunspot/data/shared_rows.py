@@ -29,6 +29,8 @@ MEMORY_WAIT_S = 20.0
 class LocalWorkers(NamedTuple):
     """How this worker and the others speak to each other; all call each of the functions together."""
 
+    rank: int
+    world_size: int
     node: str
     "Workers on the same node can share memory."
     gather: Callable[[Any], list[Any]]

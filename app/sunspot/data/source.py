@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
+from sunspot.data.order import Steps
 from sunspot.errors import DataError
 from sunspot.settings import Settings
 
@@ -66,6 +67,16 @@ class EmptySource:
 
     def where(self, group: int, row: int) -> str:
         return "no dataset"
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The rows that a run trains on and evaluates, and how its steps go through them."""
+
+    train: Source
+    test: Source | None
+    steps: Steps
+    seed: int
 
 
 def rows_in(source: Source) -> int:

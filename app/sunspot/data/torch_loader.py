@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from sunspot.background import start_thread
 from sunspot.data.order import Steps, run_order
 from sunspot.data.shared_rows import LocalWorkers, load_shared
-from sunspot.data.source import Batch, Source, read_rows, rows_in
+from sunspot.data.source import Batch, DataPlan, Source, read_rows, rows_in
 
 GPU_SHARE = 0.2
 """Of a GPU's free memory, that rows may take: the training needs most of it, and says how much only while it runs."""
@@ -23,28 +23,18 @@ GPU_SHARE = 0.2
 class TorchLoader:
     """This worker's batches."""
 
-    def __init__(
-        self,
-        source: Source,
-        test: Source | None,
-        steps: Steps,
-        seed: int,
-        world_size: int,
-        rank: int,
-        device: torch.device,
-        workers: LocalWorkers,
-    ) -> None:
-        every = load_shared([source, test] if test else [source], workers)
+    def __init__(self, data: DataPlan, device: torch.device, workers: LocalWorkers) -> None:
+        every = load_shared([data.train, data.test] if data.test else [data.train], workers)
         self._device = device
         self.resident = fits_on(device, sum(column.nbytes for rows in every for column in rows.values()))
         "Whether the rows are on the device that trains."
         if self.resident:
             every = [{name: column.to(device) for name, column in rows.items()} for rows in every]
         self._rows, *test_rows = every
-        self._test = test_rows[0] if test else {}
-        self._test_size = rows_in(test) if test else 0
-        self._order = run_order("torch", source.row_groups, seed)
-        self._steps, self._world_size, self._rank = steps, world_size, rank
+        self._test = test_rows[0] if test_rows else {}
+        self._test_size = rows_in(data.test) if data.test else 0
+        self._order = run_order("torch", data.train.row_groups, data.seed)
+        self._steps, self._world_size, self._rank = data.steps, workers.world_size, workers.rank
         self._ahead: tuple[int, Future[EpochShares]] | None = None
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from sunspot.checkpoint.files import load_weights
-from sunspot.checkpoint.sharded import load_model
-from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
-from sunspot.predict.classifier import choose_device, open_checkpoint
+from sunspot.predict.classifier import choose_device, open_checkpoint, restore_model
 from sunspot.settings import PREFIX, Settings
 from sunspot.tasks import load_task
 
@@ -18,16 +15,13 @@ def answer_prompts(settings: Settings, run: str, checkpoint: str, prompts: list[
     not fit the model that the task builds.
     """
     loaded = open_checkpoint(run, checkpoint, settings.storage_path)
-    task = load_task(loaded.settings)
-    answer = getattr(task, "answer", None)
+    answer = getattr(load_task(loaded.settings), "answer", None)
     if answer is None:
         raise SettingsError(
             f"{PREFIX}TASK={loaded.settings.task}: defines no answer(model, prompts, tokens) -> texts, so its models "
             "answer no prompts; sunspot.tasks.finetune does"
         )
-    model = task.build_model(loaded.settings, EmptySource(loaded.shape, loaded.classes))
-    load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
-    texts = answer(model.to(choose_device(settings.use_gpu)).eval(), prompts, tokens)
+    texts = answer(restore_model(loaded).to(choose_device(settings.use_gpu)).eval(), prompts, tokens)
     return {
         "checkpoint": loaded.checkpoint.name,
         "step": loaded.checkpoint.step,

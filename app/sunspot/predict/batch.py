@@ -60,7 +60,7 @@ STALLED_S = 600
 PROGRESS_EVERY_S = 10
 
 
-class Part(NamedTuple):
+class OutputFile(NamedTuple):
     """The rows of one file: `first` .. `last` - 1."""
 
     first: int
@@ -140,12 +140,14 @@ def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -
     return source, split
 
 
-def split_rows(rows: int, row_bytes: int) -> list[Part]:
+def split_rows(rows: int, row_bytes: int) -> list[OutputFile]:
     each = max(1, min(PART_ROWS, PART_BYTES // row_bytes))
-    return [Part(first, min(first + each, rows)) for first in range(0, rows, each)]
+    return [OutputFile(first, min(first + each, rows)) for first in range(0, rows, each)]
 
 
-def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[Part]) -> set[Part]:
+def open_output(
+    storage: Storage, model: ModelCheckpoint, source: Source, parts: Sequence[OutputFile]
+) -> set[OutputFile]:
     """Claim an empty folder for these predictions, or check that it is theirs; returns the parts that it has."""
     present = {entry.key for entry in storage.list("")}
     if present and IDENTITY not in present:
@@ -169,7 +171,7 @@ def open_output(storage: Storage, model: ModelCheckpoint, source: Source, parts:
 
 
 def predict_parts(
-    source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[Part], workers: int
+    source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[OutputFile], workers: int
 ) -> ray.data.Dataset:
     """The predictions of the parts, a block for each, in any order; lazy."""
     cluster = ray.cluster_resources()
@@ -194,12 +196,12 @@ def predict_parts(
     )
 
 
-def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[Part], rows: int) -> None:
+def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence[OutputFile], rows: int) -> None:
     """Write each part as it comes, and print the progress."""
     missing = set(parts)
     printed = time.monotonic()
     for table in _tables(predictions):
-        part = Part(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
+        part = OutputFile(table["row"][0].as_py(), table["row"][-1].as_py() + 1)
         if part not in missing or len(table) != part.last - part.first:
             raise SunspotError(f"{part.key}: Ray Data returned {len(table)} rows that were not asked for")
         buffer = io.BytesIO()
@@ -226,10 +228,10 @@ def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
         raise find_in(error) or SunspotError(f"a model worker failed: {shorten(error)}") from error
 
 
-def count_correct(storage: Storage, parts: Sequence[Part]) -> tuple[bool, int]:
+def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, int]:
     """Whether the rows have labels, and how many predictions are correct; raises `DamageError` for a bad file."""
 
-    def count(part: Part) -> int | None:
+    def count(part: OutputFile) -> int | None:
         try:
             table = pq.read_table(io.BytesIO(storage.read(part.key)))
             if table["row"].to_numpy().tolist() != list(range(*part)):

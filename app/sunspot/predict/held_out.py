@@ -48,7 +48,7 @@ SAMPLE_PLACES = 4
 """Samples come from so many places spread over the training rows, which may be sorted by label."""
 
 
-def keep_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
+def save_predictions(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "") -> None:
     """Predict the first PREDICT_ROWS held-out rows at the end of a run, once; a failure is only a warning.
 
     Nothing is stored when this start of a `driver` has lost the run meanwhile.

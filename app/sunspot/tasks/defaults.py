@@ -36,7 +36,11 @@ def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
     refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
     if scheduled & vars(module).keys():
         raise SettingsError(f"{PREFIX}TASK={settings.task}: has both schedule and build_scheduler; keep one")
-    default = play(module.build_scheduler, settings) if scheduled else partial(learning_rate_factor, settings)
+    default = (
+        schedule_from_scheduler(module.build_scheduler, settings)
+        if scheduled
+        else partial(learning_rate_factor, settings)
+    )
 
     def combined(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
         built = getattr(module, "build_optimizer", build_optimizer)(model, settings)
@@ -95,7 +99,9 @@ def fused_on_gpu(model: torch.nn.Module) -> bool | None:
     return next(model.parameters()).is_cuda or None
 
 
-def play(build_scheduler: Callable[..., LRScheduler], settings: Settings) -> Callable[[int, int], float]:
+def schedule_from_scheduler(
+    build_scheduler: Callable[..., LRScheduler], settings: Settings
+) -> Callable[[int, int], float]:
     """The `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
 
     So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. One

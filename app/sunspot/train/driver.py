@@ -87,7 +87,7 @@ def train(
     """
     # Here, as torch and Ray take seconds to import.
     from sunspot.plan import make_plan
-    from sunspot.predict.held_out import keep_predictions
+    from sunspot.predict.held_out import save_predictions
     from sunspot.predict.shown import save_exhibit
     from sunspot.ray_session import ray_session
     from sunspot.tasks import load_task
@@ -109,7 +109,7 @@ def train(
             print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
             return RunState.STOPPED
         outcome.finishing()
-        keep_predictions(plan, run, checkpoint, driver)
+        save_predictions(plan, run, checkpoint, driver)
         save_exhibit(plan, run, checkpoint, driver)
         return RunState.SUCCEEDED
 

@@ -313,11 +313,13 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | Ray
     if plan.settings.loader == "ray":
         return RayLoader(plan.steps, world_size, rank, device, plan.test is not None)
     workers = LocalWorkers(
+        rank=rank,
+        world_size=world_size,
         node=ray.get_runtime_context().get_node_id(),
         gather=lambda mine: gather_objects(mine, place.group),
         finish=lambda act: run_on_all_ranks(place.group, act),
     )
-    loader = TorchLoader(plan.source, plan.test, plan.steps, plan.settings.seed, world_size, rank, device, workers)
+    loader = TorchLoader(plan.data, device, workers)
     if device.type == "cuda":
         print(f"rows: on {device}" if loader.resident else f"rows: in memory, as {device} has too little room for them")
     return FullBatchLoader(loader) if hasattr(task, "full_batch") else loader

@@ -233,10 +233,7 @@ def make_streams(plan: Plan, resources: Resources) -> StepStreams:
     """What gives each worker of a group its rows. An actor of Ray's unpickles it, and so imports all of this."""
     settings = plan.settings
     return StepStreams(
-        plan.source,
-        plan.test,
-        plan.steps,
-        settings.seed,
+        plan.data,
         plan.total_steps,
         functools.partial(first_step, settings.storage_path, settings.run_name),
         resources.reading_cpus,

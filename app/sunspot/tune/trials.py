@@ -202,14 +202,14 @@ def stop_trial(settings: Settings, by: str) -> None:
         request_stop(run, by)
 
 
-class PickledEmpty:
+class DropOnPickle:
     """Tune saves a pickle of this that nobody reads: an empty one, as connections cannot be pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
-class StoppingAsha(PickledEmpty, ASHAScheduler):
+class StoppingAsha(DropOnPickle, ASHAScheduler):
     """ASHA that stops a trial through its run; Tune is told that every trial goes on."""
 
     def __init__(self, order: str, stop: Callable[[int, str], None], on_end: Callable[[int, str], None]) -> None:
@@ -267,7 +267,7 @@ class StoppingAsha(PickledEmpty, ASHAScheduler):
         self._on_end(number, error)
 
 
-class StopWhenIdle(PickledEmpty, tune.Stopper):
+class StopWhenIdle(DropOnPickle, tune.Stopper):
     """Ends Tune when the search is stopped and every running trial has saved and ended, as Tune would kill it."""
 
     def __init__(self, scheduler: StoppingAsha, stopped: Callable[[], bool]) -> None:
