@@ -1,7 +1,7 @@
 """Fine-tuning of pretrained language models of Hugging Face, all weights or LoRA's alone (extra `hf`).
 
 TASK_ARGS:
-  `base`      path or URL of the model's directory, or its name on the hub (docs/tasks.md)
+  `base`      path or URL of the model's directory, or its name on the hub (docs/finetune.md)
   `head`      "text" (default): the next token of text; "classes": a class for each text, from the column `label`
   `column`    the column of the text ("text")
   `context`   tokens of a row (512): texts are packed into rows of so many, and one to be classified is cut
