@@ -1,7 +1,7 @@
 """Worker groups without Ray: `python -m tests.harness.fsdp_ranks FOLDER`.
 
 Trains a tiny GPT for STEPS steps, some of them under ddp and some under fsdp, on changing numbers of ranks, as `RUNS`
-says. Each rank is a forked process, and commits as in a run.
+says. Each rank is a forked process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ import sunspot.checkpoint.weights
 from sunspot.checkpoint import CheckpointManager, NodeMemory
 from sunspot.checkpoint.node_parts import NodeParts
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.sharded import Contents, is_sharded, load_parts, load_whole, read_contents
 from sunspot.checkpoint.shared_memory import find_parts, find_snapshot
 from sunspot.checkpoint.slots import as_bytes
 from sunspot.data.order import Steps
@@ -32,20 +31,19 @@ from sunspot.data.source import read_rows
 from sunspot.elastic.copies import Machine, choose_copy, without_copies
 from sunspot.parallel.collectives import any_rank, gather_objects
 from sunspot.parallel.gradients import prepare
-from sunspot.parallel.sharding import build_without_values, shard_model, shard_optimizer_state
+from sunspot.parallel.sharding import shard_model
 from sunspot.plan import Plan
-from sunspot.run import Run, open_run
-from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
-from sunspot.run.checkpoints import Checkpoint, read_manifest
-from sunspot.run.history import Journal
+from sunspot.run import open_run
+from sunspot.run.attempts import Attempt, checkpoint_name
+from sunspot.run.checkpoints import Checkpoint
 from sunspot.settings import Settings
-from sunspot.storage.limits import retry_storage
 from sunspot.tasks import gpt
 from sunspot.train.forward import row_losses
 from sunspot.train.run import passes
+from tests.harness.loop import plan_without_evaluation, train_group
 from tests.harness.process_group import fork_ranks
 
-STEPS = 6
+STEPS, SAVED_EVERY = 6, 2
 BATCH = 25
 """Rows of a step: shares, and the number of passes that they take, differ among the ranks."""
 
@@ -57,105 +55,30 @@ SHARD_BYTES = 100_000
 """Largest file of safetensors: the model takes several."""
 
 
-class Group(NamedTuple):
-    """One worker group: where it goes on from, and the step at which it saves."""
+DDP, FSDP = {"parallel": "ddp"}, {"parallel": "fsdp"}
 
-    parallel: str
-    ranks: int
-    upto: int
-    origin: tuple[str, int, int] | None = None
-    "Run, step, attempt."
-    weights: str = "pt"
-
-    @property
-    def first(self) -> int:
-        """Steps taken where it starts."""
-        return self.origin[1] if self.origin else 0
-
-
-RUNS = {
-    "ddp": [Group("ddp", 2, 2), Group("ddp", 2, STEPS, ("ddp", 2, 1))],
-    "fsdp": [
-        Group("fsdp", 2, 2),
-        Group("fsdp", 1, 4, ("fsdp", 2, 1)),
-        Group("fsdp", 3, STEPS, ("fsdp", 4, 2)),
-    ],
-    "to-ddp": [Group("ddp", 2, STEPS, ("fsdp", 2, 1), weights="safetensors")],
-    "to-fsdp": [Group("fsdp", 2, STEPS, ("ddp", 2, 1), weights="safetensors")],
+RUNS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "ddp": [(2, DDP), (2, DDP)],
+    "fsdp": [(2, FSDP), (1, FSDP), (3, FSDP)],
+    "to-ddp": [(2, FSDP), (2, {**DDP, "weights": "safetensors"})],
+    "to-fsdp": [(2, DDP), (2, {**FSDP, "weights": "safetensors"})],
 }
+"""The ranks of each run's groups, with their settings: all but the last are killed, a step after their checkpoint."""
 
 
-def settings_of(parallel: str, **more: Any) -> Settings:
+def settings_of(**more: Any) -> Settings:
     return Settings(
         task="sunspot.tasks.gpt",
         task_args=ARGUMENTS,
-        parallel=parallel,
+        max_steps=STEPS,
+        checkpoint_every_steps=SAVED_EVERY,
+        checkpoint_every_s=0,
         global_batch_size=BATCH,
         micro_batch_size=5,
         learning_rate=0.01,
         checkpoints_to_keep=9,
         **more,
     )
-
-
-def train(root: str, name: str, attempt: Attempt, group: Group, rank: int) -> None:
-    """What one rank does in a group."""
-    meeting = Path(root, f"{name}-{attempt.number}")
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=group.ranks)
-    settings, device = settings_of(group.parallel, weights=group.weights), torch.device("cpu")
-    source, _ = gpt.find_sources(settings)
-    origin: tuple[Run, Any, Contents] | None = None
-    whole: dict[str, Any] = {}
-    if group.origin:
-        run = open_run(root, group.origin[0])
-        checkpoint = read_manifest(run, checkpoint_name(*group.origin[1:]))
-        assert checkpoint
-        world = dist.group.WORLD
-        assert world
-        node = NodeState(run, world, ["node"] * group.ranks)
-        assert node.read(checkpoint) == []
-        assert (not is_sharded(checkpoint) and rank == 0) == bool(node._files), "one of the node's reads for all"
-        if not is_sharded(checkpoint):
-            whole = node.load(checkpoint)
-        elif group.parallel == "ddp":
-            whole = load_whole(run, checkpoint, read_contents(run, checkpoint))
-        else:
-            origin = (run, checkpoint, read_contents(run, checkpoint))
-
-    model = build_without_values(lambda: gpt.build_model(settings, source)) if origin else None
-    assert (model is not None) == bool(origin)
-    if model is None:
-        torch.manual_seed(0)
-        model = gpt.build_model(settings, source)
-    if whole:
-        model.load_state_dict(whole["model"])
-    model = shard_model(model, settings, device)
-    optimizer = gpt.build_optimizer(model, settings)
-    if whole:
-        optimizer.load_state_dict(shard_optimizer_state(optimizer, whole["optimizer"]))
-    if origin:
-        retry_storage(lambda: load_parts(*origin, model, optimizer), 60, "reading a checkpoint")
-
-    plan, prepared = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS), prepare(model, settings)
-    for step in range(group.first, group.upto):
-        find_gradients(plan, prepared, step, group.ranks, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    journals = {"events": Journal(open_run(root, name), "events", attempt.number)} if rank == 0 else {}
-    checkpoints = CheckpointManager(
-        open_run(root, name),
-        attempt,
-        plan,
-        model,
-        optimizer,
-        group=dist.group.WORLD,
-        rank=rank,
-        world_size=group.ranks,
-        journals=journals,
-    )
-    checkpoints.save(group.upto, {"loss": 1.0})
-    checkpoints.close(finished=True)
-    dist.destroy_process_group()
 
 
 def find_gradients(plan: Plan, prepared: torch.nn.Module, step: int, ranks: int, rank: int) -> None:
@@ -204,14 +127,9 @@ def main(root: str) -> None:
     torch.set_num_threads(1)
     sunspot.checkpoint.weights.SHARD_BYTES = SHARD_BYTES
     for name, groups in RUNS.items():
-        for group in groups:
-            run = open_run(root, name)
-            attempts = read_attempts(run)
-            start = checkpoint_name(*group.origin[1:]) if group.origin and group.origin[0] == name else None
-            step = group.first if start else 0  # another run's step is none of this run's
-            attempt = Attempt(len(attempts) + 1, "me", start, step, metadata={"world_size": group.ranks})
-            assert claim(run, attempts, attempt)
-            fork_ranks(group.ranks, functools.partial(train, root, name, attempt, group))
+        for number, (ranks, settings) in enumerate(groups, start=1):
+            plan = plan_without_evaluation(settings_of(storage_path=root, run_name=name, **settings))
+            train_group(plan, ranks, killed_at=SAVED_EVERY * number + 1 if number < len(groups) else 0)
     fork_ranks(3, functools.partial(share_copy, root))
     lose_nodes(root)
 
@@ -256,7 +174,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     node_memory.keep(held and held.checkpoint)
     assert {part.step for part in find_parts("run")} <= {step}
 
-    settings = settings_of("fsdp")
+    settings = settings_of(**FSDP)
     source, _ = gpt.find_sources(settings)
     torch.manual_seed(0)
     model = shard_model(gpt.build_model(settings, source), settings, device)

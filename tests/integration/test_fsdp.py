@@ -51,10 +51,10 @@ from sunspot.submitter.commands.checkpoints.gc import ABANDONED_S
 from sunspot.tasks import gpt
 from tests.harness import REPOSITORY
 from tests.harness.commands import Command
-from tests.harness.fsdp_ranks import SHARD_BYTES, STEPS, settings_of
+from tests.harness.fsdp_ranks import DDP, FSDP, SHARD_BYTES, STEPS, settings_of
 from tests.harness.nodes import start_node
 from tests.harness.program import WORKER_NODE, Program
-from tests.harness.runs import age, begin
+from tests.harness.runs import age
 from tests.harness.training import (
     assert_audit_clean,
     assert_complete,
@@ -127,7 +127,7 @@ def test_the_last_checkpoint_has_the_whole_model_too(groups: Path) -> None:
     assert not {"model.pt", "optimizer.pt"} & early.files.keys()
     whole = torch.load(run.storage.locate(run.key("checkpoints", final.name, "model.pt")), weights_only=True)
     assert_close(whole, load_whole(run, final, read_contents(run, final))["model"], rtol=0, atol=0)
-    gpt.build_model(settings_of("ddp"), gpt.find_sources(settings_of("ddp"))[0]).load_state_dict(whole)
+    gpt.build_model(settings_of(**DDP), gpt.find_sources(settings_of(**DDP))[0]).load_state_dict(whole)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_torch_itself_reads_the_parts(groups: Path) -> None:
 def copied(groups: Path, run: Run) -> Run:
     """The run of fsdp as the run of this test."""
     shutil.copytree(groups / "fsdp", run.location)
-    return begin(run)
+    return run
 
 
 def test_another_run_begins_with_parts(copied: Run) -> None:
@@ -433,7 +433,7 @@ def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatc
 
 
 def test_blocks_are_what_models_repeat() -> None:
-    model = gpt.build_model(settings_of("fsdp"), SimpleNamespace(classes=256))
+    model = gpt.build_model(settings_of(**FSDP), SimpleNamespace(classes=256))
     assert list(find_blocks(model)) == list(model.blocks)
     small = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(200, 200), nn.Linear(10, 10)))
     assert list(find_blocks(small)) == [small[1]]
