@@ -15,7 +15,7 @@ import pytest
 
 from sunspot.cgroup import GROUPS, Throttling
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.ranks import each_rank_record, to_rows
+from sunspot.run.history import each_rank_record, to_rows
 from sunspot.submitter.cluster.snapshot import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis, Finding

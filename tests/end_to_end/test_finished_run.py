@@ -14,9 +14,8 @@ from sunspot.errors import ConflictError, DamageError
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.audit import AuditWriter, read_audit
 from sunspot.run.checkpoints import in_lineage, list_checkpoints, write_manifest
-from sunspot.run.history import read_journal
+from sunspot.run.history import each_rank_record, read_journal
 from sunspot.run.logs import rank_stream, read_stream
-from sunspot.run.ranks import each_rank_record
 from sunspot.run.status import RunState, read_status
 from tests.harness.finished_run import GO_ON, ROWS, STEPS, TEST_ROWS, FinishedRun, driver_output
 from tests.harness.program import Program

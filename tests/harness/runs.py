@@ -15,11 +15,10 @@ from sunspot.run import Run
 from sunspot.run.attempts import Attempt, attempt_of, checkpoint_name, claim, newest_number, read_attempts, step_of
 from sunspot.run.audit import AuditWriter
 from sunspot.run.checkpoints import Checkpoint, write_manifest
-from sunspot.run.history import Journal, Kind, list_journal
+from sunspot.run.history import Columns, Journal, Kind, list_journal
 from sunspot.run.identity import Identity, Rows
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.objects import with_checksum
-from sunspot.run.ranks import Columns
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.storage.local import LocalStorage
 

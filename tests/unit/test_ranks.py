@@ -14,7 +14,7 @@ from sunspot.observe import ranks
 from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, combine, downsample
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage
-from sunspot.run.ranks import each_rank_record, newest_rank_records, to_rows
+from sunspot.run.history import each_rank_record, newest_rank_records, to_rows
 from tests.harness.runs import begin, start
 
 NAMES = ("rows", "seconds", "step_time_median_s", "step_time_p95_s", "memory_mib", "resident_mib", "throttled_share")

@@ -28,9 +28,8 @@ from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, lineage
-from sunspot.run.history import Journal, newest_record, read_journal
+from sunspot.run.history import Journal, each_rank_record, newest_record, read_journal
 from sunspot.run.incidents import Cause, read_receipts
-from sunspot.run.ranks import each_rank_record
 from sunspot.run.status import RunState, read_status
 from sunspot.settings import Settings
 from sunspot.train.learner import WorkerPlace

@@ -112,7 +112,7 @@ def status(state: RunState, ago: float, **fields: Any) -> Status:
     [
         (None, False, None, None, "pending", "its driver has not begun"),
         (None, False, None, 60, "pending", "submitted at "),
-        (None, True, None, 60, "stopped", "before its driver began"),
+        (None, True, None, 60, "stopped", "before its driver started"),
         (None, False, 5, 60, "starting", "its driver has begun"),
         (None, False, LOST_S + 1, None, "lost", "no sign of life since"),
         (status(RunState.STARTING, LOST_S + 1), False, None, None, "lost", "nothing trains it"),

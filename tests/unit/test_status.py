@@ -17,7 +17,7 @@ from sunspot.errors import StorageError, SupersededError, TrackingError
 from sunspot.predict.held_out import save_predictions
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
-from sunspot.run.outcome import DriverStatus
+from sunspot.run.outcome import DriverStatusWriter
 from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
 from sunspot.run.predictions import Predictions, read_predictions
 from sunspot.run.status import (
@@ -104,7 +104,7 @@ def test_a_write_that_arrives_after_a_take_over_hides_nothing(run: Run, monkeypa
 
 
 def test_a_driver_that_comes_back_after_a_take_over_writes_nothing(run: Run, clock: Clock) -> None:
-    driver = DriverStatus(run, replace(OLD, state=RunState.STARTING))
+    driver = DriverStatusWriter(run, replace(OLD, state=RunState.STARTING))
     driver.refresh()
     write_status(run, NEW)
     before = [(entry.key, entry.version) for entry in list_statuses(run)]
@@ -116,7 +116,7 @@ def test_a_driver_that_comes_back_after_a_take_over_writes_nothing(run: Run, clo
 
 def test_a_restarted_driver_of_the_same_job_is_another_one(run: Run) -> None:
     """The operator starts the job's driver again when it does not hear of the head, which may come back."""
-    frozen = DriverStatus(run, OLD)
+    frozen = DriverStatusWriter(run, OLD)
     write_status(run, replace(NEW, owner=OLD.owner))
     frozen.end(RunState.FAILED, "no good")
     found = read_status(run)
@@ -144,7 +144,7 @@ def test_the_workers_of_a_frozen_driver_do_not_claim_the_run_back(run: Run) -> N
 
 
 def test_late_writes_do_not_bring_a_deleted_run_back(run: Run, clock: Clock) -> None:
-    driver = DriverStatus(run, OLD)
+    driver = DriverStatusWriter(run, OLD)
     for entry in run.storage.list("run"):
         run.storage.delete(entry.key)
     clock.pass_by(60)
@@ -260,7 +260,7 @@ def test_the_new_owner_delivers_to_the_tracking_service(run: Run, monkeypatch: p
 
 
 def test_a_driver_shows_that_it_lives_while_no_worker_does(run: Run, clock: Clock) -> None:
-    driver = DriverStatus(run, replace(OLD, state=RunState.STARTING, reason="no worker trains yet"))
+    driver = DriverStatusWriter(run, replace(OLD, state=RunState.STARTING, reason="no worker trains yet"))
 
     def look(seconds: float) -> Status:
         clock.pass_by(seconds)

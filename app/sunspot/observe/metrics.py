@@ -14,7 +14,7 @@ from sunspot.cgroup import memory_left, read_throttling, resident_memory
 from sunspot.data.source import Batch
 from sunspot.observe.ranks import to_column
 from sunspot.parallel.collectives import gather_objects
-from sunspot.run.ranks import Columns
+from sunspot.run.history import Columns
 
 
 class Sums:

@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 
 from sunspot.background import TokenBucket
 from sunspot.run import Run
-from sunspot.run.ranks import Columns
+from sunspot.run.history import Columns
 from sunspot.run.streams import SIZES, LineWriter, new_stream
 
 MIN_RECORDS, MIN_BYTES = 64, SIZES[-1] // 4

@@ -148,7 +148,7 @@ class RankSpeeds:
         "By rank."
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record with the numbers of each rank by name (`sunspot.run.ranks`)."""
+        """Add a record with the numbers of each rank by name (`sunspot.run.history`)."""
         ranks, steps = record["ranks"], record.get("steps") or 1
         rows, seconds = ranks.get("rows", []), ranks.get("seconds", [])
         speeds = [done / took for done, took in zip(rows, seconds, strict=False) if done is not None and took]

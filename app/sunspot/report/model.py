@@ -12,12 +12,11 @@ from sunspot.run import Run
 from sunspot.run.attempts import Span, lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, retention, verify
 from sunspot.run.failures import Failure, read_failures
-from sunspot.run.history import each_record, read_journal
+from sunspot.run.history import each_rank_record, each_record, read_journal
 from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.overview import RunView
 from sunspot.run.predictions import Predictions, load_predictions
-from sunspot.run.ranks import each_rank_record
 from sunspot.run.shown import TaskExhibit, load_exhibit
 from sunspot.run.status import RunState, load_newest_status
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, Lt, Predicate
 
-from sunspot.errors import ConflictError, DamageError
+from sunspot.errors import ConflictError, DamageError, NotFoundError
 from sunspot.log import warn_once
 from sunspot.run import Run, to_json
 from sunspot.storage.base import Storage
@@ -183,6 +183,14 @@ def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
     except DamageError as error:
         tell_damage(str(error))
         return otherwise
+
+
+def read_if_usable(load: Callable[[], Form]) -> Form | None:
+    """What `load` returns; None when that is not there, or damaged, which is warned of."""
+    try:
+        return read_or_default(load, None)
+    except NotFoundError:
+        return None
 
 
 def tell_damage(text: str, damaged: list[str] | None = None) -> None:

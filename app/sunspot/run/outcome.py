@@ -52,25 +52,10 @@ DRIVER_CHECK_EVERY_S = 5.0
 """Seconds between two looks of a driver at its status."""
 
 
-class Outcome:
-    """How one start of a driver goes."""
-
-    def __init__(self, status: DriverStatus) -> None:
-        self._status = status
-        self.state = RunState.SUCCEEDED
-        "How it ended, unless with an error; set by the caller."
-
-    def finishing(self) -> None:
-        """Show that no worker is needed any more."""
-        self._status.replace(
-            state=RunState.FINISHING, reason="all steps are taken; the driver predicts and reports", world_size=0
-        )
-
-
 @contextmanager
 def recorded_outcome(
     run: Run, owner: str, driver: str, newest: Checkpoint | None, max_starts: int
-) -> Iterator[Outcome]:
+) -> Iterator[DriverStatusWriter]:
     """Write the run's status when the driver begins, and again when the context ends, in success or with an error.
 
     Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
@@ -78,7 +63,6 @@ def recorded_outcome(
     """
     known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
     begun = status.begun
-    outcome = Outcome(status)
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
         with suppress(StorageError):
@@ -96,7 +80,7 @@ def recorded_outcome(
                 "SUNSPOT_MAX_DRIVER_STARTS allows more"
             )
         with Background(DRIVER_CHECK_EVERY_S, status.refresh):
-            yield outcome
+            yield status
     except SupersededError:
         raise  # the run is another's
     except SunspotError as error:
@@ -111,16 +95,18 @@ def recorded_outcome(
             with suppress(StorageError):
                 with_deadline(RECORD_S, "writing how the run failed", lambda: record_failure(run, failure))
         raise
-    status.end(outcome.state, reason="")
+    status.end(status.state, reason="")
 
 
-def _begin(run: Run, owner: str, driver: str, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatus]:
+def _begin(
+    run: Run, owner: str, driver: str, newest: Checkpoint | None
+) -> tuple[int, Status | None, DriverStatusWriter]:
     """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
     known, before = newest_number(run), read_status(run)
     after = tuple(sorted({driver_of(entry) for entry in list_statuses(run)}))
     attempt = 0 if before and before.owner != owner and _trains(before) else known
     begun = replace(_status_at_start(before, owner, driver, newest, attempt), after=after)
-    return known, before, DriverStatus(run, begun)
+    return known, before, DriverStatusWriter(run, begun)
 
 
 def _trains(status: Status) -> bool:
@@ -167,13 +153,15 @@ def _status_at_start(before: Status | None, owner: str, driver: str, newest: Che
     )
 
 
-class DriverStatus:
+class DriverStatusWriter:
     """The status while no worker keeps it; not written any more once another process owns the run."""
 
     def __init__(self, run: Run, begun: Status) -> None:
         self._run, self.begun, self._last = run, begun, begun
         self._version, self._changed = "", time.monotonic()
         self._ended = False
+        self.state = RunState.SUCCEEDED
+        "How it ends, unless with an error; set by the caller."
         self._writing = threading.Lock()  # so that no write in the background comes after the end
         write_status(run, begun)
 
@@ -209,6 +197,12 @@ class DriverStatus:
         if own and attempt_in(own) == 0 and other and not _trains(other):
             self._last = replace(self.begun, attempt=other.attempt)
             write_status(self._run, self._last)
+
+    def finishing(self) -> None:
+        """Show that no worker is needed any more."""
+        self.replace(
+            state=RunState.FINISHING, reason="all steps are taken; the driver predicts and reports", world_size=0
+        )
 
     def withdraw(self) -> None:
         """Leave the run where it stood before this start; raises `StorageError`."""

@@ -179,7 +179,7 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
     if summary.submitted > summary.last_active or (status is None and not summary.last_active):
         since = f" at {as_time(summary.submitted)}" if summary.submitted else ""
         if summary.stop_requested:
-            return RunState.STOPPED, f"submitted{since}, and told to stop before its driver began"
+            return RunState.STOPPED, f"submitted{since}, and stopped before its driver started"
         return RunState.PENDING, f"submitted{since}; its driver has not begun"
     if status and status.state.terminal:
         return status.state, status.reason or f"{status.state} at step {status.step}"

@@ -4,9 +4,9 @@ import base64
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from sunspot.errors import DamageError, NotFoundError
+from sunspot.errors import DamageError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default
+from sunspot.run.objects import CheckpointName, Count, Measure, read, read_if_usable
 
 FILE = "predictions.json"
 
@@ -67,10 +67,7 @@ def write_predictions(run: Run, predictions: Predictions) -> None:
 
 def read_predictions(run: Run) -> Predictions | None:
     """The run's predictions; None when there are none, or they are damaged. Raises `StorageError`."""
-    try:
-        return read_or_default(lambda: load_predictions(run), None)
-    except NotFoundError:
-        return None
+    return read_if_usable(lambda: load_predictions(run))
 
 
 def load_predictions(run: Run) -> Predictions:

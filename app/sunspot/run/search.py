@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sunspot.errors import DamageError, NotFoundError
+from sunspot.errors import DamageError
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import Checkpoint, best_first, classify, list_directories, read_manifest
-from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_or_default
+from sunspot.run.objects import CheckpointName, Count, Moment, RunName, read, read_if_usable, read_or_default
 from sunspot.run.requests import read_stop
 from sunspot.run.status import RunState, read_status
 
@@ -66,10 +66,7 @@ def write_results(run: Run, results: Results) -> None:
 
 def read_results(run: Run) -> Results | None:
     """The results of a search as last written; None when there are none, or they are damaged. Raises `StorageError`."""
-    try:
-        return read_or_default(lambda: _read(run), None)
-    except NotFoundError:
-        return None
+    return read_if_usable(lambda: _read(run))
 
 
 def _read(run: Run) -> Results:

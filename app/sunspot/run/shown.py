@@ -4,9 +4,8 @@ import base64
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from sunspot.errors import NotFoundError
 from sunspot.run import Run, to_json
-from sunspot.run.objects import CheckpointName, Count, Measure, read, read_or_default
+from sunspot.run.objects import CheckpointName, Count, Measure, read, read_if_usable
 
 FILE = "shown.json"
 
@@ -48,10 +47,7 @@ def write_exhibit(run: Run, shown: TaskExhibit) -> None:
 
 def read_exhibit(run: Run) -> TaskExhibit | None:
     """What the run shows; None without it, or when it is damaged. Raises `StorageError`."""
-    try:
-        return read_or_default(lambda: load_exhibit(run), None)
-    except NotFoundError:
-        return None
+    return read_if_usable(lambda: load_exhibit(run))
 
 
 def load_exhibit(run: Run) -> TaskExhibit:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
-from sunspot.run.history import read_journal
-from sunspot.run.ranks import each_rank_record, to_rows
+from sunspot.run.history import each_rank_record, read_journal, to_rows
 from sunspot.submitter.output import warn
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sunspot.run.attempts import Attempt, Span, lineage, read_attempts, refuse_i
 from sunspot.run.checkpoints import Checkpoint, choose, classify, list_directories
 from sunspot.run.history import HELD_OUT, each_record, list_journal, read_journal
 from sunspot.run.incidents import goodput, read_receipts
-from sunspot.run.objects import Count, Form, read, read_or_default
+from sunspot.run.objects import Count, Form, read, read_if_usable
 from sunspot.run.status import Status, read_status
 from sunspot.run.streams import Segment
 from sunspot.settings import PREFIX
@@ -318,7 +318,4 @@ def write_delivered(run: Run, service: str, delivered: Delivered) -> None:
 
 
 def _read(run: Run, form: type[Form], file: str) -> Form | None:
-    try:
-        return read_or_default(lambda: read(run, form, "tracking", file), None)
-    except NotFoundError:
-        return None
+    return read_if_usable(lambda: read(run, form, "tracking", file))

@@ -16,7 +16,7 @@ from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
 from sunspot.run.identity import Rows, keep_identity
-from sunspot.run.outcome import RECORD_S, Outcome, recorded_outcome
+from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
 from sunspot.run.requests import refuse_if_deleted, stop_requested
 from sunspot.run.status import RunState, new_driver, own_status, read_status
@@ -77,7 +77,7 @@ def train(
     driver: str,
     checkpoint: Checkpoint | None,
     origin: str,
-    outcome: Outcome,
+    outcome: DriverStatusWriter,
     stop_request: StopRequest | None,
     identity: Iterable[str],
 ) -> RunState:

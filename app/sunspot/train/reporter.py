@@ -26,9 +26,8 @@ from sunspot.plan import Plan
 from sunspot.run import Run
 from sunspot.run.attempts import ensure_owner, step_of
 from sunspot.run.audit import tidy_audit
-from sunspot.run.history import Journal, tidy_journals
+from sunspot.run.history import Columns, Journal, tidy_journals
 from sunspot.run.incidents import Cause, describe, goodput, read_receipts
-from sunspot.run.ranks import Columns
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, delete_older_statuses, refuse_if_ended, write_status
 from sunspot.storage.limits import with_deadline
 

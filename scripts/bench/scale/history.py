@@ -24,8 +24,7 @@ from sunspot.background import TokenBucket
 from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, to_column
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, claim, new_nonce, record_start
-from sunspot.run.history import Journal
-from sunspot.run.ranks import Columns
+from sunspot.run.history import Columns, Journal
 from sunspot.run.status import RunState, Status, new_driver, write_status
 from sunspot.storage.local import LocalStorage
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sunspot.errors import StorageError
 from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
-from sunspot.run.ranks import newest_rank_records
+from sunspot.run.history import newest_rank_records
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.run_record import gather
 from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
