@@ -79,7 +79,7 @@ class Dimension:
         return self.arguments
 
     def draw(self, seed: int, trial: int) -> Any:
-        """The value for a trial, from 1."""
+        """Draw the value for a trial, from 1."""
         text = f"{seed} {trial} {self.name} {self.text}".encode(errors="surrogatepass")
         share = random.Random(text).random()  # bytes are hashed with SHA-512
         if self.function == "choice":
@@ -151,7 +151,7 @@ def load_search(variables: Mapping[str, str]) -> Search:
 
 
 def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension, ...], dict[str, str]]:
-    """The settings that all trials have in common, with defaults for the varied ones; the dimensions; and the variables
+    """Load the settings that all trials share, with defaults for the varied ones; the dimensions; and the variables
     with an expression, in canonical form.
 
     Without an expression, the settings of a run. Raises `SettingsError`.
@@ -166,7 +166,7 @@ def load_common(variables: Mapping[str, str]) -> tuple[Settings, tuple[Dimension
 
 
 def find_dimensions(variables: Mapping[str, str]) -> tuple[Dimension, ...]:
-    """The expressions in the variables, in the order of the settings; raises `SettingsError` with every wrong one."""
+    """Find the expressions in the variables, in the order of the settings; raises `SettingsError` with all mistakes."""
     dimensions, problems = [], []
     for field in Settings.model_fields:
         name = field.upper()
@@ -216,12 +216,12 @@ def parse(name: str, text: str, strict: bool = False) -> Dimension | None:
 
 
 def trial_name(run_name: str, trial: int) -> str:
-    """The run name of trial `trial`, from 1."""
+    """Name the run of trial `trial`, from 1."""
     return f"{run_name}-{trial:02d}"
 
 
 def in_words(sample: Mapping[str, Any]) -> str:
-    """A trial's values, for people."""
+    """Describe a trial's values, for people."""
     return ", ".join(f"{name}={value}" for name, value in sample.items())
 
 
@@ -230,7 +230,7 @@ def _ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _substitute(expressions: Mapping[str, str], sample: Mapping[str, Any]) -> dict[str, str]:
-    """The variables with an expression, with the drawn values filled in."""
+    """Fill the drawn values into the variables with an expression."""
     arguments = PREFIX + "TASK_ARGS"
     filled = {name: str(sample[name.removeprefix(PREFIX)]) for name in expressions if name != arguments}
     if arguments in expressions:
@@ -245,7 +245,7 @@ def _replace(value: Any, path: str, sample: Mapping[str, Any]) -> Any:
 
 
 def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
-    """The strings in TASK_ARGS, each with its path; none if it is no JSON object, which `load_settings` refuses."""
+    """Yield the strings in TASK_ARGS with their paths; none if it is no JSON object, which `load_settings` refuses."""
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
@@ -263,7 +263,7 @@ def _walk_task_args(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parse_value(word: str) -> Any:
-    """A value in TASK_ARGS: JSON if it parses as such, else a string."""
+    """Parse a value in TASK_ARGS: JSON if it parses as such, else a string."""
     try:
         return parse_json(word)
     except ValueError:

@@ -91,7 +91,7 @@ DEEPEST = 50
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value of at most DEEPEST levels; raises `ValueError`."""
+    """Parse JSON of at most DEEPEST levels; raises `ValueError`."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -143,7 +143,7 @@ StepsOrShare = Annotated[float, PlainValidator(_parse_steps_or_share)]
 
 
 def _setting(default: Any, takes: str, **limits: Any) -> Any:
-    """A field with its default, what it takes, and pydantic's limits."""
+    """Declare a field with its default, what it takes, and pydantic's limits."""
     return Field(default, json_schema_extra={"takes": takes}, validate_default=True, **limits)
 
 
@@ -327,7 +327,7 @@ IDENTITY = ("task", "task_args", "dataset", "seed", "global_batch_size", "loader
 
 
 def accepts(environment: Mapping[str, str], name: str) -> bool:
-    """Whether ACCEPT, among settings by variable (`Settings.environment`), names what was refused."""
+    """Tell whether ACCEPT, among settings by variable (`Settings.environment`), names what was refused."""
     return name in environment.get(PREFIX + "ACCEPT", "").split(",")
 
 
@@ -342,7 +342,7 @@ class SettingInfo(NamedTuple):
 
 
 def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[SettingInfo]:
-    """The settings with these field names, in order; all of them by default."""
+    """Describe the settings with these field names, in order; all of them by default."""
     defaults = Settings.model_construct().environment()
     variables = {name: PREFIX + name.upper() for name in names}
     return [
@@ -352,7 +352,7 @@ def describe_settings(names: Iterable[str] = Settings.model_fields) -> list[Sett
 
 
 def takes(name: str) -> str:
-    """What the setting with this field name may be set to."""
+    """Say what the setting with this field name may be set to."""
     extra: Any = Settings.model_fields[name].json_schema_extra
     return extra["takes"]
 
@@ -385,13 +385,13 @@ def load_settings(overrides: Mapping[str, str] | None = None) -> Settings:
 
 
 def recorded_settings(environment: Mapping[str, str]) -> Settings:
-    """The settings that a run recorded (`Settings.environment`), without those unknown to this version."""
+    """Load the settings that a run recorded (`Settings.environment`), without those unknown to this version."""
     values = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if value != ""}
     return Settings(**{name: value for name, value in values.items() if name in Settings.model_fields})  # type: ignore[arg-type]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The variables that differ, a line each, as `NAME: old -> new`."""
+    """List the variables that differ, a line each, as `NAME: old -> new`."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, '(unset)')} -> {after.get(name, '(unset)')}" for name in names]
 
@@ -408,7 +408,7 @@ def _explain(problem: Any) -> str:
 
 
 def cut(value: Any) -> str:
-    """A wrong value as messages show it."""
+    """Shorten a wrong value for messages."""
     text = str(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
 

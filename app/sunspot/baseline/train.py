@@ -62,7 +62,7 @@ def train(settings: Settings) -> str:
 
 
 def shuffled(rows: Batch, batch_size: int, device: torch.device) -> Iterator[Batch]:
-    """All rows once, in batches; a single row left over joins the batch before it, as batch norm needs two."""
+    """Yield all rows once, in batches; a single row left over joins the batch before it, as batch norm needs two."""
     order = torch.randperm(len(rows["row"]))
     batches = list(order.split(batch_size))
     if len(batches) > 1 and len(batches[-1]) == 1:

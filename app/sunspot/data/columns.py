@@ -85,7 +85,7 @@ class Column:
         return [self.dtype, self.shape, self.longest, self.fill, self.cut, self.of, identity]
 
     def takes(self, stored: pa.DataType) -> bool:
-        """Whether values of a type in the files can be what the column declares."""
+        """Tell whether values of a type in the files can be what the column declares."""
         if self.decode:
             return True
         if isinstance(stored, pa.FixedShapeTensorType):
@@ -243,7 +243,7 @@ def innermost(stored: pa.DataType) -> tuple[pa.DataType, int]:
 
 
 def is_permuted(stored: pa.FixedShapeTensorType) -> bool:
-    """Whether tensors lie in memory in another order than their shape says.
+    """Tell whether tensors lie in memory in another order than their shape says.
 
     pyarrow 26 writes shapes that contradict the permutation, and cannot read them back itself.
     """

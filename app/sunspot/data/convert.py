@@ -138,7 +138,7 @@ def to_table(images: np.ndarray, labels: np.ndarray, metadata: dict[bytes, bytes
 
 
 def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.ParquetWriter:
-    """A writer for the tables of `to_table`.
+    """Open a writer for the tables of `to_table`.
 
     Parquet stores a uint8 as four bytes. Split into streams, three of them are all zeros: MNIST's files are a third
     smaller and a sixth faster to read.
@@ -168,7 +168,7 @@ def _rows_per_group(image_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _new_directory(out: str) -> Iterator[Path]:
-    """A temporary directory that is renamed to `out` when the block ends, or deleted if it raises.
+    """Yield a temporary directory that is renamed to `out` when the block ends, or deleted if it raises.
 
     Raises `SettingsError` if `out` exists, `StorageError` if it cannot be written.
     """
@@ -208,7 +208,7 @@ class _Image(NamedTuple):
 
 
 def _split_folders(root: Path) -> dict[str, Path]:
-    """The folder of class folders of each split; one split named '' if `root` is not split."""
+    """Return the folder of class folders of each split; one split named '' if `root` is not split."""
     if not root.is_dir():
         raise DataError(f"{root}: not a folder; give the folder of class folders with --root")
     for held_out in ("test", "val"):

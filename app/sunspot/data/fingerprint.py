@@ -11,7 +11,7 @@ SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """A short SHA-256 of some bytes, one after the other; each part's length counts too."""
+    """Return a short SHA-256 of some bytes, one after the other; each part's length counts too."""
     sha = hashlib.sha256()
     for part in parts:
         sha.update(b"%d " % len(part))
@@ -20,7 +20,7 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def digest_array(values: np.ndarray) -> str:
-    """A short SHA-256 of an array's values, whatever machine it is on."""
+    """Return a short SHA-256 of an array's values, whatever machine it is on."""
     little = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1)
     return digest(repr((values.dtype.kind, values.dtype.itemsize, values.shape)).encode(), little.view(np.uint8).data)
 

@@ -25,7 +25,7 @@ GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 
 
 def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
-    """uint8 [B, *shape] of a file: one image, or all B of an array [B, C, H, W].
+    """Read a file as uint8 [B, *shape]: one image, or all B of an array [B, C, H, W].
 
     Raises `SettingsError` naming the file, its content and what was expected.
     """
@@ -43,7 +43,7 @@ def read_images(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def decode_images(content: bytes, shape: tuple[int, int, int], place: str) -> np.ndarray:
-    """Like `read_images`, from bytes; `place` names them in messages."""
+    """Do as `read_images` for bytes; `place` names them in messages."""
     return _from_array(content, shape, place) if content.startswith(NPY_MAGIC) else _from_image(content, shape, place)
 
 
@@ -67,7 +67,7 @@ def _from_array(content: bytes, shape: tuple[int, int, int], place: str) -> np.n
 
 
 def _read_npy_header(content: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, whether in Fortran's order, dtype, and where the values begin; raises all kinds of errors."""
+    """Read shape, whether in Fortran's order, dtype, and where the values begin; raises all kinds of errors."""
     stream = io.BytesIO(content)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
     return (*read(stream), stream.tell())
@@ -100,7 +100,7 @@ def open_image(content: bytes) -> Any:
 
 
 def open_checked(source: Any, formats: tuple[str, ...] = FORMATS) -> Any:
-    """A Pillow image of one of `formats`, with its header read; raises all kinds of errors.
+    """Open a Pillow image of one of `formats`, and read its header; raises all kinds of errors.
 
     Also for one of more pixels than Pillow warns of: a small file may claim any number, and decoding would make them.
     """
@@ -131,7 +131,7 @@ def decode_bytes(content: bytes, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def to_pixels(image: Any, channels: int) -> np.ndarray:
-    """uint8 [C, H, W] of a Pillow image, as grey (1) or RGB (3)."""
+    """Turn a Pillow image into uint8 [C, H, W], as grey (1) or RGB (3)."""
     if image.mode[0] == "I":
         # 16 bits: Pillow's own conversion clips them to 255 instead of scaling.
         grey = (np.asarray(image, np.uint32) >> 8).astype(np.uint8)[None]
@@ -141,7 +141,7 @@ def to_pixels(image: Any, channels: int) -> np.ndarray:
 
 
 def fit_pixels(image: Any, channels: int, height: int, width: int) -> np.ndarray:
-    """uint8 [C, height, width] of a Pillow image: its central part of that form, scaled."""
+    """Scale the central part of a Pillow image to uint8 [C, height, width]."""
     from PIL import Image, ImageOps
 
     pixels = to_pixels(image, channels)
@@ -162,6 +162,6 @@ class Resized:
         return f"resized to {self.shape}"
 
     def __call__(self, stored: Any) -> np.ndarray:
-        """uint8 [C, H, W] of PNG or JPEG bytes, or of a dictionary that has them as `bytes`; raises all kinds."""
+        """Decode PNG or JPEG bytes, or a dictionary that has them as `bytes`, to uint8 [C, H, W]; raises all kinds."""
         content = stored["bytes"] if isinstance(stored, dict) else stored
         return fit_pixels(open_checked(io.BytesIO(content)), *self.shape)

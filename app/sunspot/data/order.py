@@ -63,7 +63,7 @@ class Steps:
         return first + begin, first + end
 
     def ranks(self, world_size: int, first: int, last: int) -> np.ndarray:
-        """The worker that takes each of the positions `first` .. `last` - 1, by `share`; int64 [last - first]."""
+        """Return which worker takes each position `first` .. `last` - 1, by `share`; int64 [last - first]."""
         positions = np.arange(first, last)
         steps = np.minimum(positions // self.batch, self.per_epoch - 1)
         begins = steps * self.batch
@@ -73,13 +73,13 @@ class Steps:
         return np.maximum(places // (size + 1), (places - longer) // size)
 
     def workers(self, world_size: int) -> int:
-        """How many workers, from rank 0, get rows in any step: all, unless the steps are small."""
+        """Return how many workers, from rank 0, get rows in any step: all, unless the steps are small."""
         rows = max(end - begin for begin, end in map(self.bounds, (0, self.per_epoch - 1)))
         return max(1, min(world_size, rows // MIN_ROWS))
 
 
 def share(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The slice of a step's `rows` rows that `rank` takes.
+    """Return the slice of a step's `rows` rows that `rank` takes.
 
     Shares differ by at most one row and have at least MIN_ROWS; if a step is too small for that, the last ranks get
     none.
@@ -101,7 +101,7 @@ def micro_batches(rows: int, limit: int) -> Iterator[slice]:
 
 @functools.cache
 def largest_pass(rows: int, world_size: int, limit: int) -> int:
-    """Rows of the largest forward pass that any worker makes in a step of `rows` rows."""
+    """Count the rows of the largest forward pass that any worker makes in a step of `rows` rows."""
     sizes = {end - begin for begin, end in (share(rows, world_size, rank) for rank in range(world_size))} - {0}
     # Not the largest share alone: cut into one part more, its parts may be smaller.
     return max(part.stop - part.start for size in sizes for part in micro_batches(size, limit))
@@ -135,7 +135,7 @@ class Order:
     window_rows: int
 
     def windows(self, epoch: int) -> list[ShuffleWindow]:
-        """The windows of an epoch (from 1), in order; together they cover the positions 0 .. rows - 1."""
+        """Return the windows of an epoch (from 1), in order; together they cover the positions 0 .. rows - 1."""
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.row_groups))
         windows: list[ShuffleWindow] = []
         groups: list[int] = []
@@ -151,7 +151,7 @@ class Order:
         return windows
 
     def permutation(self, epoch: int, window: ShuffleWindow, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-        """The rows of a window in the order they are visited, `dtype` [last - first].
+        """Return the rows of a window in the order they are visited, `dtype` [last - first].
 
         Rows are numbered through `window.groups` laid end to end; `locate_rows` finds them there.
         """
@@ -171,7 +171,7 @@ class Order:
 
 
 def run_order(loader: str, row_groups: Sequence[int], seed: int) -> Order:
-    """The order of a run by its LOADER: torch has all rows in memory, and permutes them as one window."""
+    """Return the order of a run by its LOADER: torch has all rows in memory, and permutes them as one window."""
     rows = sum(row_groups)
     return Order((rows,), seed, rows) if loader == "torch" else Order(tuple(row_groups), seed, WINDOW_ROWS)
 

@@ -79,7 +79,7 @@ class PackedSource:
 def open_packed(
     settings: Settings, columns: Mapping[str, Column], length: int
 ) -> tuple[PackedSource, PackedSource | None]:
-    """Like `open_table`, of columns with lists, as rows of `length` values; several columns are packed alike.
+    """Open a table like `open_table`, but pack lists into rows of `length` values; all columns are packed alike.
 
     All lists are read once, to count their values.
     """

@@ -33,7 +33,7 @@ def absolute(location: str) -> str:
 
 
 def join(location: str, name: str) -> str:
-    """The file `name` below `location`; `location` itself when `name` is empty."""
+    """Return the file `name` below `location`; `location` itself when `name` is empty."""
     return f"{location.rstrip('/')}/{name}" if name else location
 
 
@@ -63,7 +63,7 @@ def list_files(location: str) -> list[str]:
 
 
 def _list_saved(location: str, state: bytes) -> list[str]:
-    """The files of a dataset by the content of its STATE."""
+    """List the files of a saved dataset by the content of its STATE."""
     try:
         names = [str(file["filename"]) for file in json.loads(state)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -74,7 +74,7 @@ def _list_saved(location: str, state: bytes) -> list[str]:
 
 
 def split_folder(location: str, split: str) -> str:
-    """The folder of a split when `location` has folders `train` and `test`, else `location` itself."""
+    """Return the folder of a split when `location` has folders `train` and `test`, else `location` itself."""
     location = absolute(location)
     system, path = _file_system(location)
     with parquet_errors(location):
@@ -83,7 +83,7 @@ def split_folder(location: str, split: str) -> str:
 
 
 def open_file(path: str) -> pq.ParquetFile:
-    """A reader of its own for each call: readers have state, the open file below them has none."""
+    """Open a reader of its own for each call: readers have state, the open file below them has none."""
     kept = _keep_open(path)
     return pq.ParquetFile(kept.handle, metadata=kept.metadata, pre_buffer=True)
 
@@ -95,7 +95,7 @@ def file_size(path: str) -> int:
 
 
 def read_range(path: str, offset: int, length: int) -> bytes:
-    """Some bytes of a file."""
+    """Read some bytes of a file."""
     with parquet_errors(path):
         return bytes(_keep_handle(path).read_at(length, offset))
 
@@ -108,7 +108,7 @@ def forget_open_files() -> None:
 
 @contextlib.contextmanager
 def parquet_errors(path: str) -> Iterator[None]:
-    """Arrow's errors as ours. It raises OSError both for storage that fails and for damaged files."""
+    """Turn Arrow's errors into ours. It raises OSError both for storage that fails and for damaged files."""
     try:
         yield
     except FileNotFoundError as error:
@@ -141,7 +141,7 @@ def _keep_open(path: str) -> _OpenFile:
 
 
 def _file_system(location: str) -> tuple[fs.FileSystem, str]:
-    """The file system of a path or URL, and the path in it."""
+    """Return the file system of a path or URL, and the path in it."""
     if "://" not in location:
         return fs.LocalFileSystem(), location
     scheme, _, path = location.partition("://")
@@ -153,7 +153,7 @@ def _file_system(location: str) -> tuple[fs.FileSystem, str]:
 
 @lru_cache(maxsize=4)
 def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, authorities: str) -> fs.FileSystem:
-    """Arrow's S3 client for the usual AWS environment; it finds the credentials by itself."""
+    """Connect Arrow's S3 client by the usual AWS environment; it finds the credentials by itself."""
     scheme, _, host = (endpoint_s3 or endpoint).rpartition("://")
     return fs.S3FileSystem(
         region=region or default_region or "us-east-1",
@@ -168,7 +168,7 @@ def _s3(endpoint_s3: str, endpoint: str, region: str, default_region: str, autho
 
 @lru_cache(maxsize=4)
 def _google(emulator: str) -> fs.FileSystem:
-    """Arrow's client for Google Cloud Storage, with Application Default Credentials; an emulator wants none."""
+    """Connect Arrow's client for Google Cloud Storage with Application Default Credentials; an emulator wants none."""
     scheme, _, host = emulator.rpartition("://")
     return fs.GcsFileSystem(
         anonymous=bool(host),
@@ -180,7 +180,7 @@ def _google(emulator: str) -> fs.FileSystem:
 
 @lru_cache(maxsize=4)
 def _azure(connection: str, account: str, key: str) -> fs.FileSystem:
-    """Arrow's client for Azure Blob Storage; without a key it finds the identity by itself."""
+    """Connect Arrow's client for Azure Blob Storage; without a key it finds the identity by itself."""
     given = dict(pair.split("=", 1) for pair in connection.split(";") if "=" in pair)
     endpoint = urlsplit(given.get("BlobEndpoint", ""))
     where = {

@@ -52,7 +52,7 @@ class RoundPlanner:
     round_rows: int
 
     def __call__(self, start: pa.Table) -> Iterator[pa.Table]:
-        """A row for each round from `step` on: `epoch`, `first` and `last` position, `windows`, their groups' `starts`.
+        """Yield for each round from `step` on `epoch`, `first` and `last` position, `windows`, their groups' `starts`.
 
         A start is the id of a group's first row.
         """
@@ -73,7 +73,7 @@ class RoundPlanner:
             step += last - first
 
     def _rounds(self, epoch: int, first: int, last: int) -> Iterator[list[ShuffleWindow]]:
-        """The windows that hold the positions `first` .. `last` - 1, round by round."""
+        """Yield the windows that hold the positions `first` .. `last` - 1, round by round."""
         together: list[ShuffleWindow] = []
         for window in self.order.windows(epoch):
             if window.first < last and first < window.last:
@@ -110,7 +110,7 @@ class RoundReader:
                 yield {"_rank": np.array([rank]), **where, **part}
 
     def _read(self, given: dict[str, Any], places: np.ndarray) -> Columns:
-        """The rows of a round, each in its place."""
+        """Read the rows of a round, each into its place."""
         columns: Columns = {}
         for described, starts in zip(given["windows"], given["starts"], strict=True):
             window = ShuffleWindow(**described)
@@ -142,7 +142,7 @@ class PieceReader:
 
 
 def cut_evenly(row_groups: Sequence[int], world_size: int, rank: int) -> list[dict[str, int]]:
-    """The pieces of row groups, rows `first` .. `last` - 1 of a `group`, that `rank` evaluates: as many rows as others.
+    """Cut row groups into pieces, rows `first` .. `last` - 1 of a `group`, so that each rank evaluates as many rows.
 
     One worker takes neighbouring rows, so that most groups are read once, and a group of a million rows is shared.
     """
@@ -211,7 +211,7 @@ class RayLoader:
         self._left: Batch = {}
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); {} for a share without rows."""
+        """Yield this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); {} if it has no rows."""
         if not self._parts and self._rank < self._steps.workers(self._world_size):
             # In main memory: a part may have more rows than fit on a GPU beside the model.
             options = {"batch_size": None, "prefetch_batches": PREFETCH_PARTS, "pin_memory": self._pin}
@@ -223,13 +223,13 @@ class RayLoader:
             yield self._take(end - begin)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """This worker's part of the held-out rows, each row on exactly one worker."""
+        """Return this worker's part of the held-out rows, each row on exactly one worker."""
         assert self._test
         options = {"batch_size": batch_size, "prefetch_batches": PREFETCH_BATCHES, "pin_memory": self._pin}
         return iter(self._test.iter_torch_batches(device=self._device, **options))
 
     def _take(self, rows: int) -> Batch:
-        """The next `rows` rows of the stream, which runs through all epochs without a pause."""
+        """Take the next `rows` rows of the stream, which runs through all epochs without a pause."""
         if not rows:
             return {}
         while len(self._left["row"]) < rows:

@@ -50,12 +50,12 @@ class _Column(NamedTuple):
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def cut(self, pages: np.ndarray) -> np.ndarray:
-        """The column, at the beginning of some pages."""
+        """Return the column, at the beginning of some pages."""
         return np.frombuffer(pages, self.dtype, math.prod(self.shape)).reshape(self.shape)
 
 
 def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
-    """All rows of each source: a tensor for each column, not to be written to, with the row of id k at k.
+    """Load all rows of each source: a tensor for each column, not to be written to, with the row of id k at k.
 
     Raises like `Source.read`, and `DataError` if a node has too little memory.
     """

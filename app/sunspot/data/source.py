@@ -43,14 +43,14 @@ class Source(Protocol):
         """
 
     def read(self, group: int, rows: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """`image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.
+        """Read `image` (uint8 [n, C, H, W]) and, if the rows have labels, `label` (int64 [n]) of one row group.
 
         `rows` are positions in the group, in any order: only these are decoded, and they come back in that order.
         Thread-safe. The arrays may be read-only views. Raises `DataError` naming file and row, or `StorageError`.
         """
 
     def where(self, group: int, row: int) -> str:
-        """The file of a row and its position there, for messages."""
+        """Name the file of a row and its position there, for messages."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class DataPlan:
 
 
 def rows_in(source: Source) -> int:
-    """Rows of all groups."""
+    """Count the rows of all groups."""
     return sum(source.row_groups)
 
 
 def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
-    """The rows `first` .. `last` - 1 by their ids, with `row` (int64 [n]); raises like `Source.read`."""
+    """Read the rows `first` .. `last` - 1 by their ids, with `row` (int64 [n]); raises like `Source.read`."""
     starts = np.cumsum([0, *source.row_groups])
     parts = [
         source.read(group, np.arange(max(first, start), min(last, end)) - start)
@@ -96,7 +96,7 @@ def read_rows(source: Source, first: int, last: int) -> dict[str, np.ndarray]:
 
 
 def find_sources(settings: Settings, labelled: bool = True) -> tuple[Source, Source | None]:
-    """The training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
+    """Open the training rows and, if there are any, the held-out rows of DATASET and TEST_DATASET.
 
     Everything that can be checked before training is checked here. Raises `DataError` or `StorageError`. Unless
     `labelled`, Parquet may have no column `label`, and the labels of the two need not match.

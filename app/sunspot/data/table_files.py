@@ -27,7 +27,7 @@ class TableFile(Protocol):
         """The bytes of each column in each row group."""
 
     def read(self, columns: Sequence[str], group: int | None = None) -> pa.Table:
-        """Some columns of a row group, or of all."""
+        """Read some columns of a row group, or of all."""
 
 
 class ParquetTable:
@@ -81,7 +81,7 @@ class ArrowTable:
 
 
 def open_table_file(path: str) -> TableFile:
-    """A file of either kind, by its name; Parquet readers have state, so each call gets its own."""
+    """Open a file of either kind, by its name; Parquet readers have state, so each call gets its own."""
     return _map_arrow(path) if path.endswith(ARROW) else ParquetTable(path)
 
 

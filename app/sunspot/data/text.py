@@ -63,7 +63,7 @@ class TextSource:
 
 
 def open_text(dataset: str, context: int) -> tuple[TextSource, TextSource | None]:
-    """Training and held-out rows of a text, each of `context` + 1 bytes.
+    """Open the training and held-out rows of a text, each of `context` + 1 bytes.
 
     `dataset` is DATASET: 'sample' for Python's reference, or a file that all nodes see. Raises `DataError`.
     """
@@ -86,7 +86,7 @@ def _between(location: str, context: int, first: int, last: int) -> TextSource:
 
 @lru_cache(maxsize=1)
 def read_text(location: str) -> bytes:
-    """A whole text, read once per process."""
+    """Read a whole text, once per process."""
     if location == REFERENCE:
         from pydoc_data.topics import topics
 

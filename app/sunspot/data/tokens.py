@@ -31,7 +31,7 @@ class Tokenizer:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(content: bytes) -> Any:
-    """A `tokenizers.Tokenizer`, once in each process; raises `DataError`."""
+    """Load a `tokenizers.Tokenizer`, once in each process; raises `DataError`."""
     from tokenizers import Tokenizer as Tokens
 
     try:

@@ -38,7 +38,7 @@ class TorchLoader:
         self._ahead: tuple[int, Future[EpochShares]] | None = None
 
     def train(self, epoch: int, first: int, last: int) -> Iterator[Batch]:
-        """This worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); a share may have no rows."""
+        """Return this worker's share of the steps `first` .. `last` - 1 of an epoch (from 1); it may have no rows."""
         ahead, self._ahead = self._ahead, None
         shares = ahead[1].result() if ahead and ahead[0] == epoch else self._shuffle(epoch)
         # The next epoch's order takes seconds for many rows.
@@ -46,7 +46,7 @@ class TorchLoader:
         return self._batches(self._rows, shares.between(first, last))
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """This worker's part of the held-out rows, each row on exactly one worker."""
+        """Return this worker's part of the held-out rows, each row on exactly one worker."""
         mine = np.arange(self._rank, self._test_size, self._world_size)
         return self._batches(
             self._test, [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
@@ -97,7 +97,7 @@ class EpochShares:
         return cls(np.ascontiguousarray(alike), order[rest].copy(), range(steps.per_epoch))
 
     def between(self, first: int, last: int) -> "EpochShares":
-        """Those of the steps `first` .. `last` - 1."""
+        """Return the shares of the steps `first` .. `last` - 1."""
         return EpochShares(self._full, self._last, range(first, last))
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Selections(Dataset[Batch]):
     def __init__(
         self, rows: Batch, selections: list[np.ndarray] | EpochShares, device: torch.device | None = None
     ) -> None:
-        """`device` is where the rows are, if not in the memory of this process."""
+        """Take rows that are on `device`, if not in the memory of this process."""
         self._rows, self._selections, self._device = rows, selections, device
 
     def __len__(self) -> int:
@@ -129,15 +129,15 @@ class Selections(Dataset[Batch]):
 
 
 def fits_on(device: torch.device, size: int) -> bool:
-    """Whether so many bytes of rows belong on the device: on a GPU with room for them."""
+    """Tell whether so many bytes of rows belong on the device: on a GPU with room for them."""
     return device.type == "cuda" and size <= GPU_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def index_type(rows: int) -> type[np.signedinteger]:
-    """The smaller of two that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB."""
+    """Return the smaller of two that number so many rows: an order of 1e8 rows takes 0.4 GB or 0.8 GB."""
     return np.int32 if rows <= np.iinfo(np.int32).max else np.int64
 
 
 def load_rows(source: Source) -> Batch:
-    """All rows of a source in memory: a tensor for each column, and `row` with the row ids."""
+    """Load all rows of a source: a tensor for each column, and `row` with the row ids."""
     return {name: torch.from_numpy(column) for name, column in read_rows(source, 0, rows_in(source)).items()}

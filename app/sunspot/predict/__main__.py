@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def predict_files(settings: Settings, run: str, checkpoint: str, files: list[Path]) -> dict[str, Any]:
-    """The JSON document: the checkpoint, and for each image its file, index in it, class and probabilities."""
+    """Return the JSON document: the checkpoint, and of each image file, index, class and probabilities."""
     import numpy as np
 
     from sunspot.data.images import read_images

@@ -37,7 +37,7 @@ def model_worker(
     resources: Mapping[str, float] | None = None,
     limit_s: float = START_S,
 ) -> Iterator[Any]:
-    """A `ModelWorker` with its model loaded; it ends with the context, and so does Ray if it was started here.
+    """Start a `ModelWorker` with its model; it ends with the context, and so does Ray if it was started here.
 
     It gets `resources`, by default one core, and a GPU if Ray has one and `use_gpu` allows it. Raises what `Classifier`
     raises, and `GaveUpError` if it is not ready after `limit_s`.
@@ -59,7 +59,7 @@ def model_worker(
 
 
 def wants_gpu(use_gpu: str) -> bool:
-    """Whether to request a GPU from Ray, which would wait for ever for one that it does not have."""
+    """Tell whether to request a GPU from Ray, which would wait for ever for one that it does not have."""
     available = ray.cluster_resources().get("GPU", 0) >= 1
     if use_gpu == "true" and not available:
         raise SettingsError(f"{PREFIX}USE_GPU=true: Ray has no GPU here; set it to auto")
@@ -67,7 +67,7 @@ def wants_gpu(use_gpu: str) -> bool:
 
 
 def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
-    """The result of a worker's method; raises the worker's `SunspotError`, or one that says what happened to it."""
+    """Wait for a worker's result; raises the worker's `SunspotError`, or one that says what happened to it."""
     try:
         return ray.get(reference, timeout=limit_s)
     except ray.exceptions.GetTimeoutError as error:
@@ -77,7 +77,7 @@ def get_result(reference: Any, limit_s: float | None, what: str) -> Any:
 
 
 def absolute_path(location: str, name: bool = True) -> str:
-    """A local path made absolute, as workers may run in another directory; with `name`, only if it has a '/'."""
+    """Make a local path absolute, as workers may run in another directory; with `name`, only if it has a '/'."""
     is_path = "://" not in location and ("/" in location or not name)
     return str(local_path(location)) if is_path else location
 

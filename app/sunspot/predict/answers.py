@@ -9,7 +9,7 @@ from sunspot.tasks import load_task
 
 
 def answer_prompts(settings: Settings, run: str, checkpoint: str, prompts: list[str], tokens: int) -> dict[str, Any]:
-    """The JSON document: the checkpoint, and the answer to each prompt, of at most so many tokens.
+    """Answer prompts; returns the JSON document: the checkpoint, and each answer, of at most so many tokens.
 
     Raises like `open_checkpoint`, `SettingsError` for a task without `answer`, and `ConflictError` if the weights do
     not fit the model that the task builds.

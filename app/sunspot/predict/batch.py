@@ -72,7 +72,7 @@ class OutputFile(NamedTuple):
 
 
 def read_part(part: dict[str, np.ndarray], source: Source) -> dict[str, np.ndarray]:
-    """The rows of one part; runs in Ray Data's tasks."""
+    """Read the rows of one part; runs in Ray Data's tasks."""
     return read_rows(source, int(part["first"][0]), int(part["last"][0]))
 
 
@@ -126,7 +126,7 @@ def predict_dataset(
 
 
 def choose_rows(settings: Settings, model: ModelCheckpoint, split: str | None) -> tuple[Source, str]:
-    """The rows to predict, and their split; raises `SettingsError` if there are none, or they do not fit the model."""
+    """Choose the rows to predict, and their split; raises `SettingsError` if none fit the model."""
     train, test = find_sources(settings, labelled=False)
     split = split or ("test" if test else "train")
     source = test if split == "test" else train
@@ -173,7 +173,7 @@ def open_output(
 def predict_parts(
     source: Source, model: ModelCheckpoint, settings: Settings, parts: Sequence[OutputFile], workers: int
 ) -> ray.data.Dataset:
-    """The predictions of the parts, a block for each, in any order; lazy."""
+    """Predict the parts, a block for each, in any order; lazy."""
     cluster = ray.cluster_resources()
     gpu = wants_gpu(settings.use_gpu)
     cores = cluster.get("CPU", 0.0)
@@ -215,7 +215,7 @@ def write_parts(storage: Storage, predictions: ray.data.Dataset, parts: Sequence
 
 
 def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
-    """The dataset's blocks, with Ray's errors turned into ours."""
+    """Yield the dataset's blocks, with Ray's errors turned into ours."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     try:
@@ -229,7 +229,7 @@ def _tables(predictions: ray.data.Dataset) -> Iterator[pa.Table]:
 
 
 def count_correct(storage: Storage, parts: Sequence[OutputFile]) -> tuple[bool, int]:
-    """Whether the rows have labels, and how many predictions are correct; raises `DamageError` for a bad file."""
+    """Count correct predictions, and tell whether the rows have labels; raises `DamageError` for a bad file."""
 
     def count(part: OutputFile) -> int | None:
         try:

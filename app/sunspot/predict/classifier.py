@@ -60,7 +60,7 @@ class Classifier:
         self._model = restore_model(loaded).to(self._device).eval()
 
     def describe(self) -> dict[str, Any]:
-        """The checkpoint's `name`, `step` and `metrics`; the `shape` of an image, [C, H, W]; the number of `classes`;
+        """Return the checkpoint's `name`, `step`, `metrics`; the `shape` of an image, [C, H, W]; how many `classes`;
         the model's `device`; and `warnings` about checkpoints that were skipped.
         """
         names = ("name", "step", "metrics", "shape", "classes", "warnings")
@@ -68,7 +68,7 @@ class Classifier:
 
     @torch.inference_mode()
     def predict(self, images: Images) -> tuple[np.ndarray, np.ndarray]:
-        """The most probable class of each image, int64 [B], and the probabilities of all classes, float32 [B, classes].
+        """Return the most probable class of each image, int64 [B], and all probabilities, float32 [B, classes].
 
         One image is a batch of one. No forward pass is larger than those of the run, and its precision is theirs.
         Raises `SettingsError` for images that the model does not take.
@@ -91,7 +91,7 @@ class Classifier:
         return scores
 
     def _as_batch(self, images: Images) -> torch.Tensor:
-        """uint8 [B, C, H, W]; raises `SettingsError`."""
+        """Return uint8 [B, C, H, W]; raises `SettingsError`."""
         if isinstance(images, (str, os.PathLike)):
             images = [images]
         if isinstance(images, Sequence) and images:
@@ -111,7 +111,7 @@ class Classifier:
 
 
 def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
-    """The `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
+    """Open the `checkpoint` ('newest', 'best' or a name) of `run` below `storage`, or the one in a directory.
 
     A directory is a path or URL with a '/', given as either of the two. Nothing is unpickled before all files match the
     size and SHA-256 in the manifest, and then only tensors and plain values are.
@@ -142,14 +142,14 @@ def open_checkpoint(run: str, checkpoint: str, storage: str) -> ModelCheckpoint:
 
 
 def restore_model(loaded: ModelCheckpoint) -> torch.nn.Module:
-    """The model of a checkpoint, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
+    """Build a checkpoint's model, on the CPU. Raises `ConflictError` if the weights do not fit what the task builds."""
     model = load_task(loaded.settings).build_model(loaded.settings, EmptySource(loaded.shape, loaded.classes))
     load_weights(model, load_model(loaded.run, loaded.checkpoint), loaded.checkpoint.name)
     return model
 
 
 def choose_device(use_gpu: str) -> torch.device:
-    """This process's GPU, or the CPU if it has none or USE_GPU is 'false'. Raises `SettingsError`."""
+    """Choose this process's GPU, or the CPU if it has none or USE_GPU is 'false'. Raises `SettingsError`."""
     if use_gpu != "false" and torch.cuda.is_available():
         return torch.device("cuda")
     if use_gpu == "true":

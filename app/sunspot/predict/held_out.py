@@ -108,7 +108,7 @@ def predict_held_out(plan: Plan, run: Run, checkpoint: Checkpoint, rows: int) ->
 
 
 def read_parts(source: Source, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """The first rows, in parts."""
+    """Yield the first rows, in parts."""
     each = max(1, min(READ_ROWS, READ_BYTES // math.prod(source.shape)))
     for first in range(0, rows, each):
         yield read_rows(source, first, min(first + each, rows))
@@ -169,7 +169,7 @@ class Summary:
 
 
 def sample_rows(source: Source) -> list[Example]:
-    """Training rows from SAMPLE_PLACES places."""
+    """Read training rows from SAMPLE_PLACES places."""
     rows = rows_in(source)
     each = min(MAX_SAMPLES // SAMPLE_PLACES, max(1, rows // SAMPLE_PLACES))
     firsts = {int(first) for first in np.linspace(0, max(0, rows - each), SAMPLE_PLACES)}
@@ -182,7 +182,7 @@ def sample_rows(source: Source) -> list[Example]:
 
 
 def to_png(image: np.ndarray) -> bytes:
-    """A PNG of uint8 [C, H, W], shrunk to MAX_PIXELS if larger."""
+    """Encode uint8 [C, H, W] as PNG, shrunk to MAX_PIXELS if larger."""
     picture = Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0))
     picture.thumbnail((MAX_PIXELS, MAX_PIXELS))
     content = io.BytesIO()

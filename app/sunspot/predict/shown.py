@@ -64,7 +64,7 @@ def save_exhibit(plan: Plan, run: Run, checkpoint: Checkpoint, driver: str = "")
 
 
 def show(plan: Plan, run: str, checkpoint: str) -> list[Exhibit]:
-    """What the task shows of a checkpoint's model; runs in a task of Ray's."""
+    """Return what the task shows of a checkpoint's model; runs in a task of Ray's."""
     settings = plan.settings
     device = choose_device("auto")
     model = restore_model(open_checkpoint(run, checkpoint, settings.storage_path)).to(device).eval()
@@ -76,7 +76,7 @@ def show(plan: Plan, run: str, checkpoint: str) -> list[Exhibit]:
 
 
 def to_parts(found: Any) -> list[Exhibit]:
-    """The parts of what a task's `show` has returned, cut to the limits; raises `SettingsError` for anything else."""
+    """Return the parts of what a task's `show` returned, cut to the limits; raises `SettingsError` if it has none."""
     if not isinstance(found, Mapping):
         raise SettingsError(
             f"show returned a {type(found).__name__}; return a dict of texts, numbers, tables and images by title"

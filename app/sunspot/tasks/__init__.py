@@ -29,14 +29,14 @@ class Task(Protocol):
     """The functions of a task module. `settings.task_args` holds its own hyperparameters."""
 
     def build_model(self, settings: Settings, source: Source) -> torch.nn.Module:
-        """The model, on the CPU, initialized with torch's default generator.
+        """Build the model, on the CPU, initialized with torch's default generator.
 
         For a loop that calls several models: these in an `nn.ModuleDict` or `nn.ModuleList`.
         """
         ...
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """The loss of each row, float [B], and any further metrics of each row by name, [B].
+        """Return the loss of each row, float [B], and any further metrics of each row by name, [B].
 
         Per row, so that means over all workers are exact even if their shares differ.
         """
@@ -46,18 +46,18 @@ class Task(Protocol):
     # needs no `loss`; if it has one, held-out rows are evaluated by it.
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """The optimizer, with each group at its peak learning rate; or a dict of several, which are made one."""
+        """Build the optimizer, with each group at its peak learning rate; or a dict of several, which are made one."""
         ...
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """The factor on the learning rates at optimizer step 0 .. total_steps - 1.
+        """Return the factor on the learning rates at optimizer step 0 .. total_steps - 1.
 
         Or `build_scheduler(optimizer, settings, total_steps)` returns a scheduler of PyTorch's that has it.
         """
         ...
 
     def train(self, run: "TrainingRun") -> None:
-        """The loop over all steps, in the place of ours (sunspot/train/loop.py)."""
+        """Loop over all steps, in the place of ours (sunspot/train/loop.py)."""
         ...
 
     # augment_row(row) -> the columns of a training row that it changes; other random numbers are seeded for each row.
@@ -94,7 +94,7 @@ class TrainingRun(Protocol):
         ...
 
     def batches(self) -> Iterator[Batch]:
-        """This worker's rows of each step, from `position` until the run ends or stops, which may be in any step.
+        """Yield this worker's rows of each step, from `position` until the run ends or stops, which may be in any step.
 
         Before each, the random number generators are seeded by the step, and the rates set by the schedule. All
         workers get as many batches, and must make as many passes.
@@ -102,7 +102,7 @@ class TrainingRun(Protocol):
         ...
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        """A batch cut into parts of at most MICRO_BATCH_SIZE rows, each with its `weight`; to make one pass of each.
+        """Cut a batch into parts of at most MICRO_BATCH_SIZE rows, each with its `weight`; to make one pass of each.
 
         Gradients are averaged over the workers with the last.
         """
@@ -121,7 +121,7 @@ class TrainingRun(Protocol):
         ...
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, Batch]:
-        """What `loss` of the task returns, in a `forward`; compiled as COMPILE says."""
+        """Return what `loss` of the task returns, in a `forward`; compiled as COMPILE says."""
         ...
 
     def log(self, values: Batch) -> None:
@@ -145,7 +145,7 @@ Predict = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
 def load_predict(settings: Settings) -> Predict:
-    """The task's `predict`; raises `SettingsError` if it defines none."""
+    """Import the task's `predict`; raises `SettingsError` if it defines none."""
     task = load_task(settings)
     predict: Predict | None = getattr(task, "predict", None)
     if predict is None:

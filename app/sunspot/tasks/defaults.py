@@ -31,7 +31,7 @@ MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:
-    """What the module of a task defines, and the defaults for the rest; raises `SettingsError` as `refuse_unused`."""
+    """Complete what the module of a task defines by defaults; raises `SettingsError` as `refuse_unused`."""
     scheduled = {"schedule"} if hasattr(module, "build_scheduler") else set()
     refuse_unused(settings, own=READ_BY.keys() & vars(module).keys() | scheduled)
     if scheduled & vars(module).keys():
@@ -79,13 +79,13 @@ def build_empty_optimizer(learning_rate: float) -> torch.optim.Optimizer:
 
 
 def build_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW with WEIGHT_DECAY on matrices, and none on norms and biases."""
+    """Build AdamW with WEIGHT_DECAY on matrices, and none on norms and biases."""
     groups = decay_matrices(model, settings.weight_decay)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=fused_on_gpu(model))
 
 
 def decay_matrices(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's groups of what trains: matrices with this decay, norms and biases with none; no empty group."""
+    """Group what trains: matrices with this decay, norms and biases with none; no empty group."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [each for each in parameters if each.ndim > 1], "weight_decay": weight_decay},
@@ -102,7 +102,7 @@ def fused_on_gpu(model: torch.nn.Module) -> bool | None:
 def schedule_from_scheduler(
     build_scheduler: Callable[..., LRScheduler], settings: Settings
 ) -> Callable[[int, int], float]:
-    """The `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
+    """Make the `schedule` of a task that builds a scheduler of PyTorch's, with an optimizer of its own.
 
     So its state is a function of the step, and nothing has to be stored. Of what it changes, only the rate counts. One
     that cannot be asked for a step (`can_jump`) is played through from the first. Raises `SettingsError`, when it is
@@ -138,7 +138,7 @@ def schedule_from_scheduler(
 
 
 def can_jump(scheduler: LRScheduler) -> bool:
-    """Whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
+    """Tell whether a scheduler can be asked for the rate of any step, and answers as if it had taken all before."""
     if type(scheduler) is SequentialLR:
         return all(can_jump(part) and not isinstance(part, MAKERS_OF_RATES) for part in scheduler._schedulers)
     return type(scheduler) in OF_STEP
@@ -157,7 +157,7 @@ def jump(scheduler: LRScheduler, step: int) -> None:
 
 
 def learning_rate_factor(settings: Settings, step: int, total_steps: int) -> float:
-    """WARMUP_STEPS up to the peak, then as SCHEDULE says: down to 0 just after the last step, or constant."""
+    """Rise over WARMUP_STEPS to the peak, then go as SCHEDULE says: down to 0 just after the last step, or constant."""
     warmup = settings.warmup_steps
     if warmup < 1:
         warmup = math.ceil(warmup * total_steps)

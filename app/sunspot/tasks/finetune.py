@@ -134,7 +134,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """Cross-entropy in nats: of a text's class, or the mean over a row's tokens but the first of each text."""
+    """Return the cross-entropy, in nats, of a text's class, or the mean over a row's tokens but each text's first."""
     tokens, lengths = batch["tokens"].long(), batch["tokens_length"]
     there = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     if "label" in batch:
@@ -152,7 +152,7 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 @torch.inference_mode()
 def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
-    """The easiest and the hardest of the rows; of a language model the perplexity, too, and how it writes on."""
+    """Show the easiest and the hardest rows; of a language model the perplexity, too, and how it writes on."""
     decode = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes()).decode
     starts = range(0, len(rows["tokens"]), ROWS_AT_ONCE)
     parts = [{name: column[start : start + ROWS_AT_ONCE] for name, column in rows.items()} for start in starts]
@@ -171,7 +171,7 @@ def show(model: FineTuned, rows: Batch) -> dict[str, Any]:
 
 
 def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """What makes a checkpoint a directory of peft's, or with WEIGHTS=safetensors of transformers'."""
+    """Return what makes a checkpoint a directory of peft's, or with WEIGHTS=safetensors of transformers'."""
     if not model.adapted:
         return {"config.json": model.config.to_json_string().encode(), **model.base.tokenizer_files()}
     from peft import get_peft_model_state_dict
@@ -191,7 +191,7 @@ def checkpoint_files(model: FineTuned, state: dict[str, torch.Tensor]) -> dict[s
 
 @torch.inference_mode()
 def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
-    """How the text of each prompt goes on, by at most so many of the most probable tokens; or its class."""
+    """Continue the text of each prompt by at most so many of the most probable tokens; or return its class."""
     tokenizer = load_tokenizer((model.base.folder / "tokenizer.json").read_bytes())
     device = next(model.parameters()).device
     answers = []
@@ -210,7 +210,7 @@ def answer(model: FineTuned, prompts: list[str], tokens: int) -> list[str]:
 
 
 def read_arguments(settings: Settings) -> dict[str, Any]:
-    """TASK_ARGS with the defaults filled in; raises `SettingsError`."""
+    """Read TASK_ARGS with the defaults filled in; raises `SettingsError`."""
     given = {**DEFAULTS, **settings.task_args}
     wrong = [
         f"{name}={value!r}"
@@ -252,7 +252,7 @@ def _load(base: Base, arguments: dict[str, Any], classes: int, dtype: torch.dtyp
 
 
 def refuse_base(base: Base, problem: str) -> SettingsError:
-    """The error of a base that is no use."""
+    """Return the error of a base that is no use."""
     return SettingsError(
         f"{PREFIX}TASK_ARGS: base={base.location!r}: {problem}; give a model that transformers has saved whole"
     )

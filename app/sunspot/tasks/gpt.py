@@ -50,7 +50,7 @@ class GPT(nn.Module):
             self.head.weight = self.byte.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """int64 [B, T] to float [B, T, vocabulary]."""
+        """Turn int64 [B, T] into float [B, T, vocabulary]."""
         stream = self.byte(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
             stream = block(stream)
@@ -100,7 +100,7 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
-    """The perplexity, for each byte, of the rows; the easiest and the hardest of them."""
+    """Show the perplexity of the rows, for each byte, and the easiest and the hardest of them."""
     losses, _ = loss(model, rows)
     texts = [bytes(text).decode(errors="replace") for text in rows["text"].tolist()]
     return {
@@ -110,7 +110,7 @@ def show(model: nn.Module, rows: Batch) -> dict[str, Any]:
 
 
 def read_sizes(settings: Settings) -> dict[str, Any]:
-    """TASK_ARGS with the defaults filled in; raises `SettingsError` if they make no model."""
+    """Read TASK_ARGS with the defaults filled in; raises `SettingsError` if they make no model."""
     sizes = {**DEFAULTS, **settings.task_args}
     wrong = [
         f"{name}={value!r}"

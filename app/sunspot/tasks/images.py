@@ -30,5 +30,5 @@ def loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, C, H, W] to float32 from -1 to 1: mean 0.5, standard deviation 0.5. Runs on the images' device."""
+    """Turn uint8 [B, C, H, W] into float32 from -1 to 1: mean and deviation 0.5. Runs on the images' device."""
     return images.float().div_(127.5).sub_(1)

@@ -56,7 +56,7 @@ class KerasModule(torch.nn.Module):
         self._learn = tf.function(lambda *batch: self._strategy.run(self._take_step, batch), reduce_retracing=True)
 
     def take_step(self, batch: Batch, learning_rate: float, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """An optimizer step, with all workers: the gradient is that of the sum of the rows' losses times `weight`.
+        """Take an optimizer step, with all workers: the gradient is that of the sum of the rows' losses times `weight`.
 
         Returns the losses, [B], and the outputs.
         """
@@ -79,7 +79,7 @@ class KerasModule(torch.nn.Module):
         return to_torch(self._score(inputs_of(batch)))
 
     def losses(self, batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
-        """The loss of each row, [B]."""
+        """Return the loss of each row, [B]."""
         return to_torch(self._loss(batch["label"].numpy(force=True), outputs.numpy()))
 
     def get_extra_state(self) -> dict[str, list[torch.Tensor]]:
@@ -107,7 +107,7 @@ class KerasTask:
         refuse_given(settings, WITHOUT_USE, "has a Keras model, which does not read it; leave it out")
 
     def __getattr__(self, name: str) -> Any:
-        """`find_sources`, if the module has it."""
+        """Return `find_sources`, if the module has it."""
         return getattr(self._module, name)
 
     def find_library(self, settings: Settings, source: Source) -> str:
@@ -115,7 +115,7 @@ class KerasTask:
         return "tensorflow"
 
     def build_model(self, settings: Settings, source: Source) -> KerasModule:
-        """The same on all workers; raises `SettingsError` for what is no compiled model."""
+        """Build the same model on all workers; raises `SettingsError` for what is no compiled model."""
         keras.utils.set_random_seed(settings.seed)
 
         def build() -> keras.Model:
@@ -130,11 +130,11 @@ class KerasTask:
         return KerasModule(build)
 
     def build_optimizer(self, model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        """None: Keras has its own."""
+        """Build nothing: Keras has its own."""
         return build_empty_optimizer(settings.learning_rate)
 
     def train(self, run: TrainingRun) -> None:
-        """The loop over all steps."""
+        """Loop over all steps."""
         for batch in run.batches():
             learning_rate = run.optimizer.param_groups[0]["lr"]
             losses, outputs = run.model.take_step(batch, learning_rate, run.weight / run.world_size)
@@ -150,7 +150,7 @@ class KerasTask:
         return scores
 
     def checkpoint_files(self, model: KerasModule, state: Mapping[str, Any]) -> dict[str, bytes]:
-        """The model as `keras.models.load_model` reads it."""
+        """Return the model as `keras.models.load_model` reads it."""
         copy = keras.models.clone_model(model.keras)
         for variable, value in zip(copy.variables, state["_extra_state"]["model"], strict=True):
             variable.assign(value.numpy())
@@ -161,7 +161,7 @@ class KerasTask:
 
 @functools.cache
 def join_workers() -> tf.distribute.Strategy:
-    """How TensorFlow trains in this process: with the workers that Ray's TensorflowTrainer tells of, or alone."""
+    """Have TensorFlow train with the workers that Ray's TensorflowTrainer tells of, or alone."""
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     tf.config.experimental.enable_op_determinism()
     if "TF_CONFIG" in os.environ:
@@ -170,7 +170,7 @@ def join_workers() -> tf.distribute.Strategy:
 
 
 def inputs_of(batch: Batch) -> Any:
-    """All columns but `row` and `label`: one as an array, several by name; images are [B, H, W, C] to Keras."""
+    """Return all columns but `row` and `label`: one as an array, several by name; images are [B, H, W, C] to Keras."""
     columns = {name: column.numpy(force=True) for name, column in batch.items() if name not in ("row", "label")}
     if "image" in columns:
         columns["image"] = columns["image"].transpose(0, 2, 3, 1)
@@ -178,10 +178,10 @@ def inputs_of(batch: Batch) -> Any:
 
 
 def rate(outputs: torch.Tensor, batch: Batch) -> Batch:
-    """The accuracy of scores."""
+    """Return the accuracy of scores."""
     return {"accuracy": outputs.argmax(1) == batch["label"].cpu()} if outputs.ndim > 1 else {}
 
 
 def to_torch(tensor: tf.Tensor) -> torch.Tensor:
-    """A copy."""
+    """Copy an array to a tensor."""
     return torch.tensor(np.asarray(tensor))

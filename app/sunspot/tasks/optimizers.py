@@ -25,7 +25,7 @@ class Optimizers(torch.optim.Optimizer):
         return self._named[name]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step of each."""
+        """Take a step of each."""
         for each in self._named.values():
             each.step()
 
@@ -37,5 +37,5 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that take the steps of this one: itself, or those that it consists of."""
+    """Return the optimizers that take the steps of this one: itself, or those that it consists of."""
     return list(optimizer._named.values()) if isinstance(optimizer, Optimizers) else [optimizer]

@@ -51,7 +51,7 @@ class Base:
         return content
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """What a checkpoint takes over from it, so that it is a whole model."""
+        """Return what a checkpoint takes over from it, so that it is a whole model."""
         names = [file.name for file in self.folder.iterdir() if file.suffix in SUFFIXES and file not in self.weights]
         left = ("config.json", "adapter_config.json")
         kept = sorted(name for name in names if name not in left and not name.endswith(".safetensors.index.json"))
@@ -60,7 +60,7 @@ class Base:
 
 @lru_cache(maxsize=2)
 def open_base(location: str) -> Base:
-    """The model at a path, a URL or a name of the hub, fetched once for each machine; raises `SettingsError`."""
+    """Open the model at a path, a URL or a name of the hub, fetched once for each machine; raises `SettingsError`."""
 
     def refuse(problem: str) -> SettingsError:
         return SettingsError(
@@ -91,7 +91,7 @@ def open_base(location: str) -> Base:
 
 
 def _download(location: str, refuse: Callable[[str], SettingsError]) -> Path:
-    """A copy of a directory in a bucket; of another listing, another copy."""
+    """Copy a directory of a bucket; another listing gets another copy."""
     storage = open_storage(location)
     entries = [entry for entry in storage.list("") if "/" not in entry.key and entry.key.endswith(SUFFIXES)]
     if not entries:

@@ -9,7 +9,7 @@ SHOWN = 5
 
 
 def by_loss(losses: torch.Tensor, **columns: list[Any]) -> list[dict[str, Any]]:
-    """The easiest and the hardest rows of a table, each with its loss; `losses` are float [rows]."""
+    """Return the easiest and the hardest rows of a table, each with its loss; `losses` are float [rows]."""
     order = losses.argsort().tolist()
     chosen = dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])
     return [

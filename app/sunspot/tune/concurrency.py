@@ -18,7 +18,7 @@ Allocation = tuple[int, tuple[Settings, ...], str]
 
 
 def await_nodes(trials: tuple[Settings, ...], observe: Callable[[], tuple[dict[str, float], int]]) -> Allocation:
-    """What `allocate` returns for the cluster that `observe` returns: its resources and its number of nodes.
+    """Wait for nodes, and return what `allocate` does for the resources and number of nodes that `observe` returns.
 
     On Kubernetes, a restarted driver may be there before the nodes are back: wait for them.
     """

@@ -57,7 +57,7 @@ def print_trial(search: Search, number: int, error: str) -> None:
 
 
 def collect_results(search: Search, progress: Progress) -> Results:
-    """The results of all trials, read from their runs; raises `StorageError`."""
+    """Read the results of all trials from their runs; raises `StorageError`."""
     settings = search.settings
     trials = map_parallel(
         lambda number: _read_trial(search, number, progress.errors.get(number, "")), range(1, settings.trials + 1)

@@ -176,7 +176,7 @@ class SearchMonitor:
         self.superseded: SupersededError | None = None
 
     def update(self) -> None:
-        """A periodic task; raises `StorageError`."""
+        """Write the status; called periodically. Raises `StorageError`."""
         try:
             ensure_owner(self._run, self._attempt)
         except SupersededError as error:

@@ -102,7 +102,7 @@ def run_trials(
 def run_trial(
     config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: ControlClient
 ) -> None:
-    """A trial for Tune: train its run, and report its history, old and new."""
+    """Run a trial for Tune: train its run, and report its history, old and new."""
     print_logs()
     settings = trials[config["trial"] - 1]
     run = open_run(settings.storage_path, settings.run_name)
@@ -140,7 +140,7 @@ def _train(settings: Settings, identity: Sequence[str], owner: str, stop_request
 
 
 def has_ended(run: Run, settings: Settings) -> bool:
-    """Whether nothing is left to train: a driver would only count another start without a new checkpoint."""
+    """Tell whether nothing is left to train: a driver would only count another start without a new checkpoint."""
     status = read_status(run)
     if status and status.state is RunState.STOPPED:
         return stop_requested(run)
@@ -165,7 +165,7 @@ class HistoryReplay:
         "Those of the history that have been read: a long run has many."
 
     def new(self) -> list[dict[str, float]]:
-        """The results since the last call; a small listing and a read if there are none."""
+        """Return the results since the last call; a small listing and a read if there are none."""
         status = read_status(self._run)
         if not status or not status.total_steps or status.time == self._status_time:
             return []
@@ -188,7 +188,7 @@ class HistoryReplay:
         return found
 
     def _score(self) -> float:
-        """The metric since the last result: the mean over its rows, as a record may be of one step; a test's newest."""
+        """Return the metric since the last result: a test's newest, or else the mean over the rows."""
         rows = sum(rows for rows, _ in self._values)
         if self._metric.startswith(HELD_OUT) or not rows:
             return self._values[-1][1]
@@ -246,7 +246,7 @@ class StoppingAsha(DropOnPickle, ASHAScheduler):
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """The trial has ended, with or without an error."""
+        """Note that the trial has ended, with or without an error."""
         self._ended(trial, result.get(ERROR, ""))
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
@@ -278,5 +278,5 @@ class StopWhenIdle(DropOnPickle, tune.Stopper):
         return False
 
     def stop_all(self) -> bool:
-        """Whether to end Tune."""
+        """Tell whether to end Tune."""
         return self._stopped() and not self._scheduler.running
