@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import time
 import uuid
@@ -21,6 +22,7 @@ import sunspot.train.worker
 from sunspot.background import Background
 from sunspot.data.order import Steps
 from sunspot.elastic.claim import Start
+from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.restore import State
 from sunspot.errors import SettingsError
@@ -240,6 +242,21 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
     with pytest.raises(SettingsError), setup.join_run(config):
         pytest.fail("it went on")
     assert seen == [True, True]
+
+
+def test_the_driver_hears_what_a_worker_is_warned_of(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def agree_on_start(*_: object) -> Any:
+        logging.getLogger("sunspot.storage").warning("no answer from storage for 31 s")
+        raise SettingsError("far enough")
+
+    monkeypatch.setattr(setup, "agree_on_start", agree_on_start)
+    with pytest.raises(SettingsError), setup.join_run(config):
+        pytest.fail("it went on")
+    logging.getLogger("sunspot.storage").warning("after the run")
+    assert config["control"].ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
+    assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, "and its own log has it"
 
 
 class SlowStorage(LocalStorage):
