@@ -125,7 +125,7 @@ class Ours:
         """By cluster and storage."""
         snapshot = self._access.observe()
         state, reason = snapshot.state()
-        known = state.terminal and not snapshot.cluster_trouble and not snapshot.storage_trouble
+        known = state.terminal and not snapshot.cluster.trouble and not snapshot.storage.trouble
         return f"{state}, {reason}" if known else ""
 
     def rank0(self) -> str:
@@ -137,7 +137,7 @@ class Ours:
         from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs, stop_run
 
         stop_run(self._access, timeout=300)
-        if not delete_jobs(self._cluster, self._access.observe().jobs, GONE_WITHIN_S):
+        if not delete_jobs(self._cluster, self._access.observe().cluster.jobs, GONE_WITHIN_S):
             raise GaveUpError(f"the pods of {self.job} are still there after {GONE_WITHIN_S:.0f} s")
 
 

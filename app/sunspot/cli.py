@@ -65,7 +65,7 @@ def _refuse_windows() -> None:
 
 
 def make_parser(load: bool = True) -> argparse.ArgumentParser:
-    """The parser of the whole command. Without `load`, a verb gets its arguments when it is used, not at once."""
+    """Make the parser of the whole command. Without `load`, a verb gets its arguments when it is used, not at once."""
     parser = _Parser("sunspot", description="Ray Train on Kubernetes spot GPUs.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     groups = {"": parser.add_verbs()}

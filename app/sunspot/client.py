@@ -73,7 +73,7 @@ class Run:
         return f"Run({self._target.run!r}, storage={self._target.storage!r})"
 
     def status(self) -> dict[str, Any]:
-        """Where it stands, from cluster and storage or the one that answers: what `sunspot status --json` prints."""
+        """Say where it stands, by cluster and storage or the one that answers: what `sunspot status --json` prints."""
         access = reach_run(self._target)
         record = summarize(access, *gather(access))
         return {**record, "state": record["state"].value}
@@ -96,19 +96,19 @@ class Run:
         print_state(access.run, *stop_run(access, timeout), as_json=False)
 
     def metrics(self) -> pyarrow.Table:
-        """The metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
+        """Read the metric history, oldest first, with the numbers of each rank (`ranks`) as lists of structs.
 
         `.to_pandas()` makes it a DataFrame.
         """
         return to_table(with_ranks(self._stored()))
 
     def logs(self, rank: int | None = None, previous: bool = False) -> str:
-        """What the driver, or a worker by its rank, has printed; with `previous`, the start before the newest."""
+        """Read what the driver, or a worker by its rank, has printed; with `previous`, the start before the newest."""
         run = self._stored()
         return read_stream(run, find_stream(run, rank, previous)).decode(errors="replace")
 
     def predict(self, images: Images, checkpoint: str = "newest") -> tuple[np.ndarray, np.ndarray]:
-        """The class of each image, int64 [B], and the probabilities of all, float32 [B, classes], computed here.
+        """Predict here the class of each image, int64 [B], and the probabilities of all, float32 [B, classes].
 
         Images are uint8 [C, H, W] or [B, C, H, W], or names of files; a checkpoint is newest, best or a name. Raises
         `SettingsError` for images that the model does not take, and `DamageError`. Needs sunspot-train[train].
@@ -126,6 +126,6 @@ class Run:
         return model.predict(images)
 
     def _stored(self) -> StoredRun:
-        """Its place in storage."""
+        """Find its place in storage."""
         run = reach_run(self._target).run
         return find_run(run.name, run.storage.locate(""))

@@ -11,8 +11,8 @@ from sunspot.errors import SunspotError
 from sunspot.run.attempts import read_attempts
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.run.status import RunState, read_status
+from sunspot.submitter.cluster.deletion import deletion_order
 from sunspot.submitter.cluster.snapshot import RunAccess
-from sunspot.submitter.commands.delete import in_order
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis
 from tests.harness.finished_run import STEPS, FinishedRun, driver_output
@@ -129,7 +129,7 @@ def test_what_trains_while_its_run_is_deleted_ends_and_leaves_no_run(
         REPORT_EVERY_S=0.5,
     )
     wait_for_step(run, 5, process)
-    for group in in_order(run, sorted(files())):  # as from a machine that does not see the process
+    for group in deletion_order(run, sorted(files())):  # as from a machine that does not see the process
         run.storage.delete_many(group)
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 6, output

@@ -15,7 +15,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import Attempt, read_attempts
 from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState
-from sunspot.submitter.commands.chaos import AT_ONCE_S, FaultInjector, Kind, make_plan
+from sunspot.submitter.commands.chaos import KILL_GRACE_S, FaultInjector, FaultKind, make_plan
 from tests.harness.commands import Command
 from tests.harness.kubernetes import CORE, FakeCluster, answer, hang_up, pod, rayjob
 from tests.harness.runs import begin, commit, consumed, damage, record_audit, set_status, start, write_receipt
@@ -95,7 +95,7 @@ def test_kinds_take_random_turns_by_a_seed() -> None:
     assert plans[0] == plans[1]
     assert plans[0].kinds != plans[2].kinds
     for plan in plans:
-        assert Counter(plan.kinds) == {kind: 3 for kind in Kind}
+        assert Counter(plan.kinds) == {kind: 3 for kind in FaultKind}
     assert len({make_plan(["kill"], 60, 1, None).seed for _ in range(5)}) > 1
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_done_without_consent_or_with_wrong_words(
 
 @pytest.mark.parametrize(
     ("kind", "victims", "grace_s"),
-    [("reclaim", WORKERS, None), ("kill", WORKERS, AT_ONCE_S), ("head", [HEAD], AT_ONCE_S)],
+    [("reclaim", WORKERS, None), ("kill", WORKERS, KILL_GRACE_S), ("head", [HEAD], KILL_GRACE_S)],
 )
 def test_a_fault_hits_one_pod_of_its_kind_and_never_another(
     cluster: FakeCluster,
@@ -213,7 +213,7 @@ def test_a_retry_hits_no_replacement(cluster: FakeCluster, sunspot: Command, tra
     cluster.on_delete = replace
     cluster.on("DELETE", "pods/", hang_up, times=1)
     assert sunspot("chaos", "run", "--kind", "head", "--yes") == 0, sunspot.err
-    assert cluster.deleted == [(HEAD, AT_ONCE_S)]
+    assert cluster.deleted == [(HEAD, KILL_GRACE_S)]
     assert sum(method == "DELETE" for method, _ in cluster.requests) == 2
 
 

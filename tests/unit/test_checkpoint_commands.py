@@ -522,18 +522,18 @@ def test_an_interrupted_download_ends_soon_and_keeps_its_part(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
-    go_on, begun = checkpoints_get._go_on, threading.Event()
+    go_on, begun = checkpoints_get.Download._continue, threading.Event()
 
-    def interrupted(run: Run, key: str, part: Path, size: int, given_up: Any) -> Any:
+    def interrupted(download: checkpoints_get.Download, key: str, part: Path, size: int) -> Any:
         if key.endswith("model.pt"):
             assert begun.wait(10)
             raise KeyboardInterrupt
         begun.set()
-        assert given_up.wait(10)
+        assert download._given_up.wait(10)
         part.write_bytes(b"opt")
-        return go_on(run, key, part, size, given_up)
+        return go_on(download, key, part, size)
 
-    monkeypatch.setattr(checkpoints_get, "_go_on", interrupted)
+    monkeypatch.setattr(checkpoints_get.Download, "_continue", interrupted)
     output, storage = str(tmp_path / "out"), run.storage.locate("")
     newest = Namespace(run="run", storage=storage, name="newest", output=output, json=False)
     with pytest.raises(KeyboardInterrupt):

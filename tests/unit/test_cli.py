@@ -25,7 +25,7 @@ from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
 from sunspot.run.incidents import Cause
 from sunspot.storage.base import Entry
 from sunspot.storage.local import LocalStorage
-from sunspot.submitter.output import doing
+from sunspot.submitter.output import progress_note
 from tests.harness.commands import StorageCommand, process
 from tests.harness.runs import (
     BATCH,
@@ -141,10 +141,10 @@ def test_a_verb_that_needs_no_cluster_takes_its_options_all_the_same(sunspot: St
 
 
 def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with doing("reading"):
+    with progress_note("reading"):
         pass
     monkeypatch.setattr("sunspot.submitter.output.SILENT_S", 0.01)
-    with doing("waiting"):
+    with progress_note("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")
 

@@ -18,8 +18,8 @@ from sunspot.storage import open_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.storage.prove import FOLDER, Check, Result, probe_path, probe_storage
 from sunspot.submitter.doctor.cluster_checks import what_it_takes
-from sunspot.submitter.doctor.nodes import find_places
 from sunspot.submitter.doctor.probe_pods import LABEL, make_pod, read_checks
+from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes
 from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.shape import parse_quantity
 from tests.harness import REPOSITORY, s3
@@ -219,14 +219,14 @@ def fill_quota(used: str, hard: str) -> Any:
             "Secret sunspot-storage",
             lambda c: c.forbidden.add(f"{CORE}/secrets/sunspot-storage"),
             "warning",
-            "may not see it",
-            "",
+            "this user may not see whether Secret sunspot-storage is there",
+            "pods cannot start without it",
         ),
         (
             "NetworkPolicy",
             lambda c: c.objects.discard(f"{NETWORK}/to-dns"),
             "warning",
-            "to-dns of k8s/base is not in sunspot",
+            "not in sunspot of what k8s/base has: to-dns",
             "kubectl apply -k k8s/base",
         ),
         (
@@ -337,18 +337,18 @@ def test_nodes_are_matched_as_the_scheduler_does() -> None:
         gpu_node(spot, [*tainted, {"key": "team", "effect": "NoExecute"}]),
         gpu_node(spot, [], "0"),
     ]
-    places = find_places(worker, nodes)
+    places = find_schedulable_nodes(worker, nodes)
     assert (places.nodes, places.pods) == (2, 2), "by the CPUs, two GPUs of one node serve one pod"
     assert places.why_not == {
         "not labelled cloud.google.com/gke-spot=true": 1,
         "taint team not tolerated": 1,
         f"too little {gpu}": 1,
     }
-    assert find_places(head, [good]).why_not == {"excluded by the node affinity": 1}
-    assert find_places(head, [node()]).nodes == 1
+    assert find_schedulable_nodes(head, [good]).why_not == {"excluded by the node affinity": 1}
+    assert find_schedulable_nodes(head, [node()]).nodes == 1
     broken = node()
     broken["status"]["conditions"][0]["status"] = "Unknown"
-    assert find_places(head, [broken]).why_not == {"not ready": 1}
+    assert find_schedulable_nodes(head, [broken]).why_not == {"not ready": 1}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from sunspot.run.search import Results, Trial, write_results
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.run.submissions import record_submission
 from sunspot.storage.local import LocalStorage
-from sunspot.submitter.commands.delete import in_order
+from sunspot.submitter.cluster.deletion import deletion_order
 from tests.harness import s3
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob
@@ -313,7 +313,7 @@ def test_a_cluster_that_does_not_answer_keeps_the_run(sunspot: Command, run: Run
 
 def test_manifests_go_before_files_and_what_names_the_run_goes_last(run: Run) -> None:
     fill(run)
-    groups = in_order(run, sorted(files_of(run)))
+    groups = deletion_order(run, sorted(files_of(run)))
     tops = [{key.split("/")[1] for key in group} for group in groups]
     assert tops[0] == {"attempts"}
     assert {key.rpartition("/")[2] for key in groups[1]} == {"manifest.json"}
@@ -371,7 +371,7 @@ def test_only_the_mark_is_left(sunspot: Command, run: Run) -> None:
 def test_pods_that_do_not_go_keep_the_storage(
     sunspot: Command, run: Run, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.commands.delete.GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr("sunspot.submitter.cluster.deletion.GONE_WITHIN_S", 0.1)
     fill(run)
     end_job(cluster)
     stuck = pod("stuck", CLUSTER)

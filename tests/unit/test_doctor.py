@@ -25,9 +25,9 @@ from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause
 from sunspot.run.status import RunState, Status, restore_status
 from sunspot.submitter.doctor.pending import parse_refusals
-from sunspot.submitter.doctor.training.memory import MIN_WINDOWS, climb, slope
+from sunspot.submitter.doctor.training.memory_growth import MIN_WINDOWS, growth_rate, slope
 from sunspot.submitter.doctor.training.slow import measure_throughput
-from sunspot.submitter.findings import Diagnosis, Finding, Severity, in_order
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, pod, rayjob, timestamp
 from tests.harness.runs import age, begin, commit, report, start, to_columns, write_receipt
@@ -378,9 +378,9 @@ def test_memory_that_climbs_on_and_on(run: Run, sunspot: Command, name: str) -> 
 def test_a_single_point_is_no_climb_of_memory() -> None:
     times = [float(n) for n in range(20)]
     assert slope([(time, 3 * time + (1000 if time == 7 else 0)) for time in times]) == pytest.approx(3)
-    assert climb(times, [100 + 50 * time for time in times]) == pytest.approx(50)
-    assert climb(times[: MIN_WINDOWS - 1], [50 * time for time in times[: MIN_WINDOWS - 1]]) == 0
-    assert climb(times, [None] * 20) == 0
+    assert growth_rate(times, [100 + 50 * time for time in times]) == pytest.approx(50)
+    assert growth_rate(times[: MIN_WINDOWS - 1], [50 * time for time in times[: MIN_WINDOWS - 1]]) == 0
+    assert growth_rate(times, [None] * 20) == 0
 
 
 def test_gpu_memory_climbs_too(run: Run, sunspot: Command) -> None:
@@ -469,7 +469,7 @@ def test_a_rank_that_froze_as_a_group_started(run: Run, sunspot: Command) -> Non
     assert hung["ranks"] == [1, 2]
     assert hung["places"] == [{"rank": rank, "host": None, "node": None} for rank in (1, 2)]
     assert hung["evidence"].startswith(
-        "as the group after attempt 1 began, rank 1: left no word: stopped, or lost with"
+        "as the group after attempt 1 began, rank 1: no log entry: stopped, or lost with"
     )
 
 
@@ -788,4 +788,4 @@ def test_findings_are_told_in_the_order_of_what_they_explain() -> None:
     lag = finding(Diagnosis.STRAGGLER, Severity.WARNING, 0.2)
     old = finding(Diagnosis.OLD_CHECKPOINT, Severity.WARNING)
     end = finding(Diagnosis.FAILED, Severity.ERROR)
-    assert in_order([note, old, lag, wait, end]) == [end, wait, lag, old, note]
+    assert most_explaining_first([note, old, lag, wait, end]) == [end, wait, lag, old, note]

@@ -11,7 +11,7 @@ from cel_expr_python import cel
 from lupa import lua51
 
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.state import judge
+from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, judge
 from sunspot.submitter.cluster.views import job_view
 from sunspot.submitter.manifest.profile import manifests
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, rayjob
@@ -97,7 +97,7 @@ def test_a_job_that_has_completed_is_well_if_it_succeeded(ray: str) -> None:
 def test_they_agree_with_the_command() -> None:
     for case in CASES:
         job = a_rayjob(*case)
-        state, _ = judge(job_view(job))
+        state, _ = judge(JobInCluster(job_view(job)), StoredRecord())
         assert (argo_cd(job)[0] == "Healthy") is (state is RunState.SUCCEEDED), case
         assert argo_cd(job)[0] != "Degraded" or state.terminal, case
         assert (flux(job) == "failed") is (argo_cd(job)[0] == "Degraded"), case

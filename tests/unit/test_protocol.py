@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -74,9 +73,9 @@ from sunspot.settings import IDENTITY, Settings
 from sunspot.storage.base import Storage
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
+from sunspot.submitter.cluster.deletion import delete_run
 from sunspot.submitter.commands.audit import Epoch, prove
 from sunspot.submitter.commands.checkpoints.gc import plan
-from sunspot.submitter.commands.delete import _remove
 from tests.harness.interleaving import FAULTS, Fate, MemoryStorage, Operation, Process, World, run_inline
 from tests.harness.runs import BATCH, ROWS, STEPS_PER_EPOCH
 
@@ -347,7 +346,7 @@ class Protocol(RuleBasedStateMachine):
         run = Run(process.storage, RUN)
         for _ in range(3):
             try:
-                return _remove(None, SimpleNamespace(run=run, jobs=()))
+                return delete_run(run)
             except StorageError:
                 continue
             except ConflictError:

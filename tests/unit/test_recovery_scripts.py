@@ -179,7 +179,8 @@ def test_groups_in_a_drivers_log() -> None:
 
 def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = [(RunState.RUNNING, "2 workers train")]
-    snapshot = SimpleNamespace(state=lambda: states[-1], cluster_trouble="", storage_trouble="")
+    cluster, storage = SimpleNamespace(trouble=""), SimpleNamespace(trouble="")
+    snapshot = SimpleNamespace(state=lambda: states[-1], cluster=cluster, storage=storage)
     monkeypatch.setattr(RunAccess, "observe", lambda access: snapshot)
     monkeypatch.setattr(sunspot.submitter.cluster.api, "connect", lambda context, namespace: None)
     ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
@@ -195,7 +196,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     states.append((RunState.SUCCEEDED, "at step 94"))
     with pytest.raises(SunspotError, match="nothing is left to interrupt: mine succeeded, at step 94"):
         ours.groups()
-    snapshot.cluster_trouble = "gone"  # then it is not known
+    cluster.trouble = "gone"  # then it is not known
     assert ours.groups()
 
 

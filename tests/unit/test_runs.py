@@ -473,7 +473,7 @@ class Following:
         self.out, self.err = "", ""
         monkeypatch.setattr(logs, "warn", lambda text: setattr(self, "err", f"{self.err}{text}\n"))
         monkeypatch.setattr(logs.sys, "stdout", self)
-        self._thread = threading.Thread(target=logs.show, args=(run,), kwargs={"follow": True, **options}, daemon=True)
+        self._thread = threading.Thread(target=logs.follow, args=(run,), kwargs=options, daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> None:

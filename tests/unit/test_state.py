@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from sunspot.run.status import RunState, Status
-from sunspot.submitter.cluster.state import CLOCK_SKEW_S, judge
+from sunspot.submitter.cluster import state as states
+from sunspot.submitter.cluster.state import CLOCK_SKEW_S, JobInCluster, StoredRecord
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from tests.harness.kubernetes import DEPLOYMENT_STATUSES, JOB_STATUSES, pod, rayjob, timestamp
 
@@ -123,6 +124,10 @@ RULES: list[tuple[str, Callable[[str, str, str], bool], RunState]] = [
     ),
 ]
 """What a run's state is, by what lies in storage, `jobDeploymentStatus` and `jobStatus`: the first rule that holds."""
+
+
+def judge(job: JobView, pods: Any = (), warnings: Any = (), now: float = NOW, **stored: Any) -> tuple[RunState, str]:
+    return states.judge(JobInCluster(job, pods, warnings, now), StoredRecord(**stored))
 
 
 def job(deployment: str = "Running", ray: str = "RUNNING", name: str = "run-1", **more: Any) -> JobView:

@@ -309,7 +309,7 @@ def test_every_problem_is_told_at_once(cluster: FakeCluster, sunspot: Command) -
 def test_a_forbidden_object_is_a_warning(cluster: FakeCluster, sunspot: Command) -> None:
     cluster.forbidden |= {f"{CORE}/secrets/sunspot-storage", CORE}
     assert sunspot.submit("--image", "sunspot") == 0
-    assert "whether Secret sunspot-storage is there cannot be seen from here" in sunspot.err
+    assert "this user may not see whether Secret sunspot-storage is there; pods cannot start without it" in sunspot.err
     assert "image sunspot names no version" in sunspot.err
 
 

@@ -25,9 +25,10 @@ from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState, Status
 from sunspot.run.submissions import owner_of, record_submission
 from sunspot.submitter.cluster.api import UnreachableError
-from sunspot.submitter.cluster.follow import LONGEST_OUTAGE_S, Follower
+from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, Follower, StorageRead
 from sunspot.submitter.cluster.progress import ProgressLines
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.snapshot import ClusterPart, RunAccess, RunSnapshot, StoragePart
+from sunspot.submitter.cluster.state import StoredRecord
 from sunspot.submitter.cluster.views import job_view
 from tests.harness.commands import Command
 from tests.harness.kubernetes import FakeCluster, answer, drop, hang_up, pod, rayjob, timestamp
@@ -214,7 +215,7 @@ def test_an_outage_without_end_is_given_up(
     cluster: FakeCluster, sunspot: Command, job: str, when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_status(job, "Running", "RUNNING")
-    monkeypatch.setattr("sunspot.submitter.cluster.follow.LONGEST_OUTAGE_S", 0.5)
+    monkeypatch.setattr("sunspot.submitter.cluster.follow.MAX_OUTAGE_S", 0.5)
     when(starting=cluster.down)
     assert sunspot("wait", "run") == 4
     assert "cannot be reached" in sunspot.err
@@ -236,7 +237,7 @@ class Breaking:
 
     def watch_jobs(self, *words: Any) -> Any:
         self.left -= 1
-        self.now += LONGEST_OUTAGE_S * 2 / 3
+        self.now += MAX_OUTAGE_S * 2 / 3
         raise UnreachableError("cut off")
 
 
@@ -254,9 +255,10 @@ def test_the_status_of_a_deleted_job_is_not_shown_for_its_successor(run: Run) ->
     before, after = rayjob(JOB), rayjob(JOB)
     after["metadata"]["uid"] = "another"
     follower = Follower(RunAccess(run))
-    follower._take({"jobs": (job_view(before),), "status": Status(RunState.FAILED, JOB), "owner": JOB})
-    follower._take({"jobs": (job_view(after),)})
-    assert (follower._snapshot.status, follower._snapshot.owner) == (None, "")
+    follower._take(ClusterPart((job_view(before),)))
+    follower._take(StorageRead(1, StoragePart(StoredRecord(Status(RunState.FAILED, JOB), JOB))))
+    follower._take(ClusterPart((job_view(after),)))
+    assert (follower._snapshot.storage.status, follower._snapshot.storage.record.owner) == (None, "")
 
 
 @pytest.mark.parametrize(("status", "times", "code"), [(401, 3, 0), (403, 3, 0), (401, 99, 4)])

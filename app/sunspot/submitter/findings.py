@@ -102,11 +102,11 @@ class Finding:
     "Whole stacks or tracebacks."
 
     def record(self) -> dict[str, Any]:
-        """As one of the `findings` of the JSON document."""
+        """Return it as one of the `findings` of the JSON document."""
         record = {"finding": self.finding, "severity": self.severity, "evidence": self.evidence, "advice": self.advice}
         return {**record, **self.details, **({"traces": list(self.traces)} if self.traces else {})}
 
 
-def in_order(findings: Iterable[Finding]) -> list[Finding]:
+def most_explaining_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sorted by how much they explain."""
     return sorted(findings, key=lambda f: (list(Severity).index(f.severity), -f.cost, list(Diagnosis).index(f.finding)))

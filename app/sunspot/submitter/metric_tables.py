@@ -17,7 +17,7 @@ MARK = b"sunspot metrics"
 
 
 def with_ranks(run: Run) -> list[dict[str, Any]]:
-    """The records, those with `ranks` whose numbers of each rank are kept apart from those of other records."""
+    """Read the records, and add `ranks` to those whose numbers of each rank are kept apart."""
     spans = lineage(read_attempts(run))
     ranks = {
         (record["attempt"], record["step"]): to_rows(record["ranks"])
@@ -32,7 +32,7 @@ def with_ranks(run: Run) -> list[dict[str, Any]]:
 
 
 def to_table(records: list[dict[str, Any]]) -> pyarrow.Table:
-    """A row for each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
+    """Make a row of each record, nested values (`ranks`) as lists of structs, missing ones as nulls."""
     import pyarrow
 
     names = dict.fromkeys(name for record in records for name in record)

@@ -25,7 +25,7 @@ SILENT_S = 2.0
 MARKED = 64 << 10
 """Bytes at the beginning and the end of a file in which its mark is looked for."""
 
-WIDEST_LINE = 10_000
+MAX_LINE_WIDTH = 10_000
 """Width of a table that does not go to a terminal: no cell is broken or cut there."""
 
 
@@ -56,7 +56,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         table.add_column(visible(name), justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         table.add_row(*(visible(_as_text(value)) for value in row))
-    console = Console(width=None if sys.stdout.isatty() else WIDEST_LINE, markup=False, emoji=False, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else MAX_LINE_WIDTH, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
     # Not by the console, which would exit with 1 when the reader of the output goes away.
@@ -102,7 +102,7 @@ def warn(text: str, end: str = "\n") -> None:
 
 
 @contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
+def progress_note(what: str) -> Iterator[None]:
     """Announce on stderr what the context does, once it has taken SILENT_S."""
     timer = threading.Timer(SILENT_S, warn, (f"{what} ...",))
     timer.daemon = True

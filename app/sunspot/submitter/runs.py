@@ -33,7 +33,7 @@ class Target:
 
 
 def find_run(name: str, storage_path: str | None = None) -> Run:
-    """The run `name` in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
+    """Find the run in `storage_path`, or else where the settings say. Raises `NotFoundError` if it does not exist."""
     run = named_run(name, storage_path)
     if not run_exists(run):
         raise NotFoundError(
@@ -43,13 +43,13 @@ def find_run(name: str, storage_path: str | None = None) -> Run:
 
 
 def named_run(name: str, storage_path: str | None = None) -> Run:
-    """Like `find_run`, whether or not the run exists."""
+    """Do the same as `find_run`, whether or not the run exists."""
     path, checked = _settle(name, storage_path)
     return Run(open_storage(path), checked)
 
 
 def find_storage(storage_path: str | None = None) -> Storage:
-    """The storage of all runs: `storage_path`, or else what the settings say."""
+    """Open the storage of all runs: `storage_path`, or else what the settings say."""
     return open_storage(_settle(None, storage_path)[0])
 
 
@@ -65,7 +65,7 @@ def find_stream(run: Run, rank: int | None, previous: bool) -> str:
 
 
 def streams_of(run: Run, rank: int | None) -> list[str]:
-    """The streams of the driver, or of one rank, the newest last."""
+    """List the streams of the driver, or of one rank, the newest last."""
     wanted = "driver-.*" if rank is None else f"attempt-.*-rank-0*{rank}"
     return [stream for stream in list_streams(run) if re.fullmatch(wanted, stream)]
 
@@ -79,7 +79,7 @@ def _explain_absence(run: Run, rank: int | None, only_one: bool) -> str:
 
 
 def list_unfinished(run: Run) -> Sequence[Unfinished]:
-    """The run's unfinished uploads; none, with a warning, where storage does not list them."""
+    """List the run's unfinished uploads; none, with a warning, where storage does not list them."""
     try:
         return run.storage.list_unfinished(run.name)
     except StorageError as error:  # some servers know no such listing, some users may not see it
@@ -88,7 +88,7 @@ def list_unfinished(run: Run) -> Sequence[Unfinished]:
 
 
 def _settle(name: str | None, storage_path: str | None) -> tuple[str, str]:
-    """Storage path and run name by the rules of the settings; raises `SettingsError`."""
+    """Settle storage path and run name by the rules of the settings; raises `SettingsError`."""
     from sunspot.search_space import load_common  # pydantic: slow to import, and `sunspot VERB --help` does without
     from sunspot.settings import PREFIX
 

@@ -1,1 +1,1 @@
-"""The Kubernetes API, what it says of a run, and that as one state."""
+"""The Kubernetes API, what it says of a run, and what is done to one: start, follow, stop, delete."""

@@ -34,7 +34,7 @@ CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5, 20
 RETRY_PAUSES_S = (0.5, 1, 2)
 """Pauses between tries; a silent server is given up after about 25 s."""
 
-LONGEST_RETRY_AFTER_S = 10
+MAX_RETRY_AFTER_S = 10
 
 PAGE = 500
 """Objects of one answer, as kubectl has it: thousands at once would be tens of megabytes."""
@@ -112,7 +112,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------ RayJobs
 
     def list_jobs(self, run: str | None = None) -> tuple[list[JobView], str]:
-        """The RayJobs of a run, or of all runs, newest first, and the version to watch from."""
+        """List the RayJobs of a run, or of all runs, newest first; also returns the version to watch from."""
         selector = RUN_LABEL if run is None else f"{RUN_LABEL}={run}"
         items, version = self._list("jobs", [("labelSelector", selector)])
         return newest_first([job_view(item) for item in items]), version
@@ -158,7 +158,7 @@ class Cluster:
     # -------------------------------------------------------------------------------------------------- pods and events
 
     def list_pods(self, jobs: Sequence[JobView]) -> list[PodView]:
-        """The pods of the RayClusters of some RayJobs."""
+        """List the pods of the RayClusters of some RayJobs."""
         clusters = ",".join(job.cluster for job in jobs if job.cluster)
         if not clusters:
             return []
@@ -183,7 +183,7 @@ class Cluster:
             return made  # the answer to an earlier try was lost
 
     def list_warnings(self, jobs: Sequence[JobView]) -> list[WarningEvent]:
-        """The warnings about RayJobs, their RayClusters and their pods, newest first."""
+        """List the warnings about RayJobs, their RayClusters and their pods, newest first."""
         items, _ = self._list("events", [("fieldSelector", "type=Warning")])
         prefixes = tuple(name for job in jobs for name in (job.name, job.cluster) if name)
         mine = [event for event in map(warning_event, items) if prefixes and event.object.startswith(prefixes)]
@@ -192,7 +192,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------- dashboard
 
     def dial(self, pod: str, port: int) -> PodConnection:
-        """A connection to a port of a pod. Raises `ClusterError`."""
+        """Connect to a port of a pod. Raises `ClusterError`."""
         from kubernetes.stream.ws_client import create_websocket, get_websocket_url
         from websocket import WebSocketBadStatusException, WebSocketException
 
@@ -217,7 +217,7 @@ class Cluster:
         return {resource["name"] for resource in (self.find("ray") or {}).get("resources", ())}
 
     def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
-        """The object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
+        """Get the object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
         try:
             return self._ask("GET", kind, name=name, query=query)
         except RefusedError as error:
@@ -226,7 +226,7 @@ class Cluster:
             raise
 
     def list_all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        """Every object of a list in PATHS, or those with such labels."""
+        """List every object of a path in PATHS, or those with such labels."""
         items, _ = self._list(kind, [("labelSelector", selector)] if selector else [])
         return items
 
@@ -261,7 +261,7 @@ class Cluster:
                 raise
 
     def _list(self, path: str, query: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], str]:
-        """Every object of a list, page by page, and the version of the list."""
+        """Read every object of a list, page by page; also returns the version of the list."""
         items: list[dict[str, Any]] = []
         rest: list[tuple[str, str]] = []
         while True:
@@ -273,8 +273,9 @@ class Cluster:
             rest = [("continue", about["continue"])]
 
     def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
-        """The answer to one request (`parts`: see `_send`), retried as often as allowed, and once as somebody new."""
-        pauses, renewed = iter(RETRY_PAUSES_S), False
+        """Get the answer to a request (`parts`: see `_send`), with retries, one of them with new credentials."""
+        pauses = iter(RETRY_PAUSES_S)
+        renewed = False
         while True:
             api = self._api
             try:
@@ -308,7 +309,7 @@ class Cluster:
         kind: str = "json",
         read_timeout: float = READ_TIMEOUT_S,
     ) -> Iterator[Any]:
-        """One request; its answer, a success, can be read in the context."""
+        """Send one request; its answer, a success, can be read in the context."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -331,7 +332,7 @@ class Cluster:
                 failure = self._failure(method, path, response.status, b"".join(self._chunks(response)))
                 after = response.headers.get("Retry-After", "")
                 if isinstance(failure, UnreachableError) and after.isdigit():
-                    failure.retry_after = min(float(after), LONGEST_RETRY_AFTER_S)
+                    failure.retry_after = min(float(after), MAX_RETRY_AFTER_S)
                 raise failure
             yield response
         finally:
@@ -353,7 +354,7 @@ class Cluster:
             raise self._unreachable(error) from error
 
     def _failure(self, method: str, path: str, status: int, body: bytes) -> ClusterError:
-        """The error for an answer that is no success."""
+        """Make the error for an answer that is no success."""
         answer: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
             answer = dict(json.loads(body))
@@ -386,7 +387,7 @@ class Cluster:
 
 
 def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
-    """The cluster of a kubeconfig context, or the one this process runs in. Sends nothing.
+    """Choose the cluster of a kubeconfig context, or the one this process runs in. Sends nothing.
 
     The namespace is the given one, else the context's own, else NAMESPACE. Raises `ClusterError` when there is no such
     context, no credential, or no configuration at all, and `SettingsError` for what is no namespace.
@@ -402,7 +403,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
 
 
 def try_connect(context: str | None, namespace: str | None) -> tuple[Cluster | None, str]:
-    """The cluster, or None and why there is none. Raises that when a context or a namespace was given."""
+    """Return the cluster, or None and why there is none. Raises that when a context or a namespace was given."""
     try:
         return connect(context, namespace), ""
     except ClusterError as error:

@@ -20,7 +20,8 @@ def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) 
     of reach.
     """
     name, cluster = access.run.name, access.cluster
-    restarts, began = HeadRestarts(access.run), time.monotonic()
+    restarts = HeadRestarts(access.run)
+    began = time.monotonic()
     try:
         snapshot = access.observe()
         access.require_known(snapshot)
@@ -48,7 +49,8 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
 
     An end because the head was given up is not shown: it may be none.
     """
-    outage, again = OutageReporter(), access.arguments
+    outage = OutageReporter()
+    again = access.arguments
     follower = Follower(access)
     try:
         for snapshot in follower:
@@ -58,8 +60,8 @@ def _follow(access: RunAccess, began: float, timeout: float | None, show: Progre
             if not head_given_up(snapshot):
                 show(snapshot, state, reason)
             # As long as the cluster does not answer, a failure may be followed by another try.
-            sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (access.cluster and snapshot.cluster_trouble)
-            if state.terminal and sure and (follower.settled or snapshot.storage_trouble):
+            sure = state in (RunState.SUCCEEDED, RunState.STOPPED) or not (access.cluster and snapshot.cluster.trouble)
+            if state.terminal and sure and (follower.settled or snapshot.storage.trouble):
                 return snapshot
             if timeout is not None and time.monotonic() - began > timeout:
                 raise GaveUpError(

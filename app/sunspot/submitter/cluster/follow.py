@@ -4,14 +4,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from sunspot.errors import ClusterError
+from sunspot.errors import ClusterError, StorageError
 from sunspot.formatting import in_words
 from sunspot.submitter.cluster.api import RefusedError, UnreachableError, newest_first
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot, read_cluster, read_storage
-from sunspot.submitter.cluster.views import job_view
+from sunspot.submitter.cluster.snapshot import (
+    ClusterPart,
+    RunAccess,
+    RunSnapshot,
+    StoragePart,
+    read_cluster,
+    read_storage,
+)
+from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.output import warn
 
 WATCH_S = 5
@@ -21,7 +27,7 @@ STORAGE_EVERY_S = 3.0
 
 TICK_S = 1.0
 
-LONGEST_OUTAGE_S = 300.0
+MAX_OUTAGE_S = 300.0
 """How long an API server may be out of reach before following gives up."""
 
 OUTAGE_PAUSE_S = 2.0
@@ -36,17 +42,29 @@ STORAGE_WAIT_S = 3.0
 """How long a change in the cluster is held back until storage has been read again, which explains it."""
 
 
+@dataclass(frozen=True)
+class StorageRead:
+    """What one look at storage has found."""
+
+    clock: int
+    "The change of the RayJobs after which it was made."
+    part: StoragePart | None = None
+    "None: storage did not answer."
+    trouble: str = ""
+
+
 class Follower:
     """Iterates over snapshots of a run, one at every change and every second, until the caller stops.
 
-    Iterating raises `ClusterError` when the API server refuses, or is out of reach for LONGEST_OUTAGE_S.
+    Iterating raises `ClusterError` when the API server refuses, or is out of reach for MAX_OUTAGE_S.
     """
 
     def __init__(self, access: RunAccess) -> None:
         self._cluster, self._run = access.cluster, access.run
-        self._updates: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
-        self._wake_storage, self._ended = threading.Event(), threading.Event()
-        self._snapshot = RunSnapshot(cluster_trouble=access.cluster_error)
+        self._updates: queue.Queue[ClusterPart | StorageRead | Exception] = queue.Queue()
+        self._wake_storage = threading.Event()
+        self._ended = threading.Event()
+        self._snapshot = RunSnapshot(ClusterPart(trouble=access.cluster_error))
         self._clock = 0
         "Counts the changes of the RayJobs."
         self._storage_clock = -1
@@ -70,26 +88,32 @@ class Follower:
                     if isinstance(update, Exception):
                         raise update
                     self._take(update)
-                    listed = listed or "jobs" in update
+                    listed = listed or (isinstance(update, ClusterPart) and not update.trouble)
                 except queue.Empty:
                     pass
                 held = time.monotonic() - self._held_since
-                if (listed and (self.settled or held > STORAGE_WAIT_S)) or self._snapshot.cluster_trouble:
+                if (listed and (self.settled or held > STORAGE_WAIT_S)) or self._snapshot.cluster.trouble:
                     yield replace(self._snapshot, time=time.time())
         finally:
             self._ended.set()
             self._wake_storage.set()
 
-    def _take(self, update: dict[str, Any]) -> None:
+    def _take(self, update: ClusterPart | StorageRead) -> None:
         before = self._snapshot
-        self._storage_clock = update.pop("read_after", self._storage_clock)
-        self._snapshot = replace(before, **update)
-        if "jobs" in update and before.jobs != self._snapshot.jobs:
-            self._clock += 1
-            self._held_since = time.monotonic()
-            self._wake_storage.set()
-            if before.job and self._snapshot.job and before.job.uid != self._snapshot.job.uid:
-                self._snapshot = replace(self._snapshot, status=None, owner="")
+        if isinstance(update, StorageRead):
+            self._storage_clock = update.clock
+            part = update.part or replace(before.storage, trouble=update.trouble)
+            self._snapshot = replace(before, storage=part)
+            return
+        self._snapshot = replace(before, cluster=update)
+        if before.cluster.jobs == update.jobs:
+            return
+        self._clock += 1
+        self._held_since = time.monotonic()
+        self._wake_storage.set()
+        if before.job and self._snapshot.job and before.job.uid != self._snapshot.job.uid:
+            record = replace(before.storage.record, status=None, owner="")
+            self._snapshot = replace(self._snapshot, storage=replace(before.storage, record=record))
 
     def _pass_on_errors(self, follow: Callable[[], None]) -> None:
         """Raise a thread's error in the caller, which would wait for it for ever."""
@@ -100,15 +124,19 @@ class Follower:
 
     def _follow_cluster(self) -> None:
         assert self._cluster
-        version, jobs, gone_since = "", {}, 0.0
+        version, gone_since = "", 0.0
+        jobs: dict[str, JobView] = {}
+        part = ClusterPart()
         refusals: Iterator[float] = iter(())  # at first, a refusal is final
         while not self._ended.is_set():
             try:
                 if not version:
                     listed, version = self._cluster.list_jobs(self._run.name)
                     jobs = {job.name: job for job in listed}
-                self._updates.put({**read_cluster(self._cluster, list(jobs.values())), "cluster_trouble": ""})
-                gone_since, refusals = 0.0, iter(REFUSAL_PAUSES_S)
+                part = read_cluster(self._cluster, list(jobs.values()))
+                self._updates.put(part)
+                gone_since = 0.0
+                refusals = iter(REFUSAL_PAUSES_S)
                 for kind, changed in self._cluster.watch_jobs(self._run.name, version, WATCH_S):
                     version = changed["metadata"]["resourceVersion"]
                     if kind == "BOOKMARK":
@@ -118,13 +146,14 @@ class Follower:
                         jobs.pop(job.name, None)
                     else:
                         jobs[job.name] = job
-                    self._updates.put({"jobs": tuple(newest_first(list(jobs.values())))})
+                    part = replace(part, jobs=tuple(newest_first(list(jobs.values()))))
+                    self._updates.put(part)
             except UnreachableError as error:
                 gone_since = gone_since or time.monotonic()
                 version = ""
-                if time.monotonic() - gone_since > LONGEST_OUTAGE_S:
+                if time.monotonic() - gone_since > MAX_OUTAGE_S:
                     raise
-                self._updates.put({"cluster_trouble": str(error)})
+                self._updates.put(replace(part, trouble=str(error)))
                 self._ended.wait(OUTAGE_PAUSE_S)
             except ClusterError as error:
                 version = ""
@@ -134,14 +163,18 @@ class Follower:
                 pause = next(refusals, None) if status in (401, 403) else None
                 if pause is None:
                     raise
-                self._updates.put({"cluster_trouble": str(error)})
+                self._updates.put(replace(part, trouble=str(error)))
                 self._ended.wait(pause)
 
     def _follow_storage(self) -> None:
         while not self._ended.is_set():
             self._wake_storage.clear()
             clock = self._clock
-            self._updates.put({**read_storage(self._run, self._snapshot.job), "read_after": clock})
+            try:
+                read = StorageRead(clock, read_storage(self._run, self._snapshot.job))
+            except StorageError as error:
+                read = StorageRead(clock, trouble=str(error))
+            self._updates.put(read)
             self._wake_storage.wait(STORAGE_EVERY_S)
 
 
@@ -155,7 +188,7 @@ class OutageReporter:
     def note(self, snapshot: RunSnapshot) -> None:
         """Report what this snapshot says of them."""
         now = time.monotonic()
-        for what, trouble in (("the API server", snapshot.cluster_trouble), ("storage", snapshot.storage_trouble)):
+        for what, trouble in (("the API server", snapshot.cluster.trouble), ("storage", snapshot.storage.trouble)):
             gone = in_words(now - self._since.setdefault(what, now))
             if not trouble:
                 del self._since[what]

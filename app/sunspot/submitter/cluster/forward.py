@@ -39,7 +39,7 @@ NAMES = (HERE, "localhost")
 
 CHUNK = 64 << 10
 
-LONGEST_HEAD = 64 << 10
+MAX_HEAD = 64 << 10
 
 HEAD_WITHIN_S = 60.0
 """Browsers open connections in advance; one that has sent no whole head within this time is closed."""
@@ -67,7 +67,7 @@ class PodConnection:
         return bool(waiting and waiting())
 
     def receive(self) -> bytes | None:
-        """The bytes of the next message, maybe none; None at the end."""
+        """Receive the bytes of the next message, maybe none; None at the end."""
         from websocket import ABNF, WebSocketException
 
         try:
@@ -78,7 +78,8 @@ class PodConnection:
             return None
         if operation != ABNF.OPCODE_BINARY or not frame.data:
             return b""
-        channel, data = frame.data[0], frame.data[1:]
+        channel = frame.data[0]
+        data = frame.data[1:]
         if channel not in self._begun:
             self._begun.add(channel)
             return b""
@@ -158,7 +159,7 @@ class _Exchange(BaseRequestHandler):
 
 
 def find_problem(head: bytes) -> str:
-    """Why a request is refused; empty if it is not.
+    """Say why a request is refused; empty if it is not.
 
     The added headers are worth stealing, so neither another site's name for this machine (DNS rebinding) nor another
     site's page may use them.
@@ -167,7 +168,8 @@ def find_problem(head: bytes) -> str:
     if twice := next((name for name in DECISIVE if names.count(name) > 1), ""):
         return f"{twice} is there twice"
     headers = dict(_headers(head))
-    host, origin = headers.get("host", ""), headers.get("origin")
+    host = headers.get("host", "")
+    origin = headers.get("origin")
     if _host_name(host) not in NAMES:
         return f"this is for {' and '.join(NAMES)} alone, and was asked for as {host or 'nobody'}"
     if origin is not None and origin != f"http://{host}":
@@ -185,7 +187,7 @@ def _host_name(host: str) -> str | None:
 
 
 def rewrite(head: bytes, headers: Mapping[str, str]) -> bytes:
-    """The head of a request with `headers` in place of its own; closes afterwards unless it upgrades the protocol."""
+    """Put `headers` into the head of a request; the server closes afterwards unless it upgrades the protocol."""
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     replaced = {name.lower() for name in headers}
     added = [f"{name}: {value}".encode("latin-1") for name, value in headers.items()]
@@ -202,10 +204,11 @@ def _headers(head: bytes) -> list[tuple[str, str]]:
 
 
 def _read_head(near: socket.socket) -> tuple[bytes, bytes]:
-    """The head of a request and the bytes after it; both empty if there is none within HEAD_WITHIN_S."""
-    data, deadline = b"", time.monotonic() + HEAD_WITHIN_S
+    """Read the head of a request and the bytes after it; both empty if there is none within HEAD_WITHIN_S."""
+    data = b""
+    deadline = time.monotonic() + HEAD_WITHIN_S
     with contextlib.suppress(OSError):
-        while b"\r\n\r\n" not in data and len(data) < LONGEST_HEAD and (left := deadline - time.monotonic()) > 0:
+        while b"\r\n\r\n" not in data and len(data) < MAX_HEAD and (left := deadline - time.monotonic()) > 0:
             near.settimeout(left)
             chunk = near.recv(CHUNK)
             if not chunk:

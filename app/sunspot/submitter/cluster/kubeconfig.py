@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import ClusterError, shorten
-from sunspot.submitter.output import doing
+from sunspot.submitter.output import progress_note
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient, Configuration
@@ -31,7 +31,7 @@ GONE_PROVIDERS = {
 
 
 def make_client(context: str | None) -> tuple[ApiClient, str]:
-    """A client with fresh credentials, and the context's own namespace, or "". Sends nothing to the API server.
+    """Make a client with fresh credentials. Sends nothing; also returns the context's own namespace, or "".
 
     Raises `ClusterError` when there is no such context or no credential, or no configuration at all.
     """
@@ -46,7 +46,8 @@ def make_client(context: str | None) -> tuple[ApiClient, str]:
     from kubernetes.client import ApiClient, Configuration  # slow to import, and verbs that read storage do without
     from kubernetes.config import ConfigException, load_incluster_config
 
-    configuration, namespace = Configuration(), ""
+    configuration = Configuration()
+    namespace = ""
     configuration.retries = urllib3.Retry(False)  # each request is tried again with its own timeout
     try:
         if has_file:
@@ -101,7 +102,7 @@ def _load_context(files: str, context: str | None, configuration: Configuration)
 
 
 def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -> dict[str, str]:
-    """The credential that a plugin prints, as entries of a kubeconfig's user.
+    """Get the credential that a plugin prints, as entries of a kubeconfig's user.
 
     What else it prints, such as where to sign in, goes to stderr. Raises `ClusterError`.
     """
@@ -119,7 +120,7 @@ def _ask_plugin(plugin: dict[str, Any], cluster: dict[str, Any], folder: Path) -
     info = {"apiVersion": plugin["apiVersion"], "kind": "ExecCredential", "spec": spec}
     environment = {**os.environ, **{item["name"]: item["value"] for item in plugin.get("env") or ()}}
     try:
-        with doing(f"asking {name}"):
+        with progress_note(f"asking {name}"):
             answer = subprocess.run(
                 command,
                 env={**environment, "KUBERNETES_EXEC_INFO": json.dumps(info)},

@@ -1,6 +1,6 @@
 """Checks of the cluster and the storage before a job is sent; every problem is reported at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -36,6 +36,15 @@ MAY_PASS = {
 """Refusals that need not come again when the operator creates the pods, with what to make of them."""
 
 
+class Problem(NamedTuple):
+    """What keeps a run from starting."""
+
+    what: str
+    fix: str
+    may_pass: bool = False
+    "Whether the run may start all the same."
+
+
 def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView | None, list[str]]:
     """Check everything, change nothing; returns the RayJob as the API server would complete it, and warnings.
 
@@ -43,15 +52,20 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     """
     images = {pod["image"] for pod in _containers(manifest)}
     warnings = [problem for image in sorted(images) if (problem := image_problem(image))]
-    expected, in_cluster = None, []
+    expected = None
+    in_cluster: list[str] = []
+
+    def take(problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            (warnings if problem.may_pass else in_cluster).append(f"{problem.what}; {problem.fix}")
+
     try:
-        in_cluster = _find_cluster_problems(cluster, manifest, warnings)
+        take(_find_cluster_problems(cluster, manifest))
         if not in_cluster:
             expected = cluster.apply(manifest, dry_run=True)
-            in_cluster += find_queue_problem(expected)
-            new = not expected.version  # the pods of one that lives may be all that the quota has room for
-            for refused in find_pod_problems(cluster, manifest) if new else ():
-                (warnings if refused.may_pass else in_cluster).append(f"{refused.what}; {refused.fix}")
+            take(find_queue_problem(expected))
+            if not expected.version:  # the pods of one that lives may be all that the quota has room for
+                take(find_pod_problems(cluster, manifest))
     except ClusterError as error:
         in_cluster.append(explain_refusal(error))
     in_storage = _find_storage_problems(run)
@@ -63,28 +77,19 @@ def check(cluster: Cluster, run: Run, manifest: dict[str, Any]) -> tuple[JobView
     return expected, warnings
 
 
-def find_queue_problem(expected: JobView) -> list[str]:
-    """What keeps Kueue from looking after a new RayJob (`expected`: of a dry run) whose queue would hold it back."""
+def find_queue_problem(expected: JobView) -> Iterator[Problem]:
+    """Find what keeps Kueue from managing a new RayJob (`expected`: of a dry run) that names a queue."""
     is_new = not expected.version
-    if not expected.queue or not is_new or expected.spec.get("suspend"):
-        return []
-    return [
-        f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota; install Kueue "
-        "(with ray.io/rayjob among its integrations, and this namespace managed by it), or leave the queue out"
-    ]
+    if expected.queue and is_new and not expected.spec.get("suspend"):
+        yield Problem(
+            f"queue {expected.queue}: Kueue would not hold the job back, so it would run beside its quota",
+            "install Kueue (with ray.io/rayjob among its integrations, and this namespace managed by it), or leave the "
+            "queue out",
+        )
 
 
-class PodProblem(NamedTuple):
-    """What keeps the pods of a group out."""
-
-    what: str
-    fix: str
-    may_pass: bool
-    "Whether the pods that the operator creates may be let in all the same."
-
-
-def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[PodProblem]:
-    """What keeps the pods of a RayJob out, each created without effect.
+def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Find what keeps the pods of a RayJob out, by creating each without effect.
 
     Pod security, limits, quotas and policies look at pods alone: the RayJob passes, its first nodes are paid for, and
     the operator is refused. Nothing where this user may create no pods.
@@ -102,11 +107,11 @@ def find_pod_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Po
                 continue
             may_pass = next((hint for words, hint in MAY_PASS.items() if words in said), "")
             fix = may_pass or "change the profile, or have the namespace allow it"
-            yield PodProblem(f"pods of the group {group} would be refused now: {said}", fix, bool(may_pass))
+            yield Problem(f"pods of the group {group} would be refused now: {said}", fix, bool(may_pass))
 
 
 def explain_refusal(error: ClusterError) -> str:
-    """The API server's words, with the fix where Kueue's leave it open."""
+    """Return the API server's words, with the fix where Kueue's leave it open."""
     if "workload slicing" not in str(error):
         return str(error)
     return (
@@ -130,26 +135,33 @@ def check_identity(run: Run, variables: Mapping[str, str]) -> None:
     refuse_changes(run, differences(kept, {name: wanted[name] for name in kept}))
 
 
-def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any], warnings: list[str]) -> list[str]:
-    namespace = cluster.namespace
-    if "rayjobs" not in cluster.ray_resources():
-        return [
-            f"{cluster.server} knows no RayJobs (ray.io/v1); install the KubeRay operator with its CRDs, 1.7 or later"
-        ]
-    if cluster.exists("namespace", namespace) is False:
-        return [f"there is no namespace {namespace}; `kubectl apply -k k8s/base` makes sunspot, or choose --namespace"]
-    problems = find_missing_rights(cluster)
-    for kind, name in sorted(set(find_references(manifest))):
-        there = cluster.exists(kind, name)
-        if there is False:
-            problems.append(f"{kind} {name} is not in namespace {namespace}; {how_to_make(kind, name, namespace)}")
-        elif there is None:
-            warnings.append(f"whether {kind} {name} is there cannot be seen from here; pods cannot start without it")
-    return problems
+def _find_cluster_problems(cluster: Cluster, manifest: dict[str, Any]) -> Iterator[Problem]:
+    missing = list(find_missing_resources(cluster)) or list(find_missing_namespace(cluster))
+    yield from missing
+    if not missing:
+        yield from find_missing_rights(cluster)
+        for kind, name in find_references(manifest):
+            yield from find_missing_object(cluster, kind, name)
 
 
-def find_missing_rights(cluster: Cluster) -> list[str]:
-    """A line with the fix for each resource on which this user lacks permissions."""
+def find_missing_resources(cluster: Cluster) -> Iterator[Problem]:
+    """Find the resources of KubeRay that the API server does not know."""
+    known = cluster.ray_resources()
+    missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
+    if missing:
+        what = f"{cluster.server} knows no {' and no '.join(missing)} (ray.io/v1)"
+        yield Problem(what, "install the KubeRay operator with its CRDs, 1.7 or later")
+
+
+def find_missing_namespace(cluster: Cluster) -> Iterator[Problem]:
+    """Find out whether the namespace is missing."""
+    if cluster.exists("namespace", cluster.namespace) is False:
+        fix = "`kubectl apply -k k8s/base` makes sunspot, or choose --namespace"
+        yield Problem(f"there is no namespace {cluster.namespace}", fix)
+
+
+def find_missing_rights(cluster: Cluster) -> Iterator[Problem]:
+    """Each resource on which this user lacks permissions."""
     asked = [(verb, group, resource) for (group, resource), verbs in NEEDED.items() for verb in verbs]
     with ThreadPoolExecutor(REVIEWS_AT_ONCE) as pool:
         allowed = list(pool.map(lambda question: cluster.allows(*question), asked))
@@ -157,11 +169,20 @@ def find_missing_rights(cluster: Cluster) -> list[str]:
     for (verb, _, resource), good in zip(asked, allowed, strict=True):
         if not good:
             missing.setdefault(resource, []).append(verb)
-    return [
-        f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}; have the Role "
-        "sunspot-submitter of k8s/base bound to you, which grants it"
-        for resource, verbs in missing.items()
-    ]
+    for resource, verbs in missing.items():
+        what = f"no permission to {', '.join(verbs)} {resource} in namespace {cluster.namespace}"
+        yield Problem(what, "have the Role sunspot-submitter of k8s/base bound to you, which grants it")
+
+
+def find_missing_object(cluster: Cluster, kind: str, name: str) -> Iterator[Problem]:
+    """Find out whether an object that pods need to start is missing, or cannot be seen."""
+    there = cluster.exists(kind, name)
+    if there is False:
+        what = f"{kind} {name} is not in namespace {cluster.namespace}"
+        yield Problem(what, _how_to_make(kind, name, cluster.namespace))
+    elif there is None:
+        what = f"this user may not see whether {kind} {name} is there"
+        yield Problem(what, "pods cannot start without it", may_pass=True)
 
 
 def _find_storage_problems(run: Run) -> list[str]:
@@ -177,8 +198,12 @@ def _find_storage_problems(run: Run) -> list[str]:
         ]
 
 
-def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Kind and name of the objects that the pods of a RayJob need to start."""
+def find_references(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """List kind and name of the objects that the pods of a RayJob need to start."""
+    return sorted(set(_references(manifest)))
+
+
+def _references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for pod in (template["spec"] for template in _templates(manifest).values()):
         if "serviceAccountName" in pod:
             yield "ServiceAccount", pod["serviceAccountName"]
@@ -197,7 +222,7 @@ def find_references(manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The pod template of each group; none in a cluster that is there already."""
+    """Return the pod template of each group; none for a cluster that is there already."""
     cluster = manifest["spec"].get("rayClusterSpec")
     if not cluster:
         return {}
@@ -217,8 +242,8 @@ def _named(source: dict[str, Any], **kinds: str) -> Iterator[tuple[str, str]]:
             yield kind, reference.get("name") or reference.get("secretName") or reference["claimName"]
 
 
-def how_to_make(kind: str, name: str, namespace: str) -> str:
-    """How to create an object that pods need to start."""
+def _how_to_make(kind: str, name: str, namespace: str) -> str:
+    """Say how to create an object that pods need to start."""
     if kind == "Secret":
         return (
             f"create it: kubectl -n {namespace} create secret generic {name} --from-env-file=/dev/stdin, and give it "

@@ -1,8 +1,9 @@
 """Prints where a run stands, and how it goes on."""
 
+from __future__ import annotations
+
 import sys
 import time
-from dataclasses import asdict
 from typing import Any
 
 from sunspot.formatting import in_words
@@ -26,21 +27,25 @@ def print_state(run: Run, state: RunState, reason: str, as_json: bool) -> None:
 
 def print_submission(submission: Submission, as_json: bool) -> None:
     """Print what became of a submission."""
-    access, outcome, dry_run = submission.access, submission.outcome, submission.dry_run
+    access = submission.access
+    job = submission.job
+    action = submission.action
+    reason = submission.reason
+    namespace = access.require_cluster().namespace
     if as_json:
-        record = {"run": access.run.name, "job": submission.job, "namespace": submission.namespace}
-        record |= {"storage": access.run.location, **asdict(outcome)}
-        print_json_line({**record, "dry_run": dry_run})  # `submit --wait` prints more lines
+        record = {"run": access.run.name, "job": job, "namespace": namespace, "storage": access.run.location}
+        record |= {"action": action, "reason": reason}
+        print_json_line({**record, "dry_run": submission.dry_run})  # `submit --wait` prints more lines
         return
-    would = "would be " if dry_run else ""
-    print_text(f"{submission.job} {would}{outcome.action} in namespace {submission.namespace} ({outcome.reason})")
-    if outcome.action != "finished" and not dry_run:
+    would = "would be " if submission.dry_run else ""
+    print_text(f"{job} {would}{action} in namespace {namespace} ({reason})")
+    if action != "finished" and not submission.dry_run:
         print_text(f"  sunspot wait {access.arguments}")
         print_text(f"  sunspot logs -f {stored_arguments(access.run)}")
 
 
-def show_progress(run: Run, as_json: bool = False) -> "ProgressLines":
-    """What prints the progress of a run: on a terminal with a live line below."""
+def show_progress(run: Run, as_json: bool = False) -> ProgressLines:
+    """Choose what prints the progress of a run: on a terminal with a live line below."""
     return LiveProgress(run) if sys.stdout.isatty() and not as_json else ProgressLines(run, as_json)
 
 
@@ -48,18 +53,22 @@ class ProgressLines:
     """Prints a line for every change of state or reason, and one for progress now and then."""
 
     def __init__(self, run: Run, as_json: bool, progress_every_s: float = PROGRESS_EVERY_S) -> None:
-        self._run, self._as_json, self._progress_every_s = run, as_json, progress_every_s
+        self._run = run
+        self._as_json = as_json
+        self._progress_every_s = progress_every_s
         self._before: tuple[RunState, str] | None = None
         self._step = -1
         self._at = 0.0
 
     def __call__(self, snapshot: RunSnapshot, state: RunState, reason: str) -> None:
-        step = snapshot.status.step if snapshot.status else 0
+        step = snapshot.storage.status.step if snapshot.storage.status else 0
         goes_on = state is RunState.RUNNING and step != self._step
         due = goes_on and time.monotonic() - self._at >= self._progress_every_s
         if (state, reason) == self._before and not due:
             return
-        self._before, self._step, self._at = (state, reason), step, time.monotonic()
+        self._before = (state, reason)
+        self._step = step
+        self._at = time.monotonic()
         if self._as_json:
             record = {"time": snapshot.time, "run": self._run.name, "state": state, "reason": reason}
             print_json_line({**record, **progress(snapshot)})
@@ -91,7 +100,7 @@ class LiveProgress(ProgressLines):
 
 
 def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
-    """One line for people: the progress while it trains, otherwise the reason of the state."""
+    """Describe it in one line: the progress while it trains, otherwise the reason for its state."""
     if state in (RunState.FAILED, RunState.LOST):
         return "for good"  # the error with which the command ends says why
     now = progress(snapshot)
@@ -108,8 +117,8 @@ def describe(snapshot: RunSnapshot, state: RunState, reason: str) -> str:
 
 
 def progress(snapshot: RunSnapshot) -> dict[str, Any]:
-    """How far the run is, by its own last status."""
-    status, left = snapshot.status, None
+    """Say how far the run is, by its own last status."""
+    status, left = snapshot.storage.status, None
     if status and status.state is RunState.RUNNING and status.step_time_s is not None:
         left = max(0.0, (status.total_steps - status.step) * status.step_time_s - (snapshot.time - status.seen))
     names = ("step", "total_steps", "epoch", "checkpoint", "loss", "rows_per_s")

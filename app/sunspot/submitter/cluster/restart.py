@@ -14,19 +14,19 @@ from sunspot.run.status import RunState
 from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
-from sunspot.submitter.cluster.follow import LONGEST_OUTAGE_S, TICK_S
+from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S
 from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.manifest.yaml_files import parse_yaml
-from sunspot.submitter.output import doing, warn
+from sunspot.submitter.output import progress_note, warn
 
 MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 
 
 def parse_submission(run: Run, job: str, text: str) -> dict[str, Any]:
-    """The manifest of a RayJob; raises `DamageError` when it is none, or that of another job."""
+    """Parse the manifest of a RayJob; raises `DamageError` when it is none, or that of another job."""
     place = f"the newest submission in {run.storage.locate(run.key('submissions'))}"
     try:
         documents = parse_yaml(text)
@@ -57,18 +57,18 @@ class HeadRestarts:
         "Restarts since that checkpoint was new."
 
     def next(self, snapshot: RunSnapshot) -> dict[str, Any] | None:
-        """The manifest to start again; None when the run ended otherwise, was told to stop, or is not ours to start.
+        """Return the manifest to start again; None when the run ended otherwise, was stopped, or is not ours to start.
 
         What was not submitted by `sunspot` (GitOps) is started by whoever applied it. Raises `SunspotError` after as
         many restarts in a row without a new checkpoint as a job may have starts of its driver.
         """
         job = snapshot.job
-        if not job or not head_given_up(snapshot) or snapshot.stop_wanted or snapshot.storage_trouble:
+        if not job or not head_given_up(snapshot) or snapshot.storage.stop_wanted or snapshot.storage.trouble:
             return None
         name, text = newest_submission(self._run) or ("", "")
         if name != job.name:
             return None
-        checkpoint = snapshot.status.checkpoint if snapshot.status else None
+        checkpoint = snapshot.storage.status.checkpoint if snapshot.storage.status else None
         if checkpoint != self._checkpoint:
             self._checkpoint, self._count = checkpoint, 0
         most = settings_of(job.raw).get(MAX_STARTS) or Settings.model_fields["max_driver_starts"].default
@@ -86,12 +86,12 @@ def start_again(access: RunAccess, job: JobView, manifest: dict[str, Any]) -> No
 
     Its old pods may take their time: one on a frozen node goes when the node comes back, and what it still does then
     changes nothing of the run (run/attempts.py). Raises `ClusterError` or `GaveUpError` when the API server is out
-    of reach, or keeps the old one, for LONGEST_OUTAGE_S.
+    of reach, or keeps the old one, for MAX_OUTAGE_S.
     """
     cluster = access.require_cluster()
-    deadline = time.monotonic() + LONGEST_OUTAGE_S
+    deadline = time.monotonic() + MAX_OUTAGE_S
     try:
-        with doing(f"starting {job.name} again"):
+        with progress_note(f"starting {job.name} again"):
             while trouble := _replace(cluster, job, manifest):
                 if time.monotonic() > deadline:
                     raise trouble

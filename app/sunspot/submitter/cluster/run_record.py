@@ -12,7 +12,7 @@ from sunspot.settings import PREFIX
 from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import count_workers
 from sunspot.submitter.manifest.render import settings_of
-from sunspot.submitter.output import doing
+from sunspot.submitter.output import progress_note
 
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
 
@@ -23,21 +23,21 @@ def gather(access: RunAccess) -> tuple[RunSnapshot, RunView | None]:
     Raises `NotFoundError` when neither knows the run, or the error of the one that does not answer.
     """
     view = None
-    with doing("reading the run"):
+    with progress_note("reading the run"):
         snapshot = access.observe()
-        if not snapshot.storage_trouble:
+        if not snapshot.storage.trouble:
             try:
                 with contextlib.suppress(NotFoundError):  # nothing of it there yet
                     view = read_view(access.run)
             except StorageError as error:
-                snapshot = replace(snapshot, storage_trouble=str(error))
+                snapshot = replace(snapshot, storage=replace(snapshot.storage, trouble=str(error)))
     if not view:
         access.require_known(snapshot)
     return snapshot, view
 
 
 def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) -> dict[str, Any]:
-    """Everything known of a run, by the names of the JSON document; None: unknown."""
+    """Put all that is known of a run into one record, by the names of the JSON document; None: unknown."""
     run, cluster = access.run, access.cluster
     state, reason = snapshot.state()
     known = not state.terminal and state is not RunState.SILENT  # how it trains now
@@ -67,14 +67,16 @@ def summarize(access: RunAccess, snapshot: RunSnapshot, view: RunView | None) ->
             "attempt": view.attempts[-1].number if view.attempts else 0,
             "incidents": len(view.incidents),
         }
-    if snapshot.status:
-        record["workers_running"] = snapshot.status.world_size if known else 0 if state.terminal else None
-        record["warning"] = "" if state.terminal else snapshot.status.warning
-        record |= {name: getattr(snapshot.status, name) for name in ("save_s", "notice_s", "memory_every")}
+    if snapshot.storage.status:
+        record["workers_running"] = snapshot.storage.status.world_size if known else 0 if state.terminal else None
+        record["warning"] = "" if state.terminal else snapshot.storage.status.warning
+        record |= {name: getattr(snapshot.storage.status, name) for name in ("save_s", "notice_s", "memory_every")}
     if snapshot.job:
-        wanted, running = count_workers(snapshot.job, snapshot.pods)
-        record["pods_wanted"], record["pods_running"] = wanted, None if "pods" in snapshot.hidden else running
+        wanted, running = count_workers(snapshot.job, snapshot.cluster.pods)
+        record["pods_wanted"] = wanted
+        record["pods_running"] = None if "pods" in snapshot.cluster.hidden else running
         record["job"] = snapshot.job.name
         record["workers_wanted"] = settings_of(snapshot.job.raw).get(NUM_WORKERS)
-        record["try"], record["tries"] = min(snapshot.job.failed + 1, snapshot.job.tries), snapshot.job.tries
+        record["try"] = min(snapshot.job.failed + 1, snapshot.job.tries)
+        record["tries"] = snapshot.job.tries
     return record

@@ -18,7 +18,7 @@ from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot, require_a
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.manifest.render import JobRequest, Rendered, render, settings_of
-from sunspot.submitter.output import doing, warn
+from sunspot.submitter.output import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
 """How long a run that is being stopped may take to save and end."""
@@ -46,23 +46,15 @@ class PreparedJob:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was done to start a RayJob, or would be without `--dry-run`."""
-
-    action: str
-    "created, replaced (an ended one), attached (it is live already), or finished (nothing is left to do)."
-    reason: str
-
-
-@dataclass(frozen=True)
 class Submission:
-    """A RayJob that was submitted, and what came of it."""
+    """What was done to start a RayJob, or would be without `dry_run`."""
 
     access: RunAccess
     job: str
-    namespace: str
-    outcome: Outcome
-    dry_run: bool = False
+    action: str
+    "created, replaced (an ended one), attached (it is live already), or finished (nothing is left to do)."
+    reason: str
+    dry_run: bool
 
 
 def render_for_cluster(request: JobRequest, context: str | None) -> tuple[Rendered, Cluster]:
@@ -84,7 +76,7 @@ def submit(cluster: Cluster, rendered: Rendered, dry_run: bool = False) -> Submi
     """
     settings = rendered.settings
     access = RunAccess(open_run(settings.storage_path, settings.run_name), cluster)
-    with doing("checking the cluster and the storage"):
+    with progress_note("checking the cluster and the storage"):
         expected, warnings = check(cluster, access.run, rendered.manifest)
     for text in warnings:
         warn(f"warning: {text}")
@@ -98,46 +90,53 @@ def start_job(access: RunAccess, prepared: PreparedJob, dry_run: bool = False) -
     Raises `ClusterError` without a cluster, `ConflictError` when another RayJob of the run is live, and `GaveUpError`
     when an ending one does not end.
     """
-    run, name, cluster = access.run, prepared.name, access.require_cluster()
+    run = access.run
+    name = prepared.name
+    cluster = access.require_cluster()
 
     def submission(action: str, reason: str) -> Submission:
-        return Submission(access, name, cluster.namespace, Outcome(action, reason), dry_run)
+        return Submission(access, name, action, reason, dry_run)
 
+    # What keeps it from starting.
     snapshot, job = _observe_job(access, name)
-    if snapshot.deleting:
+    if snapshot.storage.deleting:
         raise ConflictError(f"{run.name} is {RunState.DELETING}: {snapshot.state()[1]}; then submit again")
-    others = [other for other in snapshot.jobs if other.live and other.name != name]
+    others = [other for other in snapshot.cluster.jobs if other.live and other.name != name]
     if others:
         wanted = prepared.expected or job_view(dict(prepared.manifest))
         raise ConflictError(_explain_conflict(others[0], wanted, access.arguments))
 
+    # One that is ending is waited for.
     deadline = time.monotonic() + STOPPED_WITHIN_S
-    with doing(f"waiting for {name} to save and end"):
+    with progress_note(f"waiting for {name} to save and end"):
         while job and _is_ending(snapshot, job) and not dry_run:
             if time.monotonic() > deadline:
                 raise GaveUpError(f"{name} is still ending: {snapshot.state()[1]}; submit again when it has")
             time.sleep(LOOK_EVERY_S)
             snapshot, job = _observe_job(access, name)
 
+    # Nothing to do: it is live, or has succeeded.
     state, reason = snapshot.state() if snapshot.known else (RunState.LOST, "")
+    status, stop_wanted = snapshot.storage.status, snapshot.storage.stop_wanted
     if job and not state.terminal:
-        if snapshot.stop_wanted and not dry_run:
+        if stop_wanted and not dry_run:
             clear_stop(run)
-        return submission("attached", "the stop marker is cleared" if snapshot.stop_wanted else f"{state}: {reason}")
-    if snapshot.status and state is RunState.SUCCEEDED and (job or snapshot.status.owner.partition("#")[0] == name):
+        return submission("attached", "the stop marker is cleared" if stop_wanted else f"{state}: {reason}")
+    if status and state is RunState.SUCCEEDED and (job or status.owner.partition("#")[0] == name):
         return submission("finished", reason)
 
-    ended = [other for other in snapshot.jobs if other.terminal or other is job]
+    # It starts, in the place of those that have ended.
+    ended = [other for other in snapshot.cluster.jobs if other.terminal or other is job]
     was = f"the run was {state}: {reason}" if snapshot.known else "a new run"
-    if snapshot.status and not state.terminal:
-        was = f"it takes the run over from {snapshot.status.owner}: {reason}"
+    if status and not state.terminal:
+        was = f"it takes the run over from {status.owner}: {reason}"
     if not dry_run:
         clear_stop(run)
-        with doing("waiting for the old cluster to go"):
+        with progress_note("waiting for the old cluster to go"):
             gone = delete_jobs(cluster, ended, GONE_WITHIN_S)
         if not gone:
             raise GaveUpError(f"{ended[0].name} and its pods are still there after {GONE_WITHIN_S:.0f} s; submit again")
-        with doing(f"applying {name}"):
+        with progress_note(f"applying {name}"):
             record_submission(run, name, prepared.text)
             cluster.apply(dict(prepared.manifest))
     return submission("replaced" if ended else "created", was)
@@ -147,10 +146,15 @@ def _observe_job(access: RunAccess, name: str) -> tuple[RunSnapshot, JobView | N
     """Look at the run, with the RayJob of this name, if there is one, as its newest."""
     snapshot = access.observe()
     require_answers(snapshot)
-    job = next((job for job in snapshot.jobs if job.name == name), None)
+    job = next((job for job in snapshot.cluster.jobs if job.name == name), None)
     if job and job is not snapshot.job:
-        others = tuple(other for other in snapshot.jobs if other is not job)
-        snapshot = replace(snapshot, jobs=(job, *others), owner=owner_of(access.run, name))
+        others = tuple(other for other in snapshot.cluster.jobs if other is not job)
+        record = replace(snapshot.storage.record, owner=owner_of(access.run, name))
+        snapshot = replace(
+            snapshot,
+            cluster=replace(snapshot.cluster, jobs=(job, *others)),
+            storage=replace(snapshot.storage, record=record),
+        )
     return snapshot, job
 
 
@@ -175,14 +179,14 @@ def _explain_conflict(live: JobView, wanted: JobView, again: str) -> str:
 
 
 def _without_credential(change: str) -> str:
-    """A line of a diff; of a variable that holds a secret, without its values."""
+    """Return a line of a diff, without the values of a variable that holds a secret."""
     variable = re.match(r"\S*\benv\[([^\]]+)\]\.value: ", change)
     secret = variable and is_credential(variable[1], change[variable.end() :])
     return f"{variable[0]}{HIDDEN} -> {HIDDEN}" if variable and secret else change
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Every leaf of a spec but settings, by its path; items of a list by their names, if they have any."""
+    """List every leaf of a spec but settings, by its path; items of a list by their names, if they have any."""
     if isinstance(value, dict):
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):

@@ -9,11 +9,12 @@ a third to storage (`sunspot.run.status`). What decides:
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 from sunspot.formatting import plural
 from sunspot.run.overview import describe_silence, describe_work
 from sunspot.run.status import SILENT_S, RunState, Status
-from sunspot.submitter.cluster.views import NOISE, JobView, Pods, PodView, Trouble, WarningEvent, Warnings
+from sunspot.submitter.cluster.views import NOISE, JobView, PodProblem, Pods, PodView, WarningEvent, Warnings
 from sunspot.submitter.findings import Diagnosis
 
 OPERATOR_OVERDUE_S = 30
@@ -40,30 +41,46 @@ FAILURES = {
 """The operator's reasons for a failure, explained."""
 
 
-def judge(
-    job: JobView,
-    pods: Pods = (),
-    warnings: Warnings = (),
-    status: Status | None = None,
-    owner: str = "",
-    stop_wanted: bool = False,
-    now: float = 0.0,
-) -> tuple[RunState, str]:
-    """The state of a run whose newest RayJob is `job`, and a sentence that says why.
+@dataclass(frozen=True)
+class JobInCluster:
+    """A RayJob, and what the cluster says of its pods."""
 
-    `owner` is the owner that a process of `job` has in storage (`owner_of`); `now` is in seconds since the epoch.
-    """
-    own = status if status and is_of(status, job, owner) else None
+    job: JobView
+    pods: Pods = ()
+    warnings: Warnings = ()
+    now: float = 0.0
+    "Seconds since the epoch."
+
+    @property
+    def own_pods(self) -> list[PodView]:
+        """The pods of its RayCluster that nobody has told to go."""
+        return pods_of(self.job, self.pods)
+
+
+@dataclass(frozen=True)
+class StoredRecord:
+    """What a run's processes and users have left in storage."""
+
+    status: Status | None = None
+    owner: str = ""
+    "The owner in storage that a process of the newest RayJob has (`owner_of`)."
+    stop_wanted: bool = False
+
+
+def judge(seen: JobInCluster, stored: StoredRecord) -> tuple[RunState, str]:
+    """Judge the state of a run by its newest RayJob and by storage; also returns a sentence that says why."""
+    job, status = seen.job, stored.status
+    own = status if is_of(stored, job) else None
     if status and not own and _took_over(status, job):
-        silence = _silence(status, now)
+        silence = _silence(status, seen.now)
         said = silence or status.reason
         reason = f"{status.owner} has taken the run over from {job.name}" + (f": {said}" if said else "")
         return RunState.SILENT if silence else status.state, reason
-    if own and _ended_for_good(own, job, stop_wanted):
+    if own and _ended_for_good(own, job, stored.stop_wanted):
         stopped = "stopped " if own.state is RunState.STOPPED else ""
         return own.state, own.reason or f"{stopped}at step {own.step}"
-    state, reason = _judge_job(job, pods, warnings, own, now)
-    if state.terminal or not (stop_wanted or job.deleting):
+    state, reason = _judge_job(seen, own)
+    if state.terminal or not (stored.stop_wanted or job.deleting):
         return state, reason
     if job.deleting:
         return RunState.STOPPING, "its RayJob is being deleted"
@@ -81,20 +98,24 @@ def _ended_for_good(own: Status, job: JobView, stop_wanted: bool) -> bool:
     return own.state is RunState.SUCCEEDED or stopped
 
 
-def is_of(status: Status, job: JobView, owner: str) -> bool:
-    """Whether a process of `job` wrote this status, and not one of a deleted RayJob of the same name."""
+def is_of(stored: StoredRecord, job: JobView) -> bool:
+    """Whether a process of `job` wrote the status, and not one of a deleted RayJob of the same name."""
+    status, owner = stored.status, stored.owner
+    if status is None:
+        return False
     mine = status.owner == owner if owner else status.owner.partition("#")[0] == job.name
     return mine and status.time >= job.created - CLOCK_SKEW_S
 
 
-def _judge_job(job: JobView, pods: Pods, warnings: Warnings, last: Status | None, now: float) -> tuple[RunState, str]:
-    """By the operator and the run's own processes; `last` may be of an earlier try."""
+def _judge_job(seen: JobInCluster, last: Status | None) -> tuple[RunState, str]:
+    """Judge by the operator and the run's own processes; `last` may be of an earlier try."""
+    job = seen.job
     deployment, ray = job.deployment_status, job.job_status
     own = last if last and last.time >= job.try_began else None
     if deployment == "ValidationFailed":
         return RunState.FAILED, f"the operator refuses the manifest: {job.message}"
     if deployment == "Failed":
-        return RunState.FAILED, _failure(job, pods, warnings, own, now)
+        return RunState.FAILED, _failure(seen, own)
     if deployment == "Complete":
         return _completed(ray, own)
     if deployment in ("Suspending", "Suspended"):
@@ -103,10 +124,10 @@ def _judge_job(job: JobView, pods: Pods, warnings: Warnings, last: Status | None
     if deployment == "Retrying":
         return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; its cluster is made anew"
     if deployment in ("", "Initializing", "Waiting"):
-        why = explain_pods(job, pods, warnings, now)
+        why = explain_pods(seen)
         if job.failed:
             return RunState.RETRYING, f"{_tries(job)}{_because(last, job)}; {why}"
-        if not deployment and now - job.created > OPERATOR_OVERDUE_S:
+        if not deployment and seen.now - job.created > OPERATOR_OVERDUE_S:
             why = (
                 "no operator has looked at its RayJob; check that the KubeRay operator runs and watches this namespace"
             )
@@ -114,33 +135,33 @@ def _judge_job(job: JobView, pods: Pods, warnings: Warnings, last: Status | None
     if ray == "FAILED" or (own and own.state is RunState.FAILED):
         return _failed_or_retrying(job, own)
     if ray in ("", "PENDING"):
-        return _starting(job, pods, warnings, own, now)
+        return _starting(seen, own)
     if own and own.state is RunState.STOPPED:
         return RunState.STOPPING, "its driver was told to end, and has saved; the operator has not concluded yet"
     if ray == "STOPPED":
         return RunState.STOPPING, "its Ray job was stopped; the operator has not concluded yet"
     if ray == "SUCCEEDED":
         return RunState.FINISHING, "its Ray job has ended well; the operator has not concluded yet"
-    return _running(job, pods, warnings, own, now)
+    return _running(seen, own)
 
 
-def _starting(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> tuple[RunState, str]:
-    """The operator waits for the driver to start: for the first time, or after the loss of the head."""
+def _starting(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
+    """Judge a job whose driver the operator waits for: for the first time, or after the loss of the head."""
     if own is None:
         return RunState.STARTING, "its pods are ready; the driver is about to begin"
-    if not own.state.terminal and not _silence(own, now):  # the operator is merely behind
+    if not own.state.terminal and not _silence(own, seen.now):  # the operator is merely behind
         return own.state, own.reason or describe_work(own)
-    return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(job, pods, warnings, now)}"
+    return RunState.RETRYING, f"its head was lost, and the job begins anew; {explain_pods(seen)}"
 
 
-def _running(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> tuple[RunState, str]:
-    why = pods_in_trouble(job, pods, warnings, now)
+def _running(seen: JobInCluster, own: Status | None) -> tuple[RunState, str]:
+    why = summarize_pod_problems(seen)
     if own is None:
-        return RunState.STARTING, _join("its driver runs, and has left no word in storage yet", why)
+        return RunState.STARTING, _join("its driver runs, and has not written its status to storage yet", why)
     state = RunState.STARTING if own.state is RunState.LOST else own.state
-    if silence := _silence(own, now):
+    if silence := _silence(own, seen.now):
         return RunState.SILENT, _join(f"{silence}, though its Ray job runs: frozen, cut off or gone", why)
-    stand_in = len(job.training_groups) > 1  # then pods of one group may wait while those of another train
+    stand_in = len(seen.job.training_groups) > 1  # then pods of one group may wait while those of another train
     default = describe_work(own) if state is RunState.RUNNING and (stand_in or not why) else ""
     return state, _join(own.reason or default, why) or str(state)
 
@@ -149,7 +170,7 @@ def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
     if own and own.state is RunState.FAILED:
         return RunState.FAILED, own.reason or "its driver failed"
     if ray == "SUCCEEDED":
-        return RunState.SUCCEEDED, "its Ray job succeeded; its driver left no last word in storage"
+        return RunState.SUCCEEDED, "its Ray job succeeded; its driver wrote no final status to storage"
     if ray == "STOPPED":
         return RunState.STOPPED, "its Ray job was stopped through Ray or its RayJob; submit again to go on"
     if ray == "FAILED":
@@ -158,19 +179,20 @@ def _completed(ray: str, own: Status | None) -> tuple[RunState, str]:
 
 
 def _failed_or_retrying(job: JobView, own: Status | None) -> tuple[RunState, str]:
-    """The try has failed, and the operator has not said yet whether another follows."""
+    """Judge a try that has failed, when the operator has not said yet whether another follows."""
     reason = _last_words(own) or job.message or "its Ray job failed"
     if job.failed + 1 < job.tries:
         return RunState.RETRYING, f"try {job.failed + 1} of {job.tries} failed: {reason}; the next one follows"
     return RunState.FAILED, reason
 
 
-def _failure(job: JobView, pods: Pods, warnings: Warnings, own: Status | None, now: float) -> str:
+def _failure(seen: JobInCluster, own: Status | None) -> str:
+    job = seen.job
     active, start = (job.spec.get(f"{limit}DeadlineSeconds", "?") for limit in ("active", "preRunning"))
     meaning = FAILURES.get(job.failure, job.failure or "it failed").format(active=active, start=start)
     said = _last_words(own)
     if job.failure == "PreRunningDeadlineExceeded":
-        said = pods_in_trouble(job, pods, warnings, now)
+        said = summarize_pod_problems(seen)
     elif job.failure not in ("DeadlineExceeded", HEAD_GIVEN_UP):
         said = said or job.message
     if said and job.failure in ("AppFailed", ""):
@@ -190,37 +212,37 @@ def _took_over(status: Status, job: JobView) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- pods
 
 
-def explain_pods(job: JobView, pods: Pods, warnings: Warnings, now: float) -> str:
-    """Why a RayJob's driver has not started yet, by its pods."""
-    if trouble := pods_in_trouble(job, pods, warnings, now):
-        return trouble
-    mine = _pods_of(job, pods)
+def explain_pods(seen: JobInCluster) -> str:
+    """Explain by its pods why a RayJob's driver has not started yet."""
+    if problem := summarize_pod_problems(seen):
+        return problem
+    mine = seen.own_pods
     if not any(pod.head for pod in mine):
         return "its pods are about to be made"
     if not any(pod.head and pod.ready for pod in mine):
         return "the head pod starts"
-    wanted, ready = count_workers(job, pods)
+    wanted, ready = count_workers(seen.job, seen.pods)
     if ready < wanted:
         return f"{plural(wanted, 'worker pod')} wanted, {ready} running; the others start"
     return "its pods are ready; the driver is about to begin"
 
 
-def pods_in_trouble(job: JobView, pods: Pods, warnings: Warnings, now: float) -> str:
-    """What keeps pods from running, with the fix; empty if nothing seems to."""
-    mine = _pods_of(job, pods)
-    fresh = [event for event in warnings if now - event.time < WARNING_FRESH_S]
+def summarize_pod_problems(seen: JobInCluster) -> str:
+    """Say what keeps pods from running, with the fix; empty if nothing seems to."""
+    job, mine = seen.job, seen.own_pods
+    fresh = [event for event in seen.warnings if seen.now - event.time < WARNING_FRESH_S]
     head = next((pod for pod in mine if pod.head), None)
-    if head and (why := trouble_of(head, fresh)):
+    if head and (why := pod_problem(head, fresh)):
         return f"the head pod cannot start: {why}"
     refused = refused_pod(job, fresh)
-    ending = next((pod for pod in pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
+    ending = next((pod for pod in seen.pods if pod.cluster == job.cluster and pod.head and pod.deleting), None)
     if head is None and ending:
-        silent = ", which does not answer" if ending.overdue(now) else ""
+        silent = ", which does not answer" if ending.overdue(seen.now) else ""
         return f"the head pod was told to go; a new one follows when it has left node {ending.node}{silent}"
     if head is None:
         return f"the head pod cannot be made: {refused.message}" if refused else ""
-    wanted, ready = count_workers(job, pods)
-    whys = Counter(str(why) for pod in mine if not pod.head and (why := trouble_of(pod, fresh)))
+    wanted, ready = count_workers(seen.job, seen.pods)
+    whys = Counter(str(why) for pod in mine if not pod.head and (why := pod_problem(pod, fresh)))
     if not whys and refused and len(mine) - 1 < wanted:
         whys[f"a pod cannot be made: {refused.message}"] += 1
     if not whys:
@@ -232,30 +254,31 @@ def pods_in_trouble(job: JobView, pods: Pods, warnings: Warnings, now: float) ->
 
 
 def refused_pod(job: JobView, warnings: Warnings) -> WarningEvent | None:
-    """The newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
+    """Return the newest warning about a pod of the RayJob that was not even created: a quota, or a policy."""
     return next(
         (e for e in warnings if e.object in (job.cluster, job.name) and e.reason.startswith("FailedToCreate")), None
     )
 
 
-def trouble_of(pod: PodView, warnings: Warnings) -> Trouble | None:
-    """What keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
-    if pod.ready or pod.trouble:
-        return pod.trouble
+def pod_problem(pod: PodView, warnings: Warnings) -> PodProblem | None:
+    """Find what keeps a pod from running, by its status or warnings about it; None if nothing seems to."""
+    if pod.ready or pod.problem:
+        return pod.problem
     for event in warnings:
         if event.object == pod.name and event.reason not in NOISE:
             kind = Diagnosis.MISSING if "not found" in event.message else Diagnosis.POD
-            return Trouble(kind, f"{event.reason}: {event.message}")
+            return PodProblem(kind, f"{event.reason}: {event.message}")
     return None
 
 
 def count_workers(job: JobView, pods: Pods) -> tuple[int, int]:
     """Training pods: how many there should be now, and how many run."""
-    workers = [pod for pod in _pods_of(job, pods) if not pod.head and pod.group in job.training_groups]
+    workers = [pod for pod in pods_of(job, pods) if not pod.head and pod.group in job.training_groups]
     return max(job.least_workers, len(workers)), sum(pod.ready for pod in workers)
 
 
-def _pods_of(job: JobView, pods: Pods) -> list[PodView]:
+def pods_of(job: JobView, pods: Pods) -> list[PodView]:
+    """Return the pods of the RayJob's cluster that are not being deleted."""
     return [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
 
 
@@ -276,7 +299,7 @@ def _last_words(own: Status | None) -> str:
 
 
 def _silence(status: Status, now: float) -> str:
-    """Since when a run that has not ended gives no sign of life; empty while it does."""
+    """Say for how long a run that has not ended has been silent; empty while it is not."""
     if status.state.terminal or now - status.seen <= SILENT_S:
         return ""
     return describe_silence(status.seen, now)

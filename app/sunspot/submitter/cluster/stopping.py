@@ -12,7 +12,7 @@ from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.follow import TICK_S, Follower
 from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.views import JobView
-from sunspot.submitter.output import doing
+from sunspot.submitter.output import progress_note
 
 GONE_WITHIN_S = 180.0
 """How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""
@@ -34,19 +34,19 @@ def stop_run(access: RunAccess, timeout: float = 600, wait: bool = True) -> tupl
     began = time.monotonic()
     training = snapshot.driver_began and state is not RunState.RETRYING
     if not state.terminal and (training or not snapshot.job):
-        with doing("waiting for the run to save and end"):
+        with progress_note("waiting for the run to save and end"):
             snapshot = _await_end(access, timeout)
         state, reason = snapshot.state()
     if access.cluster:
         left = max(GONE_WITHIN_S, timeout - (time.monotonic() - began))
-        with doing("waiting for its pods to go"):
-            gone = delete_jobs(access.cluster, snapshot.jobs, left)
+        with progress_note("waiting for its pods to go"):
+            gone = delete_jobs(access.cluster, snapshot.cluster.jobs, left)
         if not gone:
             name = access.run.name
             raise GaveUpError(f"{name} has ended ({reason}), but its pods are still there; they go by themselves")
     if state not in (RunState.SUCCEEDED, RunState.FAILED):
         state = RunState.STOPPED
-    checkpoint = snapshot.status and snapshot.status.checkpoint
+    checkpoint = snapshot.storage.status and snapshot.storage.status.checkpoint
     saved = f"saved as {checkpoint}" if checkpoint else "it had not saved anything yet"
     return state, f"{saved}; `sunspot resume {access.arguments}` lets it go on"
 

@@ -26,7 +26,7 @@ CANNOT_START = {
 }
 """Why a container cannot start, and what to do about it, by the kubelet's reason."""
 
-LONGEST_MESSAGE = 600
+MAX_MESSAGE = 600
 """Characters of the operator's message. It quotes up to 20,000 of a failed driver; the end says why."""
 
 PULLING = ("ErrImagePull", "ImagePullBackOff")
@@ -83,7 +83,7 @@ class JobView:
         return not self.terminal and not self.deleting
 
 
-class Trouble(NamedTuple):
+class PodProblem(NamedTuple):
     """What keeps a pod from running."""
 
     kind: Diagnosis
@@ -113,7 +113,7 @@ class PodView:
     deleted_by: float
     "When its grace period ends, in seconds since the epoch; 0: nobody deletes it."
     restarts: int
-    trouble: Trouble | None
+    problem: PodProblem | None
     "Why it cannot run; None if it runs, or may still start."
     out_of_memory: bool
     "Whether one of its containers last ended for that; it may run again."
@@ -146,7 +146,9 @@ Warnings = Sequence[WarningEvent]
 
 def job_view(raw: dict[str, Any]) -> JobView:
     """Read a RayJob as the API server gives it."""
-    metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    metadata = raw["metadata"]
+    spec = raw.get("spec") or {}
+    status = raw.get("status") or {}
     groups = spec.get("rayClusterSpec", {}).get("workerGroupSpecs") or []
     training = [group for group in groups if SLOT in group.get("resources", {})] or groups[:1]
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
@@ -162,7 +164,7 @@ def job_view(raw: dict[str, Any]) -> JobView:
         job_status=status.get("jobStatus", ""),
         deployment_status=status.get("jobDeploymentStatus", ""),
         failure=status.get("reason", ""),
-        message=_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-LONGEST_MESSAGE:],
+        message=_line(status.get("message", "").rpartition("\nerror: ")[2], ends="")[-MAX_MESSAGE:],
         failed=int(status.get("failed") or 0),
         tries=int(spec.get("backoffLimit") or 0) + 1,
         cluster=status.get("rayClusterName", ""),
@@ -174,8 +176,10 @@ def job_view(raw: dict[str, Any]) -> JobView:
 
 def pod_view(raw: dict[str, Any]) -> PodView:
     """Read a pod as the API server gives it."""
-    metadata, status = raw["metadata"], raw.get("status") or {}
-    labels, containers = metadata.get("labels", {}), status.get("containerStatuses") or ()
+    metadata = raw["metadata"]
+    status = raw.get("status") or {}
+    labels = metadata.get("labels", {})
+    containers = status.get("containerStatuses") or ()
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     return PodView(
         name=metadata["name"],
@@ -187,23 +191,23 @@ def pod_view(raw: dict[str, Any]) -> PodView:
         ready=ready and status.get("phase") == "Running",
         deleted_by=parse_time(metadata.get("deletionTimestamp")) or 0.0,
         restarts=sum(container.get("restartCount", 0) for container in containers),
-        trouble=None if ready else next(_troubles(raw), None),
+        problem=None if ready else next(_pod_problems(raw), None),
         out_of_memory=any(
             c.get("lastState", {}).get("terminated", {}).get("reason") == "OOMKilled" for c in containers
         ),
     )
 
 
-def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
+def _pod_problems(raw: dict[str, Any]) -> Iterator[PodProblem]:
     status = raw.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             said = _line(condition.get("message", ""))
             if condition.get("reason") == "SchedulingGated":
-                yield Trouble(Diagnosis.QUEUE, f"held back by its queue ({said})")
+                yield PodProblem(Diagnosis.QUEUE, f"held back by its queue ({said})")
             else:
                 said = said.partition(". ")[0]  # what follows is about preemption
-                yield Trouble(
+                yield PodProblem(
                     Diagnosis.NO_NODE,
                     f"no node takes it ({said})",
                     "unless an autoscaler brings one, add such a node, or correct the profile's selectors, tolerations "
@@ -216,20 +220,20 @@ def _troubles(raw: dict[str, Any]) -> Iterator[Trouble]:
         reason = waiting.get("reason", "")
         if ended.get("reason") == "OOMKilled":
             said = f"container {name} ran out of memory (OOMKilled)"
-            yield Trouble(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
+            yield PodProblem(Diagnosis.OUT_OF_MEMORY, said, "give it more in the profile")
         elif reason in PULLING:
             # The kubelet reports the failure and the wait in turn: one sentence for both.
             said = _line(waiting.get("message", "")).rpartition("ErrImagePull: ")[2]
             said = f"image {container.get('image', '')} cannot be pulled: {said}"
-            yield Trouble(Diagnosis.IMAGE, said, PUSH_IMAGE)
+            yield PodProblem(Diagnosis.IMAGE, said, PUSH_IMAGE)
         elif reason in CANNOT_START:
             kind, fix = CANNOT_START[reason]
-            yield Trouble(kind, f"{reason}: {_line(waiting.get('message', ''))}", fix)
+            yield PodProblem(kind, f"{reason}: {_line(waiting.get('message', ''))}", fix)
         elif container.get("state", {}).get("terminated", {}).get("exitCode"):
             said = f"container {name} ended with {ended['exitCode']}: {_line(ended.get('message', ''))}"
-            yield Trouble(Diagnosis.CONTAINER, said)
+            yield PodProblem(Diagnosis.CONTAINER, said)
     if status.get("phase") == "Failed":
-        yield Trouble(Diagnosis.POD, f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}")
+        yield PodProblem(Diagnosis.POD, f"{status.get('reason', 'Failed')}: {_line(status.get('message', ''))}")
 
 
 def warning_event(raw: dict[str, Any]) -> WarningEvent:

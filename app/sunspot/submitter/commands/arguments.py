@@ -26,14 +26,14 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number from 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A time from 0, which ends: NaN would never be over."""
+    """Parse seconds from 0. NaN is refused: that wait would never end."""
     try:
         time_s = float(text)
     except ValueError:
@@ -44,7 +44,7 @@ def seconds(text: str) -> float:
 
 
 def add_render_options(parser: argparse.ArgumentParser) -> None:
-    """Everything a manifest depends on, besides --storage, --namespace and the SUNSPOT_ variables."""
+    """Add everything a manifest depends on, besides --storage, --namespace and the SUNSPOT_ variables."""
     parser.add_argument(
         "--profile", metavar="NAME", default="kind", help="one of k8s/profiles, or a path; default: kind"
     )
@@ -61,7 +61,7 @@ def add_render_options(parser: argparse.ArgumentParser) -> None:
 
 
 def job_request(args: argparse.Namespace) -> JobRequest:
-    """What the options of `add_render_options` ask for."""
+    """Return what the options of `add_render_options` ask for."""
     from sunspot.submitter.manifest.render import JobRequest, with_place
 
     overrides: dict[str, str] = {}
@@ -75,7 +75,7 @@ def job_request(args: argparse.Namespace) -> JobRequest:
 
 
 def run_target(args: argparse.Namespace) -> Target:
-    """The run that the arguments name, and where they say that it is."""
+    """Return the run that the arguments name, and where they say that it is."""
     from sunspot.submitter.runs import Target
 
     return Target(args.run, args.storage, args.context, args.namespace)

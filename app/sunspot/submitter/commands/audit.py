@@ -1,7 +1,7 @@
 """`sunspot audit`: proves which rows each epoch consumed, and finds damaged checkpoints and missing receipts.
 
 The rows are proved from the recorded steps that led to the newest whole checkpoint. Every attempt that took a step must
-have a receipt, superseded or not, unless its version wrote none.
+have a receipt, superseded or not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.objects import MAX_NUMBER
 from sunspot.storage.base import map_parallel
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import doing, print_json, print_table, warn
+from sunspot.submitter.output import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ class Data:
     batch: int
 
     def epoch_of(self, step: int) -> int:
-        """The epoch of a step, both from 1."""
+        """Return the epoch of a step, both from 1."""
         return (step - 1) // self.steps_per_epoch + 1
 
     def rows_of(self, step: int) -> int:
-        """How many rows a step consumes: the last of an epoch takes the rest, which is less, or one row more."""
+        """Return how many rows a step consumes: the last of an epoch takes the rest, which is less, or one row more."""
         before = (step - 1) % self.steps_per_epoch
         return self.rows - before * self.batch if before == self.steps_per_epoch - 1 else self.batch
 
@@ -72,7 +72,7 @@ class Epoch:
     finished: bool
 
     def record(self) -> dict[str, int]:
-        """As one of the JSON document."""
+        """Return it as one of the JSON document."""
         return {name: getattr(self, name) for name in COLUMNS}
 
 
@@ -99,7 +99,8 @@ class Proof:
     @property
     def summary(self) -> str:
         """What is wrong, in a sentence; empty if nothing is."""
-        missing, repeated = sum(e.missing for e in self.epochs), sum(e.repeated for e in self.epochs)
+        missing = sum(e.missing for e in self.epochs)
+        repeated = sum(e.repeated for e in self.epochs)
         parts = []
         if missing or repeated or self.wrong_rows:
             parts.append(f"{missing} rows missing, {repeated} repeated, up to step {self.step}")
@@ -139,7 +140,7 @@ def prove(run: Run) -> Proof:
     attempts = [attempt for attempt in read_attempts(run) if attempt.chosen]
     spans = lineage(attempts)
     counted, _, _ = classify(directories, spans)
-    with doing("reading every byte of the checkpoints"):
+    with progress_note("reading every byte of the checkpoints"):
         checked = verify(run, counted)
     damaged = [f"{checkpoint.name}: damaged, {'; '.join(faults)}" for checkpoint, faults in checked if faults]
     whole = [checkpoint for checkpoint, faults in checked if not faults]
@@ -172,11 +173,12 @@ def conclude(run: Run, proof: Proof) -> None:
 
 
 def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set[int]:
-    """The attempts known to have taken a step, by the metric history and by checkpoints.
+    """Find the attempts known to have taken a step, by the metric history and by checkpoints.
 
     What an attempt writes about the step it starts from is only an evaluation.
     """
-    segments, starts = list_journal(run, "metrics"), {attempt.number: attempt.step for attempt in attempts}
+    segments = list_journal(run, "metrics")
+    starts = {attempt.number: attempt.step for attempt in attempts}
     newest = map_parallel(lambda number: newest_record(run, [Span(number, starts[number], None)], segments), starts)
     saved = {attempt_of(name) for name in committed if step_of(name) > starts.get(attempt_of(name), MAX_NUMBER)}
     return saved | {record["attempt"] for record in newest if record}
@@ -186,7 +188,7 @@ def find_stepped(run: Run, attempts: list[Attempt], committed: list[str]) -> set
 
 
 def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list[str]]:
-    """What each epoch consumed up to step `end`, and a line for each impossible record.
+    """Count what each epoch consumed up to step `end`; also returns a line for each impossible record.
 
     Raises `DamageError` for a record that cannot be read.
     """
@@ -199,7 +201,7 @@ def prove_rows(run: Run, spans: list[Span], end: int) -> tuple[list[Epoch], list
 
 
 def read_data(run: Run) -> Data:
-    """How the run's epochs are divided; raises `DamageError` when `run.json` does not say."""
+    """Read how the run's epochs are divided; raises `DamageError` when `run.json` does not say."""
     begun = read_identity(run)
     batch = begun.settings.get("SUNSPOT_GLOBAL_BATCH_SIZE", "")
     rows = begun.rows
@@ -229,7 +231,7 @@ def count_rows(tables: list[pyarrow.Table], data: Data, end: int) -> Iterator[Ep
 
 
 def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
-    """A line for each row that is not in the data."""
+    """Write a line for each row that is not in the data."""
     import pyarrow.compute as pc
 
     foreign: list[tuple[int, int]] = []
@@ -240,7 +242,7 @@ def find_foreign_rows(tables: list[pyarrow.Table], data: Data) -> list[str]:
 
 
 def find_wrong_steps(tables: list[pyarrow.Table], data: Data, end: int) -> list[str]:
-    """A line for each step up to `end` that consumed the wrong number of rows."""
+    """Write a line for each step up to `end` that consumed the wrong number of rows."""
     import pyarrow
 
     counted = pyarrow.concat_tables(tables).group_by("step").aggregate([([], "count_all")])

@@ -1,6 +1,7 @@
 """`sunspot chaos`: reclaims and kills parts of a live run on purpose, prints what each fault cost, then audits it."""
 
 import argparse
+import contextlib
 import enum
 import secrets
 import time
@@ -11,13 +12,12 @@ from typing import Any
 
 from sunspot.errors import GaveUpError, NotFoundError, SettingsError, StorageError
 from sunspot.formatting import in_words, plural
-from sunspot.run import Run
 from sunspot.run.attempts import attempt_of, read_attempts
 from sunspot.run.checkpoints import MANIFEST, list_directories
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, describe, read_receipts
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.api import Cluster, UnreachableError
+from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.follow import OutageReporter
 from sunspot.submitter.cluster.snapshot import RunAccess, reach_run, require_answers, stored_arguments
 from sunspot.submitter.cluster.views import PodView
@@ -33,12 +33,12 @@ READY_WITHIN_S = 600.0
 RECOVERED_WITHIN_S = 600.0
 """How long a run may take to recover from the last fault and commit a checkpoint."""
 
-AT_ONCE_S = 1
+KILL_GRACE_S = 1
 """The grace period of a kill, the shortest there is: with 0 the object goes at once, but the kubelet sends SIGTERM and
 waits for the pod's own grace period (kubernetes#120449), which is a notice."""
 
 
-class Kind(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """What is done to a run."""
 
     RECLAIM = "reclaim"
@@ -50,25 +50,27 @@ class Kind(enum.StrEnum):
 
     @property
     def verb(self) -> str:
-        return "reclaim" if self is Kind.RECLAIM else "kill"
+        return "reclaim" if self is FaultKind.RECLAIM else "kill"
 
     @property
     def victim(self) -> str:
-        return "head" if self is Kind.HEAD else "training worker"
+        return "head" if self is FaultKind.HEAD else "training worker"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The faults to inject; its text completes "this would"."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[FaultKind, ...]
     "Of each fault, in order."
     every_s: float
     "Seconds between two faults."
     seed: int
 
     def __str__(self) -> str:
-        parts = [f"{kind.verb} {plural(self.kinds.count(kind), kind.victim)}" for kind in Kind if kind in self.kinds]
+        parts = [
+            f"{kind.verb} {plural(self.kinds.count(kind), kind.victim)}" for kind in FaultKind if kind in self.kinds
+        ]
         apart = f", {self.every_s:g} s apart," if len(self.kinds) > 1 else ""
         return f"{' and '.join(parts)}{apart}"
 
@@ -78,13 +80,9 @@ class Fault:
     """A pod that was deleted."""
 
     number: int
-    kind: Kind
-    pod: PodView
-    step: int
-    "The newest step the run had reported."
     attempt: int
     "The newest attempt then; any later one follows from the fault. Clocks are not compared, as they may disagree."
-    receipt: Receipt | None = None
+    recovered: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,36 +111,20 @@ def run(args: argparse.Namespace) -> None:
     when a pod or the recovery does not come in time, and `DamageError` when the audit finds a fault.
     """
     plan = make_plan(args.kinds, args.every, args.count, args.seed)
-    access = reach_run(run_target(args))
-    cluster, run = access.require_cluster(), access.run
-    injector = FaultInjector(access, args.json)
+    injector = FaultInjector(reach_run(run_target(args)), args.json)
     injector.refuse_unless_live()
     if not args.yes:
-        where = f"of the run {args.run} in {cluster.namespace}"
+        where = f"of the run {args.run} in {injector.cluster.namespace}"
         raise SettingsError(f"this would {plan} {where}, and has done nothing; --yes does it")
-    kinds = plan.kinds
-    injector.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
-    random = Random(plan.seed)
-    for number, kind in enumerate(kinds, 1):
-        if number > 1:
-            injector.watch(plan.every_s)
-        if not injector.ended:
-            injector.inject(kind, random)
-    injector.watch_recovery()
-    if injector.ended:
-        injected = len(injector.faults)
-        injector.say(
-            {"event": "ended", "reason": injector.ended, "blows": injected},
-            f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {injector.ended}",
-        )
+    injector.inject_all(plan)
 
-    proof = prove(run)
+    proof = prove(injector.run)
     if args.json:
         epochs = [epoch.record() for epoch in proof.epochs]
         print_json_line({"time": time.time(), "event": "audit", "epochs": epochs, "faults": proof.faults})
     elif proof.epochs:
         print_epochs(proof)
-    conclude(run, proof)
+    conclude(injector.run, proof)
     if not proof.epochs:
         warn(f"checkpoints and receipts are in order; which rows were consumed is not proved: {NO_ROWS}")
 
@@ -159,16 +141,16 @@ def _seconds(text: str) -> float:
 
 
 def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
-    """A plan of so many faults, each kind as often as the others, in random order. `kinds` are words or comma lists.
+    """Plan so many faults, each kind as often as the others, in random order. `kinds` are words or comma lists.
 
     Raises `SettingsError` for an unknown word.
     """
     words = [word.strip() for text in kinds for word in text.split(",")]
-    unknown = [word for word in words if word not in list(Kind)]
+    unknown = [word for word in words if word not in list(FaultKind)]
     if unknown:
-        raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(Kind)}")
+        raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(FaultKind)}")
     seed = secrets.randbelow(10**6) if seed is None else seed
-    order = [Kind(words[number % len(words)]) for number in range(faults)]
+    order = [FaultKind(words[number % len(words)]) for number in range(faults)]
     Random(seed).shuffle(order)
     return Plan(tuple(order), every_s, seed)
 
@@ -178,12 +160,13 @@ class FaultInjector:
 
     def __init__(self, access: RunAccess, as_json: bool) -> None:
         self._access, self._as_json = access, as_json
-        self._run, self._cluster = access.run, access.require_cluster()
+        self.run = access.run
+        self.cluster = access.require_cluster()
         self._outage = OutageReporter()
         self._step = 0
         self._attempt = 0
-        self.faults: list[Fault] = []
-        self.ended = ""
+        self._faults: list[Fault] = []
+        self._ended = ""
         "How the run has ended; empty while it is live."
 
     def refuse_unless_live(self) -> None:
@@ -191,59 +174,32 @@ class FaultInjector:
         snapshot = self._access.observe()
         require_answers(snapshot)
         self._access.require_known(snapshot)
-        if snapshot.status:
-            self._step = snapshot.status.step
-        live = next((job for job in snapshot.jobs if job.live), None)
+        if snapshot.storage.status:
+            self._step = snapshot.storage.status.step
+        live = next((job for job in snapshot.cluster.jobs if job.live), None)
         state, reason = snapshot.state()
         if not live or state.terminal:
-            raise NotFoundError(f"{self._run.name} is not live but {state}: {reason}; submit it first")
+            raise NotFoundError(f"{self.run.name} is not live but {state}: {reason}; submit it first")
         if live.borrows_cluster:
             raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
 
-    def inject(self, kind: Kind, random: Random) -> None:
-        """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
-        deadline, waiting = time.monotonic() + READY_WITHIN_S, False
-        while not (pod := self._delete_one(kind, random)):
-            if not waiting:
-                warn(f"waiting for a ready {kind.victim}")
-                waiting = True
-            if time.monotonic() > deadline:
-                raise GaveUpError(
-                    f"{self._run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault "
-                    f"{len(self.faults) + 1} was not injected; "
-                    f"`sunspot status {self._access.arguments}` says why"
-                )
-            self.watch(LOOK_EVERY_S)
-            if self.ended:
-                return
-        fault = Fault(len(self.faults) + 1, kind, pod, self._step, self._newest_attempt())
-        self.faults.append(fault)
-        number, step = fault.number, fault.step
-        self.say(
-            {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": step},
-            f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {step}",
-        )
-
-    def watch(self, seconds: float) -> None:
-        """Wait, printing receipts as they appear; return early if the run ends."""
-        until = time.monotonic() + seconds
-        while not self.ended and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, LOOK_EVERY_S))
-            self._look()
-
-    def watch_recovery(self) -> None:
-        """Return when the run has recovered from every fault and committed a checkpoint since, or has ended."""
-        deadline, printed = time.monotonic() + RECOVERED_WITHIN_S, ""
-        while not self.ended and (missing := self._find_missing()):
-            if missing != printed:
-                warn(f"waiting for {missing}")
-                printed = missing
-            if time.monotonic() > deadline:
-                raise GaveUpError(
-                    f"{self._run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
-                    f"It goes on; `sunspot audit {stored_arguments(self._run)}` audits it"
-                )
-            self.watch(LOOK_EVERY_S)
+    def inject_all(self, plan: Plan) -> None:
+        """Inject every fault of a plan, and wait until the run has recovered from them, or has ended."""
+        kinds = plan.kinds
+        random = Random(plan.seed)
+        self.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
+        for number, kind in enumerate(kinds, 1):
+            if number > 1:
+                self._watch(plan.every_s)
+            if not self._ended:
+                self._inject(number, kind, random)
+        self._watch_recovery()
+        if self._ended:
+            injected = len(self._faults)
+            self.say(
+                {"event": "ended", "reason": self._ended, "blows": injected},
+                f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {self._ended}",
+            )
 
     def say(self, record: dict[str, Any], text: str) -> None:
         """Print one line on stdout, for people or as JSON."""
@@ -252,80 +208,109 @@ class FaultInjector:
         else:
             print_text(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
-    def _delete_one(self, kind: Kind, random: Random) -> PodView | None:
-        """The pod that was deleted; None if none is ready, or the API server is out of reach."""
+    def _inject(self, number: int, kind: FaultKind, random: Random) -> None:
+        """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        waiting = False
+        pod = self._delete_one(kind, random)
+        while not pod:
+            if not waiting:
+                warn(f"waiting for a ready {kind.victim}")
+                waiting = True
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self.run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault {number} was "
+                    f"not injected; `sunspot status {self._access.arguments}` says why"
+                )
+            self._watch(LOOK_EVERY_S)
+            if self._ended:
+                return
+            pod = self._delete_one(kind, random)
         try:
-            pods = find_pods(self._cluster, self._run, kind)
+            self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self.run)), 0)
+        except StorageError as error:
+            warn(str(error))
+        self._faults.append(Fault(number, self._attempt))
+        self.say(
+            {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step},
+            f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}",
+        )
+
+    def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
+        """Delete a ready pod of the RayCluster of the run's newest live RayJob; None if there is none, or no answer."""
+        try:
+            jobs, _ = self.cluster.list_jobs(self.run.name)
+            live = [job for job in jobs if job.live][:1]
+            ready = [pod for pod in self.cluster.list_pods(live) if pod.ready and not pod.deleting]
+            if kind is FaultKind.HEAD:
+                pods = [pod for pod in ready if pod.head]
+            else:
+                pods = [pod for pod in ready if not pod.head and pod.group in live[0].training_groups]
             if not pods:
                 return None
-            pod = random.choice(pods)
-            self._cluster.delete_pod(pod, None if kind is Kind.RECLAIM else AT_ONCE_S)
+            pod = random.choice(sorted(pods, key=lambda pod: pod.name))
+            self.cluster.delete_pod(pod, None if kind is FaultKind.RECLAIM else KILL_GRACE_S)
             return pod
         except UnreachableError as error:
             warn(str(error))
             return None
 
+    def _watch(self, seconds: float) -> None:
+        """Wait, printing receipts as they appear; return early if the run ends."""
+        until = time.monotonic() + seconds
+        while not self._ended and time.monotonic() < until:
+            time.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY_S)))
+            self._look()
+
+    def _watch_recovery(self) -> None:
+        """Return when the run has recovered from every fault and committed a checkpoint since, or has ended."""
+        deadline = time.monotonic() + RECOVERED_WITHIN_S
+        printed = ""
+        while not self._ended and (missing := self._find_missing()):
+            if missing != printed:
+                warn(f"waiting for {missing}")
+                printed = missing
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self.run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
+                    f"It goes on; `sunspot audit {stored_arguments(self.run)}` audits it"
+                )
+            self._watch(LOOK_EVERY_S)
+
     def _look(self) -> None:
         """Take in all that is new."""
         snapshot = self._access.observe()
         self._outage.note(snapshot)
-        if snapshot.status:
-            self._step = snapshot.status.step
-        self._take_receipts()
+        if snapshot.storage.status:
+            self._step = snapshot.storage.status.step
+        if any(not fault.recovered for fault in self._faults):
+            with contextlib.suppress(StorageError):  # the next look tries again
+                for receipt in read_receipts(read_journal(self.run, "events")):
+                    self._take(receipt)
         state, reason = snapshot.state()
         # As long as the cluster does not answer, a failure may be followed by another try.
-        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster_trouble):
-            self.ended = f"{state}, {reason}"
+        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster.trouble):
+            self._ended = f"{state}, {reason}"
 
-    def _take_receipts(self) -> None:
-        """Print each new receipt with the faults it answers; if storage fails, the next look tries again."""
-        if all(fault.receipt for fault in self.faults):
+    def _take(self, receipt: Receipt) -> None:
+        """Print a receipt with the faults that it answers, if there are any."""
+        faults = [fault for fault in self._faults if not fault.recovered and fault.attempt < receipt.attempt]
+        if not faults:
             return
-        try:
-            receipts = read_receipts(read_journal(self._run, "events"))
-        except StorageError:
-            return
-        for receipt in receipts:
-            faults = [fault for fault in self.faults if not fault.receipt and fault.attempt < receipt.attempt]
-            for fault in faults:
-                fault.receipt = receipt
-            if faults:
-                numbers = [fault.number for fault in faults]
-                times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
-                self.say(
-                    {**receipt.record(), "blows": numbers, **times},
-                    f"recovered from {'fault' if len(numbers) == 1 else 'faults'} {', '.join(map(str, numbers))}: "
-                    f"{describe(receipt)}",
-                )
-
-    def _newest_attempt(self) -> int:
-        try:
-            self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self._run)), 0)
-        except StorageError as error:
-            warn(str(error))
-        return self._attempt
+        for fault in faults:
+            fault.recovered = True
+        numbers = [fault.number for fault in faults]
+        times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
+        which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        self.say({**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
 
     def _find_missing(self) -> str:
-        """What has not happened yet since the last fault; empty once the run has recovered."""
-        last = self.faults[-1]
-        if not last.receipt:
+        """Find what has not happened yet since the last fault; empty once the run has recovered."""
+        last = self._faults[-1]
+        if not last.recovered:
             return f"the receipt of fault {last.number}"
-        try:
-            names = [name for name, files in list_directories(self._run).items() if MANIFEST in files]
-        except StorageError:
-            names = []
+        names: list[str] = []
+        with contextlib.suppress(StorageError):
+            names = [name for name, files in list_directories(self.run).items() if MANIFEST in files]
         committed = any(attempt_of(name) > last.attempt for name in names)
         return "" if committed else f"a checkpoint after fault {last.number}"
-
-
-def find_pods(cluster: Cluster, run: Run, kind: Kind) -> list[PodView]:
-    """The pods that a fault of this kind may hit: ready ones of the RayCluster of the run's newest live RayJob."""
-    jobs, _ = cluster.list_jobs(run.name)
-    live = next((job for job in jobs if job.live), None)
-    if not live:
-        return []
-    ready = [pod for pod in cluster.list_pods([live]) if pod.ready and not pod.deleting]
-    if kind is Kind.HEAD:
-        return [pod for pod in ready if pod.head]
-    workers = [pod for pod in ready if not pod.head and pod.group in live.training_groups]
-    return sorted(workers, key=lambda pod: pod.name)

@@ -13,7 +13,7 @@ from sunspot.submitter.cluster.forward import LocalPort
 from sunspot.submitter.cluster.snapshot import RunAccess, reach_run, stored_arguments
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.commands.arguments import add_run, count, run_target
-from sunspot.submitter.output import doing, print_json_line, print_text, warn
+from sunspot.submitter.output import print_json_line, print_text, progress_note, warn
 
 PORT = 8265
 """Ray's default, on the head."""
@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> None:
     `SettingsError` when the port is taken.
     """
     access = reach_run(run_target(args))
-    cluster, run = access.require_cluster(), access.run
-    with doing("looking for the head of the run"):
+    cluster = access.require_cluster()
+    run = access.run
+    with progress_note("looking for the head of the run"):
         head = _find_head(access, cluster)
         name = head["metadata"]["name"]
         token, token_error = _read_token(cluster, head)
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
-    """The pod of the run's newest ready head."""
+    """Find the pod of the run's newest ready head."""
     run = access.run
     for job in cluster.list_jobs(run.name)[0]:
         ready = [pod for pod in cluster.list_pods([job]) if pod.head and pod.ready and not pod.deleting]
@@ -76,7 +77,7 @@ def _find_head(access: RunAccess, cluster: Cluster) -> dict[str, Any]:
 
 
 def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
-    """The head's token, and why it cannot be read; both empty if it wants none."""
+    """Read the head's token; also returns why it cannot be read. Both are empty if it wants none."""
     environment = {entry["name"]: entry for entry in head["spec"]["containers"][0].get("env", ())}
     variable = environment.get("RAY_AUTH_TOKEN", {})
     if "value" in variable:
@@ -97,7 +98,8 @@ def _read_token(cluster: Cluster, head: dict[str, Any]) -> tuple[str, str]:
 
 def _watch(access: RunAccess, cluster: Cluster, head: dict[str, Any]) -> None:
     """Return never; raises `NotFoundError` when the head is gone."""
-    name, away = head["metadata"]["name"], False
+    name = head["metadata"]["name"]
+    away = False
     while True:
         time.sleep(LOOK_EVERY_S)
         try:

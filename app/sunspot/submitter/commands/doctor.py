@@ -104,7 +104,7 @@ def _check_preconditions(args: argparse.Namespace) -> None:
 
 
 def _render(args: argparse.Namespace) -> tuple[Rendered, Cluster | None, str]:
-    """The manifest of a run, and the cluster, or why there is none."""
+    """Render the manifest of a run; also returns the cluster, or why there is none."""
     from sunspot.submitter.cluster.start import render_for_cluster
     from sunspot.submitter.manifest.render import JobRequest, render, with_place
 

@@ -13,7 +13,7 @@ from sunspot.run.history import read_journal
 from sunspot.run.incidents import TIER, describe, read_receipts
 from sunspot.run.objects import read_verified
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import doing, print_json, print_table, print_text, warn
+from sunspot.submitter.output import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
     With `--stacks`, where each hung rank stood follows the table; `--json` has every field of every event.
     """
-    with doing("reading the events"):
+    with progress_note("reading the events"):
         events = read_events(find_run(args.run, args.storage))
     if args.json:
         print_json(events)
@@ -48,7 +48,7 @@ def _detail(event: dict[str, Any]) -> str | None:
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:
-    """Every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
+    """Read every event by time, each with `time`, `attempt`, `step`, `event` and mostly `detail`."""
     attempts = read_attempts(run)
     found = [*map(_began, attempts), *read_journal(run, "events"), *_errors(run, attempts)]
     return sorted(found, key=lambda event: (event["time"], event["attempt"]))
@@ -70,7 +70,7 @@ def _began(attempt: Attempt) -> dict[str, Any]:
 
 
 def _errors(run: Run, attempts: list[Attempt]) -> Iterator[dict[str, Any]]:
-    """The errors that ended attempts for good, including those whose record cannot be read."""
+    """Read the errors that ended attempts for good, including those whose record cannot be read."""
     steps = {f"{attempt.number:04d}": attempt.step for attempt in attempts}
     for entry in run.storage.list(run.key("attempts")):
         file = entry.key.removeprefix(run.key("attempts") + "/")

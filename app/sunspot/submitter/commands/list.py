@@ -14,12 +14,12 @@ from sunspot.run.submissions import owner_of
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
 from sunspot.submitter.cluster.snapshot import STORAGE_PATH
-from sunspot.submitter.cluster.state import judge
+from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.commands.arguments import add_limit
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import settings_of
-from sunspot.submitter.output import doing, print_json, print_table, warn
+from sunspot.submitter.output import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_storage
 
 add_arguments = add_limit
@@ -32,13 +32,15 @@ def run(args: argparse.Namespace) -> None:
 
 def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluster | None = None) -> None:
     """Print the `limit` (None: all) runs modified last, as storage and the cluster know them."""
-    with doing("listing the runs"):
-        runs, jobs = list_runs(storage), _newest_jobs(storage, cluster)
+    with progress_note("listing the runs"):
+        runs = list_runs(storage)
+        jobs = _newest_jobs(storage, cluster)
     stored = {run.name for run in runs}
     runs += [RunSummary(name, job.created, submitted=job.created) for name, job in jobs.items() if name not in stored]
     runs.sort(key=lambda run: run.modified, reverse=True)
     shown = runs[:limit]
-    statuses, now = read_statuses(storage, shown), time.time()
+    statuses = read_statuses(storage, shown)
+    now = time.time()
     rows = [
         _describe(storage, run, status, jobs.get(run.name), now) for run, status in zip(shown, statuses, strict=True)
     ]
@@ -53,7 +55,7 @@ def list_all(storage: Storage, limit: int | None, as_json: bool, cluster: Cluste
 
 
 def _newest_jobs(storage: Storage, cluster: Cluster | None) -> dict[str, JobView]:
-    """The newest RayJob of each run in this storage; none when the cluster does not answer."""
+    """Find the newest RayJob of each run in this storage; none when the cluster does not answer."""
     newest: dict[str, JobView] = {}
     try:
         jobs = cluster.list_jobs()[0] if cluster else []
@@ -72,7 +74,7 @@ def _describe(
 ) -> dict[str, Any]:
     if job and not run.deleting:
         owner = owner_of(Run(storage, run.name), job.name)
-        state, reason = judge(job, status=status, owner=owner, stop_wanted=run.stop_requested, now=now)
+        state, reason = judge(JobInCluster(job, now=now), StoredRecord(status, owner, run.stop_requested))
     else:
         state, reason = state_from_storage(status, run, now)
     return {

@@ -58,37 +58,33 @@ def run(args: argparse.Namespace) -> None:
         state = (lambda run: RunAccess(run, cluster).observe().state()) if cluster else read_state
     run = find_run(args.run, args.storage)
     with contextlib.suppress(KeyboardInterrupt):  # the usual end of following
-        show(run, args.rank, args.previous, args.follow, args.json, state)
+        if args.follow:
+            follow(run, args.rank, args.json, state)
+        else:
+            printer = _Printer(run, find_stream(run, args.rank, args.previous), args.json)
+            printer.print_new()
+            printer.close()
         return
     raise SystemExit(130)
 
 
-def show(
-    run: Run,
-    rank: int | None = None,
-    previous: bool = False,
-    follow: bool = False,
-    as_json: bool = False,
-    state: StateReader = read_state,
-) -> None:
-    """Print a stream of the run; with `follow`, and those of later starts, until `state` says that it has ended."""
-    streams = streams_of(run, rank)
-    if not streams and follow and not list_streams(run) and not state(run)[0].terminal:
-        warn(f"waiting for the first output of {run.name}")
-        deadline = time.monotonic() + FIRST_OUTPUT_S
-        while not streams and not state(run)[0].terminal:
-            if time.monotonic() > deadline:
-                raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
-            time.sleep(POLL_S)
-            streams = streams_of(run, rank)
-    printer = _Printer(run, find_stream(run, rank, previous), as_json)
+def _await_output(run: Run, rank: int | None, state: StateReader) -> None:
+    """Wait until there is a stream, or the run has ended; raises `GaveUpError` after FIRST_OUTPUT_S."""
+    if streams_of(run, rank) or list_streams(run) or state(run)[0].terminal:
+        return
+    warn(f"waiting for the first output of {run.name}")
+    deadline = time.monotonic() + FIRST_OUTPUT_S
+    while not streams_of(run, rank) and not state(run)[0].terminal:
+        if time.monotonic() > deadline:
+            raise GaveUpError(f"{run.name} has printed nothing in {FIRST_OUTPUT_S / 60:.0f} min: {state(run)[1]}")
+        time.sleep(POLL_S)
+
+
+def follow(run: Run, rank: int | None = None, as_json: bool = False, state: StateReader = read_state) -> None:
+    """Print a stream of the run, and those of later starts, until `state` says that the run has ended."""
+    _await_output(run, rank, state)
+    printer = _Printer(run, find_stream(run, rank, previous=False), as_json)
     printer.print_new()
-    if follow:
-        _follow(run, rank, printer, state)
-    printer.close()
-
-
-def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -> None:
     reads = quiet = 0
     while quiet < QUIET_READS:
         time.sleep(POLL_S)
@@ -103,6 +99,7 @@ def _follow(run: Run, rank: int | None, printer: _Printer, state: StateReader) -
             for stream in newer:
                 printer.turn_to(stream)
     warn(f"{run.name}: {now}, {reason}")
+    printer.close()
 
 
 class _Printer:

@@ -12,7 +12,7 @@ from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import read_journal
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.metric_tables import MARK, to_table, with_ranks
-from sunspot.submitter.output import doing, print_json, print_table, print_text, write_file
+from sunspot.submitter.output import print_json, print_table, print_text, progress_note, write_file
 from sunspot.submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the records, oldest first, or write them into a Parquet file."""
     if args.json and args.csv:
         raise SettingsError("--json and --csv: choose one")
-    with doing("reading the metric history"):
+    with progress_note("reading the metric history"):
         run = find_run(args.run, args.storage)
         if args.json or args.parquet:
             records = with_ranks(run)
@@ -66,7 +66,7 @@ def write_parquet(run: Run, records: list[dict[str, Any]], output: str, as_json:
 
 
 def _columns(records: list[dict[str, Any]]) -> list[str]:
-    """The names of all plain values in order of appearance; nested values do not fit into a row."""
+    """List the names of all plain values in order of appearance; nested values do not fit into a row."""
     columns: dict[str, bool] = {}
     for record in records:
         for name, value in record.items():

@@ -9,7 +9,7 @@ from sunspot.report.page import POLICY
 from sunspot.report.search import gather_search, render_search
 from sunspot.run.overview import read_state
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import doing, print_json, print_text, write_file
+from sunspot.submitter.output import print_json, print_text, progress_note, write_file
 from sunspot.submitter.runs import find_run
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the report to `--output`, or RUN-report.html. Raises like `write_file`."""
     run = find_run(args.run, args.storage)
-    with doing("reading the run"):
+    with progress_note("reading the run"):
         try:
             page = render_search(*gather_search(run))
         except NotFoundError:  # no search

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
         reason = f"it may train again; it was not started by `sunspot submit`, so start it: {how}"
         print_state(access.run, snapshot.state()[0], reason, args.json)
         return
-    if snapshot.cluster_trouble:
-        raise ClusterError(snapshot.cluster_trouble)
+    if snapshot.cluster.trouble:
+        raise ClusterError(snapshot.cluster.trouble)
     job, text = submitted
     print_submission(start_job(access, PreparedJob(parse_submission(access.run, job, text), text)), args.json)

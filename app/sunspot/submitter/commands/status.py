@@ -21,15 +21,15 @@ def run(args: argparse.Namespace) -> None:
     """
     access = reach_run(run_target(args))
     snapshot, view = gather(access)
-    if snapshot.cluster_trouble:
-        warn(f"from storage alone, without the cluster: {snapshot.cluster_trouble}")
-    if snapshot.storage_trouble:
-        seen = "of storage, its status alone" if snapshot.status else "from the cluster alone, without storage"
-        warn(f"{seen}: {snapshot.storage_trouble}")
+    if snapshot.cluster.trouble:
+        warn(f"from storage alone, without the cluster: {snapshot.cluster.trouble}")
+    if snapshot.storage.trouble:
+        seen = "of storage, its status alone" if snapshot.storage.status else "from the cluster alone, without storage"
+        warn(f"{seen}: {snapshot.storage.trouble}")
     warn_of_hidden(snapshot)
-    others = [job.name for job in snapshot.jobs[1:] if job.live]
+    others = [job.name for job in snapshot.cluster.jobs[1:] if job.live]
     if others:
-        warn(f"also live, and superseded by {snapshot.jobs[0].name} once that trains: {', '.join(others)}")
+        warn(f"also live, and superseded by {snapshot.cluster.jobs[0].name} once that trains: {', '.join(others)}")
     record = summarize(access, snapshot, view)
     if args.json:
         print_json(record)
@@ -76,7 +76,7 @@ def _print(record: dict[str, Any], view: RunView | None) -> None:
 
 
 def _describe_saves(record: dict[str, Any]) -> str:
-    """`4.1 s to commit, of a notice of 30 s; copied in memory every 41 steps`: what an incident can cost."""
+    """Say what an incident can cost: `4.1 s to commit, of a notice of 30 s; copied in memory every 41 steps`."""
     parts = []
     if record["save_s"]:
         notice = f", of a notice of {record['notice_s']:.0f} s" if record["notice_s"] else ""
@@ -87,7 +87,7 @@ def _describe_saves(record: dict[str, Any]) -> str:
 
 
 def _describe_incidents(record: dict[str, Any]) -> str:
-    """`3 (2 preempted, 1 node lost), 14 steps replayed`."""
+    """Sum up the incidents: `3 (2 preempted, 1 node lost), 14 steps replayed`."""
     if not record["incidents"]:
         return "0"
     causes = ", ".join(f"{times} {cause}" for cause, times in record["incidents_by_cause"].most_common())

@@ -9,14 +9,17 @@ from sunspot.formatting import as_bytes, plural
 from sunspot.storage.prove import Check, Result, failure
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
 from sunspot.submitter.cluster.preflight import (
+    Problem,
     explain_refusal,
+    find_missing_namespace,
+    find_missing_object,
+    find_missing_resources,
     find_missing_rights,
     find_pod_problems,
     find_queue_problem,
     find_references,
-    how_to_make,
 )
-from sunspot.submitter.doctor.nodes import find_places, requests_of
+from sunspot.submitter.doctor.schedulable_nodes import find_schedulable_nodes, requests_of
 from sunspot.submitter.manifest.profile import QUEUE, manifests
 from sunspot.submitter.manifest.render import Rendered
 from sunspot.submitter.manifest.shape import parse_quantity
@@ -34,7 +37,7 @@ LEVEL = "pod-security.kubernetes.io/enforce"
 
 
 def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Every check of the cluster for a run like `rendered`; only the first when the API server does not answer."""
+    """Make every check of the cluster for a run like `rendered`; only the first when the API server does not answer."""
     try:
         version = (cluster.find("version") or {}).get("gitVersion", "of an unknown version")
         yield Check("API server", Result.OK, f"{cluster.server} is Kubernetes {version}")
@@ -66,14 +69,19 @@ def check_cluster(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
             return
 
 
+def _checks(name: str, problems: Iterable[Problem], good: str) -> Iterator[Check]:
+    """Make a check for each problem, or one that says what is good."""
+    found = False
+    for what, fix, may_pass in problems:
+        found = True
+        yield Check(name, Result.WARNING if may_pass else Result.FAILED, what, fix)
+    if not found:
+        yield Check(name, Result.OK, good)
+
+
 def _check_resources(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    fix = "install the KubeRay operator with its CRDs, 1.7 or later"
-    known = cluster.ray_resources()
-    missing = [name for name in ("rayjobs", "rayclusters") if name not in known]
-    if missing:
-        yield Check("KubeRay", Result.FAILED, f"the API server knows no {' and no '.join(missing)} (ray.io/v1)", fix)
-    else:
-        yield Check("KubeRay", Result.OK, "the API server knows RayJobs and RayClusters (ray.io/v1)")
+    good = "the API server knows RayJobs and RayClusters (ray.io/v1)"
+    return _checks("KubeRay", find_missing_resources(cluster), good)
 
 
 def _check_operator(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
@@ -113,8 +121,7 @@ def _check_status_timeout(operator: dict[str, Any], rendered: Rendered) -> Check
 def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     there = cluster.find("namespace", cluster.namespace)
     if there is None:
-        fix = "`kubectl apply -k k8s/base` makes sunspot, or choose --namespace"
-        yield Check("namespace", Result.FAILED, f"there is no namespace {cluster.namespace}", fix)
+        yield from _checks("namespace", find_missing_namespace(cluster), "")
         return
     level = there["metadata"].get("labels", {}).get(LEVEL, "privileged")
     seen = f"{cluster.namespace} is held to the Pod Security Standard {level}"
@@ -126,56 +133,43 @@ def _check_namespace(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def _check_rights(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    missing = find_missing_rights(cluster)
-    if not missing:
-        yield Check("permissions", Result.OK, f"whatever the verbs need in namespace {cluster.namespace}")
-    for problem in missing:
-        said, _, fix = problem.rpartition("; ")
-        yield Check("permissions", Result.FAILED, said, fix)
+    good = f"all that the commands need in namespace {cluster.namespace}"
+    return _checks("permissions", find_missing_rights(cluster), good)
 
 
 def _check_references(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """The objects pods cannot start without."""
-    for kind, name in sorted(set(find_references(rendered.manifest))):
-        there = cluster.exists(kind, name)
-        if there:
-            yield Check(f"{kind} {name}", Result.OK, "is there")
-        elif there is None:
-            yield Check(f"{kind} {name}", Result.WARNING, "this user may not see it; pods cannot start without it")
-        else:
-            seen = f"is not in namespace {cluster.namespace}; pods cannot start without it"
-            yield Check(f"{kind} {name}", Result.FAILED, seen, how_to_make(kind, name, cluster.namespace))
+    """Check the objects that pods cannot start without."""
+    for kind, name in find_references(rendered.manifest):
+        yield from _checks(f"{kind} {name}", find_missing_object(cluster, kind, name), "is there")
 
 
 def _check_base(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """The objects that protect runs, without which pods start all the same."""
+    """Check the objects that protect runs, without which pods start all the same."""
     files = sorted((manifests() / "base").glob("*.yaml"))
     objects = [item for file in files for item in read_documents(file) if "metadata" in item]
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
         names = [item["metadata"]["name"] for item in objects if item["kind"] == kind]
         there = {name: cluster.exists(kind, name) for name in names}
-        missing = [name for name in names if there[name] is False]
-        hidden = [name for name in names if there[name] is None]
+        missing = ", ".join(name for name in names if there[name] is False)
+        hidden = ", ".join(name for name in names if there[name] is None)
         if missing:
-            seen = f"{', '.join(missing)} of k8s/base {'is' if len(missing) == 1 else 'are'} not in {cluster.namespace}"
+            seen = f"not in {cluster.namespace} of what k8s/base has: {missing}"
             yield Check(kind, Result.WARNING, seen, "`kubectl apply -k k8s/base` makes it")
         elif hidden:
-            seen = f"this user may not see {', '.join(hidden)}"
-            yield Check(kind, Result.WARNING, seen, "have somebody look who may")
+            yield Check(kind, Result.WARNING, f"this user may not see {hidden}", "have somebody look who may")
         else:
-            yield Check(kind, Result.OK, f"{', '.join(names)} of k8s/base {'is' if len(names) == 1 else 'are'} there")
+            yield Check(kind, Result.OK, f"as k8s/base has it: {', '.join(names)}")
 
 
 def _check_manifest(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """A dry run: fields that an older KubeRay lacks, limits, other admission."""
+    """Check by a dry run: fields that an older KubeRay lacks, limits, other admission."""
     try:
         expected = cluster.apply(rendered.manifest, dry_run=True)
         for problem in find_queue_problem(expected):
-            what, _, fix = problem.partition("; ")
-            yield Check("Kueue", Result.FAILED, what, fix)
-        for refused in find_pod_problems(cluster, rendered.manifest):
-            if not refused.may_pass:  # of a quota that is used up, the check of quotas tells more
-                yield Check("pods", Result.FAILED, refused.what, refused.fix)
+            yield Check("Kueue", Result.FAILED, problem.what, problem.fix)
+        for problem in find_pod_problems(cluster, rendered.manifest):
+            if not problem.may_pass:  # of a quota that is used up, the check of quotas tells more
+                yield Check("pods", Result.FAILED, problem.what, problem.fix)
         yield Check("manifest", Result.OK, "the API server would take a RayJob by this profile (tried without effect)")
     except RefusedError as error:
         if error.status == 404:
@@ -194,7 +188,7 @@ def groups_of(manifest: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]
 def _check_nodes(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
     nodes = cluster.list_all("nodes")
     for name, wanted, pod in groups_of(rendered.manifest):
-        places = find_places(pod, nodes)
+        places = find_schedulable_nodes(pod, nodes)
         others = "; ".join(f"{number} {why}" for why, number in places.why_not.most_common())
         seen = f"{places.nodes} of {plural(len(nodes), 'node')} match{'es' if places.nodes == 1 else ''}"
         seen += f", with room for {places.pods} such pods were they empty, and {wanted} wanted"
@@ -234,7 +228,8 @@ def _check_quota(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
         used = quota.get("status", {}).get("used", {})
         short, never = [], False
         for resource, limit in hard.items():
-            need, most = needed.get(resource, 0.0), parse_quantity(limit)
+            need = needed.get(resource, 0.0)
+            most = parse_quantity(limit)
             taken = parse_quantity(used.get(resource, "0"))
             if need and taken + need > most:
                 never = never or need > most
@@ -253,7 +248,7 @@ def _amount(resource: str, value: float) -> str:
 
 
 def what_it_takes(manifest: dict[str, Any]) -> dict[str, float]:
-    """What a run starts with, by the names of a ResourceQuota."""
+    """Sum up what a run starts with, by the names of a ResourceQuota."""
     takes: dict[str, float] = {"count/rayjobs.ray.io": 1.0, "pods": 0.0}
     for _, pods, pod in groups_of(manifest):
         takes["pods"] += pods

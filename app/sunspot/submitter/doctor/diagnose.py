@@ -9,9 +9,10 @@ from sunspot.run.history import newest_rank_records
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.run_record import gather
 from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.state import JobInCluster
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training import Case, diagnose, figures
-from sunspot.submitter.findings import Diagnosis, Finding, Severity, in_order
+from sunspot.submitter.findings import Diagnosis, Finding, Severity, most_explaining_first
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,11 @@ def examine(access: RunAccess) -> Report:
     run = access.run
     snapshot, view = gather(access)
     state, reason = snapshot.state()
-    findings, unseen = [], _unseen(snapshot)
-    if snapshot.job and "pods" not in snapshot.hidden:
-        findings += find_pending(snapshot.job, snapshot.pods, snapshot.warnings, state, snapshot.time)
+    findings = []
+    unseen = _unseen(snapshot)
+    if snapshot.job and "pods" not in snapshot.cluster.hidden:
+        seen = JobInCluster(snapshot.job, snapshot.cluster.pods, snapshot.cluster.warnings, snapshot.time)
+        findings += find_pending(seen, state)
     if view:
         failures = []
         try:
@@ -42,31 +45,31 @@ def examine(access: RunAccess) -> Report:
         except StorageError as error:
             unseen.append(f"the errors of its processes: {error}")
         windows = newest_rank_records(run, lineage(view.attempts))
-        case = Case(view, state, reason, windows, failures, snapshot.pods, snapshot.time)
+        case = Case(view, state, reason, windows, failures, snapshot.cluster.pods, snapshot.time)
         findings += [finding for finding in diagnose(case) if not _explained(finding, findings)]
         if all(finding.severity is Severity.NOTE for finding in findings) and state is not RunState.PENDING:
             evidence, details = figures(case)
             if state in (RunState.RUNNING, RunState.FINISHING, RunState.SUCCEEDED):
                 findings.append(Finding(Diagnosis.HEALTHY, Severity.NOTE, evidence, "nothing", details))
-    elif snapshot.storage_trouble:
+    elif snapshot.storage.trouble:
         advice = "let this user read it, or look from where it can be read: without it, nothing can be said of the run"
-        trouble = snapshot.storage_trouble
+        trouble = snapshot.storage.trouble
         findings.append(Finding(Diagnosis.STORAGE, Severity.ERROR, trouble, advice, cost=1.0))
     if not findings:
         findings.append(Finding(Diagnosis.STARTING, Severity.NOTE, reason, "wait, and ask again"))
-    return Report(state, reason, in_order(findings), unseen)
+    return Report(state, reason, most_explaining_first(findings), unseen)
 
 
 def _unseen(snapshot: RunSnapshot) -> list[str]:
-    """What could not be examined, and why."""
+    """List what could not be examined, and why."""
     texts = []
-    if snapshot.cluster_trouble:
-        texts.append(f"the cluster: {snapshot.cluster_trouble}")
+    if snapshot.cluster.trouble:
+        texts.append(f"the cluster: {snapshot.cluster.trouble}")
     elif not snapshot.job:
         texts.append("pods and their events: the run has no RayJob")
-    texts += [f"its {what}: {refusal}" for what, refusal in snapshot.hidden.items()]
-    if snapshot.storage_trouble:
-        texts.append(f"what the run left in storage: {snapshot.storage_trouble}")
+    texts += [f"its {what}: {refusal}" for what, refusal in snapshot.cluster.hidden.items()]
+    if snapshot.storage.trouble:
+        texts.append(f"what the run left in storage: {snapshot.storage.trouble}")
     return texts
 
 

@@ -10,12 +10,22 @@ from sunspot.submitter.cluster.state import (
     FAILURES,
     OPERATOR_OVERDUE_S,
     WARNING_FRESH_S,
+    JobInCluster,
     count_workers,
     explain_pods,
+    pod_problem,
+    pods_of,
     refused_pod,
-    trouble_of,
 )
-from sunspot.submitter.cluster.views import CREATE_MISSING, PUSH_IMAGE, JobView, Pods, Trouble, WarningEvent, Warnings
+from sunspot.submitter.cluster.views import (
+    CREATE_MISSING,
+    PUSH_IMAGE,
+    JobView,
+    PodProblem,
+    Pods,
+    WarningEvent,
+    Warnings,
+)
 from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 NOT_BEGUN = (RunState.PENDING, RunState.STARTING, RunState.RETRYING, RunState.FAILED)
@@ -43,8 +53,9 @@ class Refusal(NamedTuple):
     "The resource, the taint, or the scheduler's words."
 
 
-def find_pending(job: JobView, pods: Pods, warnings: Warnings, state: RunState, now: float) -> list[Finding]:
-    """What keeps a run's newest RayJob from having all its pods; empty when it has them or needs none."""
+def find_pending(seen: JobInCluster, state: RunState) -> list[Finding]:
+    """Find what keeps a run's newest RayJob from having all its pods; empty when it has them or needs none."""
+    job = seen.job
     if job.deployment_status == "ValidationFailed":
         evidence = f"the operator refuses the manifest of {job.name}: {job.message}"
         advice = "correct what it names, and submit again"
@@ -55,17 +66,17 @@ def find_pending(job: JobView, pods: Pods, warnings: Warnings, state: RunState, 
     severity = Severity.ERROR if state in NOT_BEGUN else Severity.WARNING
     found = [_deadline(job, late)] if late in DEADLINES else []
     if late != "DeadlineExceeded":
-        found += _explain_job(job, now)
+        found += _explain_job(job, seen.now)
         # Of pods that are gone, the last warnings say what was wrong.
-        recent = [event for event in warnings if late or now - event.time < WARNING_FRESH_S]
-        found += _explain_pods(job, pods, recent, severity)
+        recent = [event for event in seen.warnings if late or seen.now - event.time < WARNING_FRESH_S]
+        found += _explain_pods(job, seen.pods, recent, severity)
     if not found and state in (RunState.PENDING, RunState.RETRYING):
-        found.append(_starting(job, pods, warnings, now))
+        found.append(_starting(seen))
     return found
 
 
 def parse_refusals(message: str) -> list[Refusal]:
-    """Why nodes do not take a pod, from the scheduler's message, the most useful reason first.
+    """Parse why nodes do not take a pod from the scheduler's message, the most useful reason first.
 
     The scheduler checks a node's taints, then its labels, then its free resources, and names the first that fails:
     nodes short of resources match otherwise, so they come first. Control planes count when there is nothing else.
@@ -108,7 +119,8 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
         )
         yield Finding(Diagnosis.NO_OPERATOR, Severity.ERROR, evidence, advice, {"job": job.name})
     if job.deployment_status in ("Suspending", "Suspended"):
-        evidence, advice = f"suspend is true in the spec of {job.name}", "whoever set it has to take it back"
+        evidence = f"suspend is true in the spec of {job.name}"
+        advice = "whoever set it has to take it back"
         if job.queue:
             evidence = f"{job.name} is suspended: the queue {job.queue} has not admitted it"
             advice = (
@@ -119,7 +131,7 @@ def _explain_job(job: JobView, now: float) -> Iterator[Finding]:
 
 
 def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severity) -> Iterator[Finding]:
-    mine = [pod for pod in pods if pod.cluster == job.cluster and not pod.deleting]
+    mine = pods_of(job, pods)
     wanted, _ = count_workers(job, pods)
     has_head = any(pod.head for pod in mine)
     for pod in mine:
@@ -131,17 +143,17 @@ def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severi
     missing = not has_head or sum(pod.group in job.training_groups for pod in mine) < wanted
     if missing and (refused := refused_pod(job, warnings)):
         yield _refused(refused, "worker" if has_head else "head", severity)
-    troubles: dict[tuple[str, Trouble], list[str]] = {}
+    problems: dict[tuple[str, PodProblem], list[str]] = {}
     for pod in mine:
-        if why := trouble_of(pod, warnings):
-            troubles.setdefault(("head" if pod.head else pod.group, why), []).append(pod.name)
+        if why := pod_problem(pod, warnings):
+            problems.setdefault(("head" if pod.head else pod.group, why), []).append(pod.name)
     if not mine:
         for event in warnings:
-            if why := _last_trouble(event):
+            if why := _last_problem(event):
                 group = "head" if "-head" in event.object else next(iter(job.training_groups), "")
-                names = troubles.setdefault((group, why), [])
+                names = problems.setdefault((group, why), [])
                 names += [event.object] if event.object not in names else []
-    for (group, why), names in troubles.items():
+    for (group, why), names in problems.items():
         said = f"{_pods(names)}: {why.said}"
         if why.kind is Diagnosis.NO_NODE and (refusals := parse_refusals(why.said)):
             for refusal in refusals:
@@ -151,14 +163,14 @@ def _explain_pods(job: JobView, pods: Pods, warnings: Warnings, severity: Severi
             yield Finding(why.kind, severity, said, advice, {"group": group, "pods": names})
 
 
-def _last_trouble(event: WarningEvent) -> Trouble | None:
-    """The trouble of a pod that is gone, from a warning about it."""
+def _last_problem(event: WarningEvent) -> PodProblem | None:
+    """Find the problem of a pod that is gone, from a warning about it."""
     if event.reason == "FailedScheduling":
-        return Trouble(Diagnosis.NO_NODE, event.message)
+        return PodProblem(Diagnosis.NO_NODE, event.message)
     if event.reason == "Failed" and "pull" in event.message:
-        return Trouble(Diagnosis.IMAGE, event.message, PUSH_IMAGE)
+        return PodProblem(Diagnosis.IMAGE, event.message, PUSH_IMAGE)
     if event.reason in ("FailedMount", "Failed") and "not found" in event.message:
-        return Trouble(Diagnosis.MISSING, event.message, CREATE_MISSING)
+        return PodProblem(Diagnosis.MISSING, event.message, CREATE_MISSING)
     return None
 
 
@@ -233,9 +245,10 @@ def _deadline(job: JobView, reason: str) -> Finding:
     return Finding(Diagnosis.DEADLINE, Severity.ERROR, evidence, advice, {"limit_s": limit, "job": job.name}, cost=1.0)
 
 
-def _starting(job: JobView, pods: Pods, warnings: Warnings, now: float) -> Finding:
-    waited = now - job.try_began
-    evidence = f"{explain_pods(job, pods, warnings, now)}; nothing is wrong after {in_words(waited)}"
+def _starting(seen: JobInCluster) -> Finding:
+    job = seen.job
+    waited = seen.now - job.try_began
+    evidence = f"{explain_pods(seen)}; nothing is wrong after {in_words(waited)}"
     limit = job.spec.get("preRunningDeadlineSeconds")
     advice = "wait" + (f": the operator gives up {in_words(limit - waited)} from now" if limit else "")
     return Finding(Diagnosis.STARTING, Severity.NOTE, evidence, advice, {"waited_s": round(waited)})

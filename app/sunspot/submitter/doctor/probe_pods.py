@@ -30,11 +30,11 @@ LOOK_EVERY_S = 2.0
 MESSAGE = "/dev/termination-log"
 """The container's output in its pod's status, up to 4096 bytes."""
 
-LONGEST_SAID = 400
+MAX_SAID = 400
 
 
 def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
-    """Every check of storage from a head's pod, then from a worker's. Raises nothing but interrupts."""
+    """Make every check of storage from a head's pod, then from a worker's. Raises nothing but interrupts."""
     mark = uuid.uuid4().hex[:8]
     pods = [make_pod(rendered.manifest, kind, mark) for kind in ("head", "worker")]
     created: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def try_from_pods(cluster: Cluster, rendered: Rendered) -> Iterator[Check]:
 
 
 def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
-    """A pod like the run's head or training workers that tests the storage, and its GPUs, instead of running Ray."""
+    """Make a pod like the run's head or training workers that tests storage and GPUs instead of running Ray."""
     spec = manifest["spec"]["rayClusterSpec"]
     group = spec["headGroupSpec"] if kind == "head" else spec["workerGroupSpecs"][0]
     template = copy.deepcopy(group["template"])
@@ -78,8 +78,9 @@ def make_pod(manifest: dict[str, Any], kind: str, mark: str) -> dict[str, Any]:
 
 
 def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """The pods when they have ended, or as they are after WITHIN_S; None: gone."""
-    deadline, warned = time.monotonic() + WITHIN_S, ""
+    """Wait for the pods to end; returns them as they are then, or after WITHIN_S. None: gone."""
+    deadline = time.monotonic() + WITHIN_S
+    warned = ""
     latest: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
     while True:
         with contextlib.suppress(UnreachableError):
@@ -87,7 +88,7 @@ def _await_end(cluster: Cluster, names: list[str]) -> dict[str, dict[str, Any] |
         living = [pod for pod in latest.values() if pod and not has_ended(pod)]
         if not living or time.monotonic() > deadline:
             return latest
-        trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).trouble))
+        trouble = "; ".join(f"{pod['metadata']['name']}: {why}" for pod in living if (why := pod_view(pod).problem))
         if trouble and trouble != warned:
             warn(trouble)
             warned = trouble
@@ -100,7 +101,7 @@ def has_ended(pod: dict[str, Any]) -> bool:
 
 
 def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
-    """The checks of a pod that has ended, or why there are none."""
+    """Read the checks of a pod that has ended, or why there are none."""
     name = f"from a {kind} pod"
     if pod is None:
         yield Check(name, Result.FAILED, "the pod was gone before it had said anything", "try again")
@@ -115,12 +116,12 @@ def read_checks(kind: str, pod: dict[str, Any] | None) -> Iterator[Check]:
             check = Check(**{**record, "result": Result(record["result"])})
             yield Check(f"{name}: {check.check}", check.result, f"on {node}: {check.seen}", check.fix)
         return
-    trouble = pod_view(pod).trouble
+    trouble = pod_view(pod).problem
     if trouble:
         yield Check(name, Result.FAILED, f"the pod did not run: {trouble}")
     elif not has_ended(pod):
         yield Check(name, Result.FAILED, f"the pod had not ended after {in_words(WITHIN_S)}", "see its events")
     else:
-        last = " ".join(said.split())[-LONGEST_SAID:]
+        last = " ".join(said.split())[-MAX_SAID:]
         fix = "the image must be of this version of Sunspot, or made from one that is"
         yield Check(name, Result.FAILED, f"on {node}: ended with {ended.get('exitCode')}: {last}", fix)

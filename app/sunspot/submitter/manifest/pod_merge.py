@@ -125,7 +125,7 @@ def _merge_items(under: list[dict[str, Any]], over: list[dict[str, Any]], path: 
 
 
 def _reason(rules: Mapping[str, str], path: str) -> str:
-    """What the rules say of a path; `*` stands for the rest of it, or for what is in brackets."""
+    """Return what the rules say of a path; `*` stands for the rest of it, or for what is in brackets."""
     for pattern, reason in rules.items():
         expression = re.escape(pattern).replace(r"\[\*\]", r"\[[^\]]*\]").replace(r"\*", ".*")
         if re.fullmatch(expression, path):
@@ -169,6 +169,6 @@ def _find_unfit(value: Any, kind: str, path: str) -> Iterator[str]:
 
 @functools.cache
 def _fields(kind: str) -> dict[str, str]:
-    """The type of each field of a model, by the field's name in YAML."""
+    """Return the type of each field of a model, by the field's name in YAML."""
     model = getattr(importlib.import_module("kubernetes.client.models"), kind)
     return {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}

@@ -54,7 +54,9 @@ def make_cluster(
     job: dict[str, Any], profile: Profile, shape: Shape, run: str, variables: Mapping[str, str]
 ) -> list[str]:
     """Shape the job's own cluster; returns what is wrong with the profile's `pod`."""
-    cluster, head, workers = job["spec"]["rayClusterSpec"], head_group(job), worker_group(job)
+    cluster = job["spec"]["rayClusterSpec"]
+    head = head_group(job)
+    workers = worker_group(job)
     for group in (head, workers):
         _patch_pod(group["template"], profile, run, variables)
     _set_machine(head, profile.head or Machine())
@@ -88,13 +90,14 @@ def make_cluster(
 
 
 def group_name(number: int) -> str:
-    """The name of a group of training pods, by its place in the profile."""
+    """Name a group of training pods by its place in the profile."""
     return f"workers-{number + 1}" if number else "workers"
 
 
 def _training_group(workers: dict[str, Any], profile: Profile, shape: Shape, number: int, run: str) -> dict[str, Any]:
-    """One group of training pods, out of the common one."""
-    machine, several = profile.groups[number], len(profile.groups) > 1
+    """Make one group of training pods out of the common one."""
+    machine = profile.groups[number]
+    several = len(profile.groups) > 1
     group = copy.deepcopy(workers)
     name = group["groupName"] = group_name(number)
     if profile.spot and machine.spot is False:
@@ -135,7 +138,8 @@ def _make_evictable(metadata: dict[str, Any]) -> None:
 
 def _patch_pod(template: dict[str, Any], profile: Profile, run: str, variables: Mapping[str, str]) -> None:
     """Set what heads and workers have in common."""
-    metadata, spec = template["metadata"], template["spec"]
+    metadata = template["metadata"]
+    spec = template["spec"]
     container = spec["containers"][0]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
     if profile.annotations:
@@ -223,7 +227,7 @@ def _add_gpus(group: dict[str, Any], machine: Worker, gpus: int) -> None:
 
 
 def _data_group(workers: dict[str, Any], profile: Profile, machine: DataWorkers) -> dict[str, Any]:
-    """A group of CPU pods like the training pods, for Ray Data."""
+    """Make a group of CPU pods like the training pods, for Ray Data."""
     group = copy.deepcopy(workers)
     group["groupName"] = "data"
     if profile.spot:
@@ -273,13 +277,13 @@ def head_group(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_group(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The group of the training pods: always the first, and of several the first choice."""
+    """Return the group of the training pods: always the first, and of several the first choice."""
     group: dict[str, Any] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     return group
 
 
 def ray_container(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The container that Ray runs in: always the first."""
+    """Return the container that Ray runs in: always the first."""
     container: dict[str, Any] = group["template"]["spec"]["containers"][0]
     return container
 

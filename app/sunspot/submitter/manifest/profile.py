@@ -36,7 +36,7 @@ ELASTIC = "kueue.x-k8s.io/elastic-job"
 RESERVED = ("sunspot/", "app.kubernetes.io/part-of", QUEUE, ELASTIC)
 """Prefixes of labels and annotations that the renderer sets, or that have their own option."""
 
-LONGEST_CHAIN = 20
+MAX_CHAIN = 20
 """Profiles that extend each other."""
 
 NAMESPACE_PATTERN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -46,7 +46,7 @@ MIN_NOTICE_S = 5
 
 
 def _to_text(value: Any) -> Any:
-    """A YAML number (`cpu: 6`) as text."""
+    """Turn a YAML number (`cpu: 6`) into text."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
@@ -59,7 +59,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _to_setting(value: Any) -> Any:
-    """A setting as its variable holds it: YAML numbers, booleans and mappings become text."""
+    """Write a setting as its variable holds it: YAML numbers, booleans and mappings become text."""
     return json.dumps(_as_json(value)) if isinstance(value, (bool, dict)) else _to_text(value)
 
 
@@ -285,20 +285,21 @@ class Profile(_Part):
 
 
 def manifests() -> Path:
-    """The folder k8s: beside this package in the repository, within it when installed."""
+    """Find the folder k8s: beside this package in the repository, within it when installed."""
     here = Path(__file__).resolve()
     within = here.parents[1] / "k8s"
     return within if within.is_dir() else here.parents[4] / "k8s"
 
 
 def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
-    """The profile of that name or path, merged over those it extends, with `given` values over all.
+    """Load the profile of that name or path, merged over those it extends, with `given` values over all.
 
     Raises `SettingsError` with every problem.
     """
     contents = [given, *_read_chain(name).values()]
     merged = functools.reduce(_merge, reversed(contents))
-    worker, groups = merged.get("worker"), merged.get("workers")
+    worker = merged.get("worker")
+    groups = merged.get("workers")
     if isinstance(worker, dict) and isinstance(groups, list):
         merged["workers"] = [_merge(worker, group) if isinstance(group, dict) else group for group in groups]
     try:
@@ -310,7 +311,7 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
 
 
 def find_origin(name: str, *keys: str) -> str:
-    """Which profile says what is at this place, the one of that name or path, or one that it extends; else ""."""
+    """Find which profile sets the value at this place: the one named, or one that it extends; else ""."""
     for label, content in _read_chain(name).items():
         value: Any = content
         for key in keys:
@@ -321,7 +322,7 @@ def find_origin(name: str, *keys: str) -> str:
 
 
 def _read_chain(name: str) -> dict[str, dict[str, Any]]:
-    """What the profile of that name or path says, and then each that it extends, by name or path."""
+    """Read the profile of that name or path, and then each that it extends, by name or path."""
     contents: dict[str, dict[str, Any]] = {}
     label = name
     seen: dict[str, Path] = {}
@@ -331,8 +332,8 @@ def _read_chain(name: str) -> dict[str, dict[str, Any]]:
         if place in seen:
             [*_, last] = seen.values()
             raise SettingsError(f"{last}: extends {path.name}, which extends it; take one of the two away")
-        if len(seen) == LONGEST_CHAIN:
-            raise SettingsError(f"{path}: the last of more than {LONGEST_CHAIN} profiles that extend each other")
+        if len(seen) == MAX_CHAIN:
+            raise SettingsError(f"{path}: the last of more than {MAX_CHAIN} profiles that extend each other")
         seen[place] = path
         content = read_yaml(path)
         if not isinstance(content, dict):
@@ -371,14 +372,15 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(problem: Any) -> str:
-    """One of pydantic's problems in the profile's terms: where, the value, the fix."""
+    """Explain one of pydantic's problems in the profile's terms: where, the value, the fix."""
     *above, last = names = [str(part) for part in problem["loc"] if part != "[key]"]
     model: type[BaseModel] | None = Profile
     takes = ""
     for name in names:
         if model and name in model.model_fields:
             field = model.model_fields[name]
-            takes, model = field.description or "", _model_of(field.annotation)
+            takes = field.description or ""
+            model = _model_of(field.annotation)
     where = cut(".".join(names))
     if problem["type"] == "invalid_key":
         return f"{where}: no such key; keys are words"
@@ -391,7 +393,7 @@ def _explain(problem: Any) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field or of its items, if it has one."""
+    """Return the model of a field or of its items, if it has one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_of, get_args(annotation))), None)

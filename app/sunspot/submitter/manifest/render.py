@@ -111,7 +111,7 @@ class Rendered:
         return str(self.manifest["metadata"]["name"])
 
     def to_yaml(self) -> str:
-        """The manifest as YAML, in the order of k8s/rayjob.yaml."""
+        """Write the manifest as YAML, in the order of k8s/rayjob.yaml."""
         return to_yaml(self.manifest)
 
 
@@ -125,6 +125,7 @@ def with_place(settings: Mapping[str, str], run: str | None, storage: str | None
 
 def render(request: JobRequest) -> Rendered:
     """Make the RayJob of a run. Raises `SettingsError` with every problem."""
+    # What was given: the profile, and the settings with their sources.
     options = {"image": request.image, "namespace": request.namespace, "queue": request.queue}
     chosen = load_profile(request.profile, {name: value for name, value in options.items() if value is not None})
     # Through JSON: YAML aliases would make one change show in several places.
@@ -133,6 +134,7 @@ def render(request: JobRequest) -> Rendered:
     search = load_search({name: value for name, (value, _) in given.items()})
     settings = search.settings
 
+    # The shape of the cluster, and everything that cannot work.
     base_cpus = int(worker_group(job)["resources"]["CPU"])
     at_once = min(settings.trials, max(1, settings.concurrent_trials)) if search.dimensions else 1
     shape, problems = (None, []) if request.cluster is not None else choose_shape(settings, chosen, base_cpus, at_once)
@@ -147,6 +149,7 @@ def render(request: JobRequest) -> Rendered:
         )
     _refuse(problems, request.profile)
 
+    # The manifest.
     deadline_s = chosen.pre_running_deadline_s or job["spec"]["preRunningDeadlineSeconds"]
     variables, derived = _resolve(search, given, chosen, shape, deadline_s)
     if shape:
@@ -168,7 +171,7 @@ def render(request: JobRequest) -> Rendered:
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
+    """Return the SUNSPOT_ variables of a RayJob, rendered here or read from a cluster."""
     spec = manifest["spec"]
     if spec.get("rayClusterSpec"):
         variables = {
@@ -193,7 +196,7 @@ TAGGED = (
 
 
 def image_problem(reference: str) -> str:
-    """What is wrong with an image reference that may change its meaning; empty if it names a version or digest."""
+    """Say what is wrong with an image reference whose meaning may change; empty if it names a version or digest."""
     name = reference.rpartition("/")[2]
     if "@sha256:" in name:
         return ""
@@ -255,7 +258,7 @@ def _gather(base: list[dict[str, str]], profile: Profile, request: JobRequest) -
 def _resolve(
     search: Search, given: Mapping[str, tuple[str, str]], profile: Profile, shape: Shape | None, deadline_s: int
 ) -> tuple[dict[str, str], list[Derived]]:
-    """The variables of the job, in the order of the settings, each with its source.
+    """Choose the variables of the job, in the order of the settings, each with its source.
 
     Only what was given or had to be chosen; the rest is left to the image, which may have its own task.
     """
@@ -264,7 +267,8 @@ def _resolve(
     for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
         chosen.setdefault(variable, (every[variable], "default"))
     if shape:
-        use_gpu, per_worker = PREFIX + "USE_GPU", PREFIX + "RESOURCES_PER_WORKER"
+        use_gpu = PREFIX + "USE_GPU"
+        per_worker = PREFIX + "RESOURCES_PER_WORKER"
         chosen[use_gpu] = ("true" if shape.gpus else "false", shape.why_gpu or chosen[use_gpu][1])
         per_worker_json = json.dumps(shape.per_worker, sort_keys=True)
         chosen[per_worker] = (per_worker_json, shape.why_resources or chosen[per_worker][1])
@@ -287,7 +291,7 @@ def _node_groups(profile: Profile, shape: Shape) -> str:
 
 
 def _find_long_drain(job: dict[str, Any], profile: Profile) -> list[str]:
-    """A drain of the profile's own that a pod would not live to see the end of."""
+    """Find a drain of the profile's own that lasts longer than a pod's grace period."""
     drain = (profile.env or {}).get(DRAIN)
     grace_s = profile.notice_s or worker_group(job)["template"]["spec"]["terminationGracePeriodSeconds"]
     if drain is None or (re.fullmatch("[0-9]{1,9}", drain) and int(drain) < grace_s):
@@ -363,7 +367,7 @@ def _find_problems(settings: Settings, profile: Profile, request: JobRequest) ->
 def _find_unnamed(
     job: dict[str, Any], profile: Profile, shape: Shape | None, given: Mapping[str, tuple[str, str]]
 ) -> list[str]:
-    """What a run on a cloud needs of the user's own: the defaults are for a cluster on this machine."""
+    """Find what a run on a cloud needs of the user's own: the defaults are for a cluster on this machine."""
     problems = []
     storage_path, source = given[STORAGE_PATH]
     if source == BASE:
@@ -386,7 +390,8 @@ def _find_unnamed(
 
 def _set_job(job: dict[str, Any], profile: Profile, run: str, generation: int) -> None:
     """Set the fields of the RayJob itself."""
-    metadata, spec = job["metadata"], job["spec"]
+    metadata = job["metadata"]
+    spec = job["spec"]
     metadata["namespace"] = profile.namespace or metadata["namespace"]
     metadata["labels"] = {**metadata["labels"], RUN_LABEL: run, **(profile.labels or {})}
     metadata["annotations"] = {GENERATION: str(generation), **(profile.annotations or {})}
@@ -414,8 +419,10 @@ def _select_cluster(job: dict[str, Any], cluster: str, variables: Mapping[str, s
 
 
 def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> list[Derived]:
-    """The chosen values that are not settings."""
-    spec, workers, head = job["spec"], worker_group(job), head_group(job)["template"]["spec"]
+    """List the chosen values that are not settings."""
+    spec = job["spec"]
+    workers = worker_group(job)
+    head = head_group(job)["template"]["spec"]
     worker = workers["template"]["spec"]
 
     def source(value: object, *keys: str) -> str:
@@ -427,7 +434,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
     per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
     trials = f" of each of {shape.runs} trials" if shape.runs > 1 else ""
     deadline_s = profile.pre_running_deadline_s
-    autoscaler, where = ("none", "the number of pods is fixed"), ("on any node", "the profile has no spot nodes")
+    autoscaler = ("none", "the number of pods is fixed")
+    where = ("on any node", "the profile has no spot nodes")
     if shape.autoscaled:
         autoscaler = ("v2", "the number of pods may change")
     groups = [

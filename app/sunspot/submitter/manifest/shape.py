@@ -47,7 +47,7 @@ class Shape:
 
 
 def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: int = 1) -> tuple[Shape, list[str]]:
-    """The shape, and every reason why it cannot work.
+    """Choose the shape; also returns every reason why it cannot work.
 
     `base_cpus`: a pod's, if the profile sets none; `at_once`: runs that train at the same time.
     """
@@ -106,12 +106,12 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
 
 
 def pod_cpus(worker: Worker, base_cpus: int) -> int:
-    """CPUs of a training pod as Ray counts them."""
+    """Count the CPUs of a training pod as Ray does."""
     return worker.num_cpus or (whole_cpus(worker.cpu) if worker.cpu else base_cpus)
 
 
 def whole_cpus(quantity: str) -> int:
-    """CPUs as Ray counts them, from a Kubernetes quantity: rounded down, at least one."""
+    """Count CPUs as Ray does, from a Kubernetes quantity: rounded down, at least one."""
     return max(1, math.floor(parse_quantity(quantity)))
 
 
@@ -127,9 +127,10 @@ def _choose_resources(settings: Settings, cpus: int, per_pod: int) -> tuple[dict
 
 
 def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
-    """Why a worker would never be placed or never get a row, for which Ray waits silently."""
+    """Find why a worker would never be placed or never get a row, for which Ray waits silently."""
     asked = f"SUNSPOT_RESOURCES_PER_WORKER={shape.per_worker}".replace("'", '"')
-    cpu, gpu = shape.per_worker.get("CPU", 1), shape.per_worker.get("GPU", 0)
+    cpu = shape.per_worker.get("CPU", 1)
+    gpu = shape.per_worker.get("GPU", 0)
     problems = [
         f"{asked}: no pod offers {name}; take it away" for name in shape.per_worker if name not in RAY_RESOURCES
     ]
@@ -146,7 +147,7 @@ def _find_misfits(settings: Settings, shape: Shape, per_pod: int) -> list[str]:
 
 
 def parse_quantity(quantity: Any) -> float:
-    """A Kubernetes quantity, such as 250m or 5Gi. (The client's own parser would import all of the client.)"""
+    """Parse a Kubernetes quantity, such as 250m or 5Gi. (The client's own parser would import all of the client.)"""
     units = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
     units |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
     number = str(quantity).rstrip("numkMGTPEKi")

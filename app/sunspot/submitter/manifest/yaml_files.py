@@ -1,18 +1,17 @@
-"""YAML as profiles and manifests have it: read within limits, and written the same on every machine."""
+"""YAML of profiles and manifests: reads it, and writes it the same on every machine."""
 
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from sunspot.errors import SettingsError, shorten
 from sunspot.settings import cut
 
-MAX_BYTES, MAX_VALUES, DEEPEST = 1 << 20, 20_000, 50
-"""Of one file: its size, its values with every alias written out, and the levels that they are nested in."""
+MAX_BYTES = 1 << 20
+"""Of one file."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -36,20 +35,17 @@ def read_documents(path: Path) -> list[Any]:
 
 
 def parse_yaml(content: str | bytes) -> list[Any]:
-    """Every document in the text; raises `ValueError` for what is no YAML, or exceeds the limits."""
+    """Parse every document in the text; raises `ValueError` for what is no YAML."""
     import yaml
 
-    loader = _make_loader()
     try:
-        # First by its events: building values, the parser would recurse until the interpreter's stack is full.
-        _check_limits(yaml.parse(content, loader))
-        return list(yaml.load_all(content, loader))
+        return list(yaml.load_all(content, _make_loader()))
     except Exception as error:  # the parser's own, and those of dates, numbers and so on that are none
         raise ValueError(shorten(error)) from error
 
 
 def _make_loader() -> Any:
-    """A safe loader for which 010 and 1:30 are text: YAML 1.1 has them for 8 and 90, and nobody means that."""
+    """Make a safe loader for which 010 and 1:30 are text: in YAML 1.1 they are 8 and 90, and nobody means that."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when run
@@ -64,7 +60,7 @@ def _make_loader() -> Any:
 
 
 def _read_file(path: Path) -> bytes:
-    """All bytes of a regular file: a device would never end, and a FIFO not even begin."""
+    """Read all bytes of a regular file: a device would never end, and a FIFO not even begin."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("not a regular file")
@@ -72,35 +68,6 @@ def _read_file(path: Path) -> bytes:
     if len(content) > MAX_BYTES:
         raise OSError(f"more than {MAX_BYTES} bytes")
     return content
-
-
-def _check_limits(events: Iterable[Any]) -> None:
-    """Raise `ValueError` for values that are nested too deep, or too many once every alias is written out."""
-    from yaml import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
-
-    sizes: dict[str | None, int] = {}
-    "The values behind each anchor that is complete."
-    open_ones: list[tuple[str | None, int]] = []
-    "Each collection that is not: its anchor, and the values before it."
-    values = 0
-    for event in events:
-        if isinstance(event, AliasEvent):
-            if event.anchor not in sizes:
-                raise ValueError(f"*{event.anchor} stands within what it names, or before it")
-            values += sizes[event.anchor]
-        elif isinstance(event, ScalarEvent):
-            values += 1
-            sizes[event.anchor] = 1
-        elif isinstance(event, CollectionStartEvent):
-            open_ones.append((event.anchor, values))
-            values += 1
-        elif isinstance(event, CollectionEndEvent):
-            anchor, before = open_ones.pop()
-            sizes[anchor] = values - before
-        if values > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} values")
-        if len(open_ones) > DEEPEST:
-            raise ValueError(f"nested deeper than {DEEPEST} levels")
 
 
 def to_yaml(value: Any) -> str:

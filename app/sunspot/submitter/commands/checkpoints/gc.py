@@ -25,7 +25,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run, count
-from sunspot.submitter.output import doing, print_json, print_table, print_text, warn
+from sunspot.submitter.output import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run, list_unfinished
 
 
@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> None:
     process takes the run over meanwhile.
     """
     run = find_run(args.run, args.storage)
-    with doing("checking every checkpoint"):
+    with progress_note("checking every checkpoint"):
         removals = list(plan(run, args.keep, time.time()))
     removed: list[Removal] = []
     try:
         if args.yes:
-            with doing(f"removing {len(removals)}"):
+            with progress_note(f"removing {len(removals)}"):
                 for removal in removals:
                     removal.remove()
                     removed.append(removal)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plan(run: Run, keep: int | None, now: float) -> Iterator[Removal]:
-    """What is of no use in the run at `now` (seconds since the epoch)."""
+    """Find what is of no use in the run at `now` (seconds since the epoch)."""
     yield from _plan_checkpoints(run, keep, now)
     for upload in list_unfinished(run):
         age = now - upload.modified

@@ -14,7 +14,7 @@ from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, choose
 from sunspot.storage.base import CHUNK
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import doing, print_json, print_text, warn
+from sunspot.submitter.output import print_json, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 FILES_AT_ONCE = 4
@@ -42,31 +42,23 @@ def run(args: argparse.Namespace) -> None:
     """
     run = find_run(args.run, args.storage)
     checkpoint, notes = choose(run, args.name)
-    for text in notes:
-        warn(text)
+    for note in notes:
+        warn(note)
     if checkpoint.damage:
         raise DamageError(f"{checkpoint.name}: {checkpoint.damage}")
     _refuse_if_cut(run, checkpoint)
     directory = Path(args.output or checkpoint.name).absolute()
     try:
-        with doing(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
+        with progress_note(f"downloading {checkpoint.name}, {as_bytes(checkpoint.bytes)}"):
             manifest = _begin(run, checkpoint, directory)
-            kept = _fetch_all(run, checkpoint, directory)
+            kept = Download(run, checkpoint, directory).fetch_all()
             os.replace(manifest, directory / MANIFEST)
     except OSError as error:
         why = f"cannot be written: {error.strerror or error}"
         raise StorageError(f"{error.filename or 'the directory'}: {why}") from error
     if args.json:
-        print_json(
-            {
-                "name": checkpoint.name,
-                "step": checkpoint.step,
-                "directory": str(directory),
-                "files": sorted(checkpoint.files),
-                "bytes": checkpoint.bytes,
-                "kept": kept,
-            }
-        )
+        record = {name: getattr(checkpoint, name) for name in ("name", "step", "bytes")}
+        print_json({**record, "directory": str(directory), "files": sorted(checkpoint.files), "kept": kept})
     else:
         were_there = f", {len(kept)} of them were there already" if kept else ""
         files = f"{plural(len(checkpoint.files), 'file')}{were_there}"
@@ -88,12 +80,11 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
     content = run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST))
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / (MANIFEST + PART)
-    if any(directory.iterdir()):
-        known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
-        if content not in known:
-            raise SettingsError(
-                f"{directory} is not empty, and holds no download of {checkpoint.name}; choose another --output"
-            )
+    known = [path.read_bytes() for path in (mark, directory / MANIFEST) if path.is_file()]
+    if any(directory.iterdir()) and content not in known:
+        raise SettingsError(
+            f"{directory} is not empty, and holds no download of {checkpoint.name}; choose another --output"
+        )
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise SettingsError(f"{path} is neither a file nor a folder; choose another --output")
@@ -101,81 +92,82 @@ def _begin(run: Run, checkpoint: Checkpoint, directory: Path) -> Path:
     return mark
 
 
-def _fetch_all(run: Run, checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Fetch the files, a few at a time; returns those that were there already."""
-    given_up = threading.Event()
-    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
-        fetched = {
-            file: pool.submit(_fetch, run, checkpoint, file, _inside(directory, file), given_up)
-            for file in checkpoint.files
-        }
-        try:
-            return [file for file, was_there in fetched.items() if was_there.result()]
-        except BaseException:
-            given_up.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+class Download:
+    """Fetches the files of a checkpoint into a directory, each verified, a few at a time."""
 
+    def __init__(self, run: Run, checkpoint: Checkpoint, directory: Path) -> None:
+        self._run = run
+        self._checkpoint = checkpoint
+        self._directory = directory
+        self._given_up = threading.Event()
 
-def _inside(directory: Path, file: str) -> Path:
-    path = (directory / file).resolve()
-    if not path.is_relative_to(directory.resolve()) or path.name == MANIFEST:
-        raise DamageError(f"{MANIFEST} lists {file}, which no checkpoint has")
-    return path
+    def fetch_all(self) -> list[str]:
+        """Fetch every file; returns those that were there already. What came of one that fails is kept."""
+        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="get") as pool:
+            fetched = {file: pool.submit(self._fetch, file, self._target(file)) for file in self._checkpoint.files}
+            try:
+                return [file for file, was_there in fetched.items() if was_there.result()]
+            except BaseException:
+                self._given_up.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
+    def _target(self, file: str) -> Path:
+        path = (self._directory / file).resolve()
+        if not path.is_relative_to(self._directory.resolve()) or path.name == MANIFEST:
+            raise DamageError(f"{MANIFEST} lists {file}, which no checkpoint has")
+        return path
 
-def _fetch(run: Run, checkpoint: Checkpoint, file: str, target: Path, given_up: threading.Event) -> bool:
-    """Fetch one file; True when it was there already."""
-    key, expected = run.key("checkpoints", checkpoint.name, file), checkpoint.files[file]
-    wanted = (expected["size"], expected["sha256"])
-    if target.is_file() and target.stat().st_size == wanted[0] and (wanted[0], _hash(target).hexdigest()) == wanted:
-        return True
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + PART)
-    failure: Exception | None = None
-    for _ in range(TRIES):
-        try:
-            began, size, sha256 = _go_on(run, key, part, wanted[0], given_up)
-        except NotFoundError as error:
-            if run.storage.exists(run.key("checkpoints", checkpoint.name, MANIFEST)):
-                raise DamageError(f"{checkpoint.name}: {file} is missing") from error
-            raise NotFoundError(f"{checkpoint.name}: deleted meanwhile") from error
-        except StorageError as error:
-            failure = error
-            continue
-        if given_up.is_set():
-            return False  # what came is kept
-        if (size, sha256) == wanted:
-            os.replace(part, target)
-            return False
-        part.unlink()
-        failure = DamageError(
-            f"{run.storage.locate(key)}: {size} bytes with SHA-256 {sha256[:12]}... came, instead of {wanted[0]} with "
-            f"{wanted[1][:12]}..."
-        )
-        if not began:  # otherwise the earlier part may have been of another file
-            break
-    assert failure
-    raise failure
+    def _fetch(self, file: str, target: Path) -> bool:
+        """Fetch one file; True when it was there already."""
+        run, name = self._run, self._checkpoint.name
+        key = run.key("checkpoints", name, file)
+        expected = self._checkpoint.files[file]
+        wanted = (expected["size"], expected["sha256"])
+        if target.is_file() and (target.stat().st_size, _hash(target).hexdigest()) == wanted:
+            return True
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(target.name + PART)
+        failure: Exception | None = None
+        for _ in range(TRIES):
+            try:
+                began, size, sha256 = self._continue(key, part, expected["size"])
+            except NotFoundError as error:
+                if run.storage.exists(run.key("checkpoints", name, MANIFEST)):
+                    raise DamageError(f"{name}: {file} is missing") from error
+                raise NotFoundError(f"{name}: deleted meanwhile") from error
+            except StorageError as error:
+                failure = error
+                continue
+            if self._given_up.is_set():
+                return False
+            if (size, sha256) == wanted:
+                os.replace(part, target)
+                return False
+            part.unlink()
+            came = f"{size} bytes with SHA-256 {sha256[:12]}... came, instead of {wanted[0]} with {wanted[1][:12]}..."
+            failure = DamageError(f"{run.storage.locate(key)}: {came}")
+            if not began:  # otherwise the earlier part may have been of another file
+                break
+        assert failure
+        raise failure
 
-
-def _go_on(run: Run, key: str, part: Path, size: int, given_up: threading.Event) -> tuple[int, int, str]:
-    """Fetch the rest of `part`. Returns its size before, its size now, and the SHA-256 of the whole."""
-    sha, began = hashlib.sha256(), part.stat().st_size if part.is_file() else 0
-    if began > size:
-        part.unlink()
-        began = 0
-    if began:
-        sha = _hash(part)
-    now = began
-    with open(part, "ab") as sink:
-        if now < size:
-            with run.storage.open(key, began) as source:
-                while not given_up.is_set() and (chunk := source.read(CHUNK)):
-                    sink.write(chunk)
-                    sha.update(chunk)
-                    now += len(chunk)
-    return began, now, sha.hexdigest()
+    def _continue(self, key: str, part: Path, size: int) -> tuple[int, int, str]:
+        """Fetch the rest of `part`. Returns its size before, its size now, and the SHA-256 of the whole."""
+        began = part.stat().st_size if part.is_file() else 0
+        if began > size:
+            part.unlink()
+            began = 0
+        sha = _hash(part) if began else hashlib.sha256()
+        now = began
+        with open(part, "ab") as sink:
+            if now < size:
+                with self._run.storage.open(key, began) as source:
+                    while not self._given_up.is_set() and (chunk := source.read(CHUNK)):
+                        sink.write(chunk)
+                        sha.update(chunk)
+                        now += len(chunk)
+        return began, now, sha.hexdigest()
 
 
 def _hash(path: Path) -> Any:

@@ -9,7 +9,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, classify, list_directories, verify
 from sunspot.submitter.commands.arguments import add_limit, add_run
-from sunspot.submitter.output import doing, print_json, print_table, warn
+from sunspot.submitter.output import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 
@@ -28,7 +28,7 @@ def list_all(run: Run, limit: int | None, as_json: bool) -> None:
     Costs the pages of a listing and one small read for each checkpoint shown; whole files are read again only where
     the listing does not prove them unchanged.
     """
-    with doing("listing the checkpoints"):
+    with progress_note("listing the checkpoints"):
         directories = list_directories(run)
         counted, superseded, incomplete = classify(directories, lineage(read_attempts(run)))
         shown = counted[-limit:] if limit else counted

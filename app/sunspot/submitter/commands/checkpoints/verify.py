@@ -8,7 +8,7 @@ from sunspot.run.checkpoints import classify, list_directories, refuse_if_absent
 from sunspot.run.overview import find_gone
 from sunspot.run.status import read_status
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import doing, print_json, print_table
+from sunspot.submitter.output import print_json, print_table, progress_note
 from sunspot.submitter.runs import find_run
 
 
@@ -22,13 +22,14 @@ def run(args: argparse.Namespace) -> None:
 
     Without a name, the one that an ended run committed last has to be there.
     """
-    run, name = find_run(args.run, args.storage), args.name
+    run = find_run(args.run, args.storage)
+    name = args.name
     directories = list_directories(run)
     counted, _, _ = classify(directories, lineage(read_attempts(run)))
     chosen = [name] if name is not None else counted
     if name is not None:
         refuse_if_absent(run, name, directories)
-    with doing("reading every byte"):
+    with progress_note("reading every byte"):
         verified = [(checkpoint.name, faults) for checkpoint, faults in verify(run, chosen)]
     if name is None and (gone := find_gone(read_status(run), counted)):
         verified.append((gone, ["gone, though the run ended with it"]))

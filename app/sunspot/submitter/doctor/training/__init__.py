@@ -4,24 +4,25 @@ from typing import Any
 
 from sunspot.submitter.doctor.training.case import Case
 from sunspot.submitter.doctor.training.ended import find_end
-from sunspot.submitter.doctor.training.memory import find_climb
+from sunspot.submitter.doctor.training.memory_growth import find_memory_growth
+from sunspot.submitter.doctor.training.saving import find_storage
 from sunspot.submitter.doctor.training.slow import find_losses, find_slow, in_ms, measure_throughput
-from sunspot.submitter.doctor.training.storage import find_storage
-from sunspot.submitter.doctor.training.stuck import find_hung, find_stillness
+from sunspot.submitter.doctor.training.stuck import find_hung, find_stall
 from sunspot.submitter.findings import Finding
 
 __all__ = ["Case", "diagnose", "figures"]
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """What explains the state of a run that has begun, in no order; empty when nothing seems wrong."""
-    checks = (find_end, find_hung, find_stillness, find_slow, find_climb, find_storage, find_losses)
+    """Find what explains the state of a run that has begun, in no order; empty when nothing seems wrong."""
+    checks = (find_end, find_hung, find_stall, find_slow, find_memory_growth, find_storage, find_losses)
     return [finding for check in checks for finding in check(case)]
 
 
 def figures(case: Case) -> tuple[str, dict[str, Any]]:
-    """The figures that were examined, as a sentence and for programs."""
-    view, speed = case.view, measure_throughput(case.windows)
+    """Return the figures that were examined, as a sentence and for programs."""
+    view = case.view
+    speed = measure_throughput(case.windows)
     words = [f"step {view.step}" + (f" of {view.total_steps}" if view.total_steps else "")]
     details: dict[str, Any] = {"step": view.step, "total_steps": view.total_steps or None}
     if speed.windows:

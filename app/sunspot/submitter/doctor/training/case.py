@@ -12,7 +12,7 @@ from sunspot.run.overview import RunView
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.views import PodView
 
-LONGEST_REASON = 600
+MAX_REASON = 600
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Case:
         return self.view.attempts[-1] if self.view.attempts else None
 
     def setting(self, name: str) -> str:
-        """A setting of the newest attempt."""
+        """Return a setting of the newest attempt."""
         return recorded_setting(self.view.attempts, name)
 
     def number(self, name: str) -> float:
-        """A setting of the newest attempt that is a number."""
+        """Return a setting of the newest attempt that is a number."""
         return recorded_number(self.view.attempts, name)
 
     def host(self, attempt: int, rank: int) -> str:
-        """The machine or pod of a rank; empty when unknown."""
+        """Return the machine or pod of a rank; empty when unknown."""
         metadata = next((a.metadata for a in self.view.attempts if a.number == attempt), {})
         return str(metadata.get("nodes", {}).get(str(rank), ""))
 
     def place(self, attempt: int, rank: int) -> dict[str, Any]:
-        """Where a rank is, for programs."""
+        """Return where a rank is, for programs."""
         host = self.host(attempt, rank)
         return {"rank": rank, "host": host or None, "node": self._node(host)}
 
@@ -63,14 +63,14 @@ class Case:
 
 
 def advise_full(case: Case, text: str) -> str:
-    """What to do about a full disk, if that is what an error tells of; else empty."""
+    """Say what to do about a full disk, if that is what an error is about; else empty."""
     if not any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
         return ""
     return f"free space: `sunspot checkpoints gc {case.view.run.name}` shows what of the run is of no use"
 
 
 def cut(text: str) -> str:
-    """The beginning and the end of a reason, which may quote a page."""
+    """Cut a reason, which may quote a page, to its beginning and its end."""
     words = " ".join(text.split())
-    half = LONGEST_REASON // 2
-    return words if len(words) <= LONGEST_REASON else f"{words[:half]} ... {words[-half:]}"
+    half = MAX_REASON // 2
+    return words if len(words) <= MAX_REASON else f"{words[:half]} ... {words[-half:]}"

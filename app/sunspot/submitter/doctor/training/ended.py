@@ -11,7 +11,7 @@ from sunspot.submitter.findings import Diagnosis, Finding, Severity
 
 
 def find_end(case: Case) -> Iterator[Finding]:
-    """What ended the run or an attempt of it: the first error, once for all ranks that raised it."""
+    """Find what ended the run or an attempt of it: the first error, once for all ranks that raised it."""
     began = case.view.status.began if case.view.status else 0.0
     recent = [failure for failure in case.failures if failure.time >= began and _counts(case, failure)]
     ended = case.state in (RunState.FAILED, RunState.LOST, RunState.RETRYING)

@@ -63,7 +63,7 @@ class RankThroughput:
 
 
 def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
-    """The newest attempt over the last RECENT_S, without its first window, which includes the warm-up."""
+    """Measure the newest attempt over the last RECENT_S, without its first window, which includes the warm-up."""
     windows = rank_windows(records)[1:]
     windows = [window for window in windows if window["time"] > windows[-1]["time"] - RECENT_S]
     steps = sum(window["steps"] for window in windows)
@@ -79,7 +79,7 @@ def measure_throughput(records: Sequence[Mapping[str, Any]]) -> RankThroughput:
 
 
 def rank_windows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records with steps and figures of each rank, of the newest attempt that has any."""
+    """Select the records with steps and figures of each rank, of the newest attempt that has any."""
     windows = [dict(r) for r in records if r.get("steps") and _has_figures(r)]
     newest = [window for window in windows if window["attempt"] == windows[-1]["attempt"]]
     return [window for window in newest if count_ranks(window) == count_ranks(newest[-1])]
@@ -104,7 +104,7 @@ def in_ms(seconds: float) -> str:
 
 
 def find_slow(case: Case) -> Iterator[Finding]:
-    """What takes the time of the newest steps: the CPU quota, one rank, or reading rows."""
+    """Find what takes the time of the newest steps: the CPU quota, one rank, or reading rows."""
     speed = measure_throughput(case.windows)
     if not speed.windows:
         return
@@ -147,7 +147,8 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
     if len(speed.own) < 2:
         return
     rank = max(range(len(speed.own)), key=lambda rank: speed.own[rank])
-    lag, others = speed.lag(rank), speed.own[rank] - speed.lag(rank)
+    lag = speed.lag(rank)
+    others = speed.own[rank] - speed.lag(rank)
     slowest = [_slowest(window) == rank for window in speed.windows]
     if (
         lag < MIN_LAG_S
@@ -158,9 +159,13 @@ def _straggler(case: Case, speed: RankThroughput) -> Iterator[Finding]:
         return
     others_wait = statistics.median(wait for other, wait in enumerate(speed.waits) if other != rank)
     reads = speed.waits[rank] - others_wait > lag / 2
-    part, mine, theirs = "forward pass", speed.forwards[rank], others - others_wait
+    part = "forward pass"
+    mine = speed.forwards[rank]
+    theirs = others - others_wait
     if reads:
-        part, mine, theirs = "rows", speed.waits[rank], others_wait
+        part = "rows"
+        mine = speed.waits[rank]
+        theirs = others_wait
     evidence = (
         f"{case.name(speed.attempt, rank)}: {in_ms(mine)} for its {part} in a step of {in_ms(speed.step_s)}, the "
         f"others {in_ms(theirs)}; the slowest in {sum(slowest)} of {len(slowest)} windows"

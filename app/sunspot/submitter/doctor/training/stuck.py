@@ -14,9 +14,7 @@ first step, which waits for compilation and for Ray Data's first rows."""
 
 
 def find_hung(case: Case) -> Iterator[Finding]:
-    """Ranks that took no step until their watchdogs ended them, in the newest attempt with any; they hung, or got no
-    rows.
-    """
+    """Find ranks of the newest attempt with any that hung, or got no rows, until their watchdogs ended them."""
     hung = read_hangs(case.view.events)
     if not hung:
         return
@@ -28,7 +26,7 @@ def find_hung(case: Case) -> Iterator[Finding]:
     blamed = suspects(its, world)
     words = {hang.rank: hang.detail.partition(": ")[2] for hang in its}
     said = [
-        f"{case.name(of, rank)}: {words.get(rank, 'left no word: stopped, or lost with its node')}"
+        f"{case.name(of, rank)}: {words.get(rank, 'no log entry: stopped, or lost with its node')}"
         for rank in blamed or words
     ]
     waiting = [rank for rank in words if rank not in blamed] if blamed else []
@@ -53,13 +51,14 @@ def find_hung(case: Case) -> Iterator[Finding]:
     yield Finding(kind, severity, evidence, advice, details, cost=0.9, traces=traces)
 
 
-def find_stillness(case: Case) -> Iterator[Finding]:
-    """A run that should train, but is silent or takes no step."""
+def find_stall(case: Case) -> Iterator[Finding]:
+    """Find out why a run that should train is silent or takes no step."""
     status, newest = case.view.status, case.newest
     if not status or case.state not in (RunState.RUNNING, RunState.STARTING, RunState.SILENT):
         return
     if case.state is RunState.SILENT:
-        silent_s, evidence = case.now - status.seen, cut(case.reason)
+        silent_s = case.now - status.seen
+        evidence = cut(case.reason)
         advice = (
             "its node may be frozen or cut off, or storage out of its reach: kubectl get pods, and `sunspot logs`. If "
             "it stays so, delete its RayJob or end its process, and submit again: it goes on from the last checkpoint, "
@@ -78,8 +77,9 @@ def find_stillness(case: Case) -> Iterator[Finding]:
         return
     if newest is None or status.attempt != newest.number:
         return
-    still_s = case.now - status.seen + status.time - (status.heartbeat or newest.time)  # two clocks, each with itself
-    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if status.heartbeat else FIRST_STEP_S
+    heartbeat = status.heartbeat
+    still_s = case.now - status.seen + status.time - (heartbeat or newest.time)  # two clocks, each with itself
+    limit_s = max(NO_STEP_S, SLOW_STEPS * (status.step_time_s or 0.0)) if heartbeat else FIRST_STEP_S
     if still_s > limit_s:
         timeout_s = case.number("hang_timeout_s")
         usual = f"; a step took {status.step_time_s:.3g} s" if status.step_time_s else ""

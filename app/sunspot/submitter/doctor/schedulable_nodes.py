@@ -12,7 +12,7 @@ from sunspot.submitter.manifest.shape import parse_quantity
 
 
 @dataclass(frozen=True)
-class Places:
+class SchedulableNodes:
     """The nodes for the pods of one template."""
 
     nodes: int
@@ -23,8 +23,8 @@ class Places:
     "Number of other nodes, by the reason."
 
 
-def find_places(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Places:
-    """The nodes for pods with this spec; `nodes` as from the API server."""
+def find_schedulable_nodes(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> SchedulableNodes:
+    """Find the nodes for pods with this spec; `nodes` as from the API server."""
     wanted = requests_of(pod)
     taking = pods = 0
     why_not: Counter[str] = Counter()
@@ -39,11 +39,11 @@ def find_places(pod: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> P
             continue
         taking += 1
         pods += int(min((there[name] // amount for name, amount in wanted.items() if amount), default=0))
-    return Places(taking, pods, why_not)
+    return SchedulableNodes(taking, pods, why_not)
 
 
 def requests_of(pod: Mapping[str, Any], kind: str = "requests") -> dict[str, float]:
-    """A pod's requests (or `limits`) by resource, in base units."""
+    """Sum up a pod's requests (or `limits`) by resource, in base units."""
     total: dict[str, float] = {}
     for container in pod["containers"]:
         resources = container.get("resources", {})
@@ -56,8 +56,9 @@ def requests_of(pod: Mapping[str, Any], kind: str = "requests") -> dict[str, flo
 
 
 def _find_obstacle(pod: Mapping[str, Any], node: Mapping[str, Any]) -> str:
-    """Why a node takes none of these pods, whatever its size; empty when nothing prevents it."""
-    spec, labels = node.get("spec", {}), node["metadata"].get("labels", {})
+    """Say why a node takes none of these pods, whatever its size; empty when nothing prevents it."""
+    spec = node.get("spec", {})
+    labels = node["metadata"].get("labels", {})
     conditions = {c["type"]: c["status"] for c in node.get("status", {}).get("conditions", ())}
     if conditions.get("Ready") != "True":
         return "not ready"
@@ -77,7 +78,9 @@ def _find_obstacle(pod: Mapping[str, Any], node: Mapping[str, Any]) -> str:
 
 
 def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    key, operator, values = expression["key"], expression["operator"], expression.get("values", ())
+    key = expression["key"]
+    operator = expression["operator"]
+    values = expression.get("values", ())
     value = labels.get(key)
     if operator == "In":
         return value in values

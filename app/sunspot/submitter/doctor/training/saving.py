@@ -1,4 +1,4 @@
-"""Checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
+"""Find checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,10 @@ OLD_CHECKPOINT_S = 60.0
 
 
 def find_storage(case: Case) -> Iterator[Finding]:
-    """Checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
-    view, status, newest = case.view, case.view.status, case.newest
+    """Find checkpoints that fail, come late, are damaged or gone, or take longer than a notice."""
+    view = case.view
+    status = case.view.status
+    newest = case.newest
     yield from _find_unusable(case)
     if not newest or not status or case.state is not RunState.RUNNING:
         return
@@ -50,7 +52,7 @@ def find_storage(case: Case) -> Iterator[Finding]:
 
 
 def _find_unusable(case: Case) -> Iterator[Finding]:
-    """Checkpoints newer than the one in use: what was lost with them explains more than what anything else cost."""
+    """Find unusable checkpoints newer than the one in use: what was lost with them explains more than other costs."""
     ended = case.state.terminal
     severity = Severity.ERROR if case.state is RunState.SUCCEEDED else Severity.WARNING
     advice = _advise_ended(case) if ended else "the run goes on from the one before"
@@ -79,7 +81,7 @@ def _find_unusable(case: Case) -> Iterator[Finding]:
 
 
 def _advise_ended(case: Case) -> str:
-    """What to do about a run that has ended, and whose newest checkpoint is of no use."""
+    """Say what to do about a run that has ended, and whose newest checkpoint is of no use."""
     view = case.view
     again = "start it again" + (" (a RayJob with another --generation)" if case.state is RunState.SUCCEEDED else "")
     if not view.checkpoint:

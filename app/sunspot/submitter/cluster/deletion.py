@@ -1,0 +1,251 @@
+"""Removes a run from the cluster and from storage.
+
+A marker is written first and removed last (`sunspot.run.status`): interrupted in between, the run is shown as being
+deleted, nothing trains it, and the same command goes on. What a surviving process writes meanwhile is removed too, or
+reported.
+"""
+
+import contextlib
+import getpass
+import shutil
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sunspot.errors import (
+    ClusterError,
+    ConflictError,
+    DamageError,
+    GaveUpError,
+    NotFoundError,
+    StorageError,
+    SunspotError,
+)
+from sunspot.formatting import as_bytes, in_words, plural
+from sunspot.run import Run, node_memory_directory
+from sunspot.run.checkpoints import MANIFEST
+from sunspot.run.identity import read_identity
+from sunspot.run.objects import CHECKPOINT
+from sunspot.run.requests import DELETION, clear_deletion, mark_deletion
+from sunspot.run.search import read_results
+from sunspot.settings import PREFIX
+from sunspot.storage.base import Entry, Unfinished
+from sunspot.submitter.cluster.api import Cluster
+from sunspot.submitter.cluster.snapshot import STORAGE_PATH, RunAccess, RunSnapshot
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
+from sunspot.submitter.cluster.views import JobView
+from sunspot.submitter.manifest.render import settings_of
+from sunspot.submitter.output import progress_note, warn
+from sunspot.submitter.runs import list_unfinished
+
+MAX_ROUNDS = 3
+"""How often what was written meanwhile is removed too: a writer that outlasts this is no straggler."""
+
+MAX_NAMED = 3
+"""Objects named when some came back."""
+
+RECORDS = ("run.json", "status", "submissions")
+"""What identifies a run: removed last."""
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """All there is of a run."""
+
+    run: Run
+    snapshot: RunSnapshot
+    entries: tuple[Entry, ...]
+    "Its objects in storage, without the marker."
+    unfinished: tuple[Unfinished, ...]
+    copies: tuple[Path, ...] = ()
+    "Files in this machine's shared memory, left by a failed run for its next start."
+    dataset: str = ""
+    "Where its rows come from; empty if that is not a path of the user."
+    trials: tuple[str, ...] = ()
+    "The runs that are the trials of a search."
+
+    @property
+    def not_submitted(self) -> list[str]:
+        """RayJobs that `sunspot submit` did not apply."""
+        manifests = {entry.key.rpartition("/")[2].partition("-")[2] for entry in self.entries}
+        return [job.name for job in self.snapshot.cluster.jobs if f"{job.name}.yaml" not in manifests]
+
+    @property
+    def takes_dataset(self) -> bool:
+        """Whether the dataset lies in the run's own folder."""
+        return bool(self.dataset) and f"{self.dataset}/".startswith(f"{self.run.location}/")
+
+    @property
+    def objects(self) -> list[dict[str, str]]:
+        """The run's RayJobs, and the Kubernetes objects that go with them; a borrowed cluster stays."""
+        jobs = self.snapshot.cluster.jobs
+        own = {job.cluster for job in jobs if not job.borrows_cluster}
+        pods = [pod for pod in self.snapshot.cluster.pods if pod.cluster in own]
+        clusters = dict.fromkeys(pod.cluster for pod in pods)  # with their Services and the Secret of their token
+        found = [("RayJob", job.name) for job in jobs]
+        found += [("RayCluster", name) for name in clusters]
+        found += [("Pod", pod.name) for pod in pods]
+        return [{"kind": kind, "name": name} for kind, name in found]
+
+    @property
+    def kinds(self) -> list[dict[str, Any]]:
+        """What is in storage and in memory, by kind: the run's folders, and what is beside them."""
+        sizes: dict[str, list[int]] = {}
+        checkpoints = set()
+        for entry in self.entries:
+            top, *below = entry.key.removeprefix(self.run.key("")).split("/")
+            sizes.setdefault(top if below else "records", []).append(entry.size)
+            if top == "checkpoints" and len(below) > 1 and CHECKPOINT.fullmatch(below[0]):
+                checkpoints.add(below[0])
+        beside = {
+            "unfinished uploads": [upload.size for upload in self.unfinished],
+            "copies in this machine's memory": [path.stat().st_size for path in self.copies if path.exists()],
+        }
+        found: list[dict[str, Any]] = [
+            {"kind": kind, "files": len(each), "bytes": sum(each)}
+            for kind, each in [*sorted(sizes.items()), *beside.items()]
+            if each
+        ]
+        for kind in found:
+            if kind["kind"] == "checkpoints":
+                kind["checkpoints"] = len(checkpoints)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """In storage and in this machine's memory."""
+        return sum(kind["bytes"] for kind in self.kinds)
+
+    def __str__(self) -> str:
+        """Its sum, such as `1 RayJob with 3 pods; 12 files, 3.4 MB`."""
+        kinds = [thing["kind"] for thing in self.objects]
+        jobs = kinds.count("RayJob")
+        pods = kinds.count("Pod")
+        parts = [plural(jobs, "RayJob") + (f" with {plural(pods, 'pod')}" if pods else "")] if jobs else []
+        return "; ".join([*parts, f"{plural(len(self.entries), 'file')}, {as_bytes(self.bytes)}"])
+
+
+def find_contents(access: RunAccess) -> RunContents:
+    """Find all there is of a run that may be deleted.
+
+    Raises `NotFoundError` when there is nothing, `ConflictError` when the run is live, `ClusterError` and
+    `StorageError` when that cannot be seen.
+    """
+    run = access.run
+    with progress_note("looking for what there is of the run"):
+        snapshot = access.observe(lambda job: is_kept_in(job, run))
+    if snapshot.storage.trouble:
+        raise StorageError(snapshot.storage.trouble)
+    if access.cluster and snapshot.cluster.trouble:
+        raise ClusterError(
+            f"{snapshot.cluster.trouble}. Whether the run still trains cannot be seen; if that cluster is no more, "
+            "KUBECONFIG=/dev/null deletes what is in storage"
+        )
+    access.require_known(snapshot)
+    state, reason = snapshot.state()
+    going = bool(snapshot.job and snapshot.job.deleting)
+    if any(job.live for job in snapshot.cluster.jobs) or not (state.terminal or going):
+        unseen = f" (the cluster was not asked: {snapshot.cluster.trouble})" if snapshot.cluster.trouble else ""
+        raise ConflictError(
+            f"{run.name} is live, and nothing was removed: {state}, {reason}{unseen}; "
+            f"`sunspot stop {access.arguments}` saves and ends it, then delete it"
+        )
+    folder = Path(run.location)
+    if not run.storage.is_bucket and folder.is_symlink():  # what it leads to is not this storage's to delete
+        place = folder.resolve()
+        raise ConflictError(
+            f"{folder} is a link to {place}, and nothing was removed: delete it there, with --storage {place.parent} "
+            "if its folder is called like the run, and then remove the link"
+        )
+    entries = tuple(_list(run))
+    copies = tuple(path for path in node_memory_directory(run.location).rglob("*") if path.is_file())
+    results = read_results(run)
+    trials = tuple(trial.run for trial in results.trials) if results else ()
+    return RunContents(run, snapshot, entries, tuple(list_unfinished(run)), copies, _find_dataset(run, entries), trials)
+
+
+def find_left(access: RunAccess) -> RunContents | None:
+    """Find what is left of a run that could not be removed; None if that cannot be seen."""
+    run = access.run
+    with contextlib.suppress(SunspotError):
+        snapshot = access.observe(lambda job: is_kept_in(job, run))
+        return RunContents(run, snapshot, tuple(run.storage.list(run.name)), tuple(list_unfinished(run)))
+    return None
+
+
+def is_kept_in(job: JobView, run: Run) -> bool:
+    """Whether a RayJob is of this run, and not of one with the same name in another storage."""
+    path = settings_of(job.raw).get(STORAGE_PATH)
+    return path is None or path.rstrip("/") == run.storage.locate("").rstrip("/")
+
+
+def delete_run(run: Run, jobs: Sequence[JobView] = (), cluster: Cluster | None = None) -> None:
+    """Remove RayJobs with their pods, and then all that storage and this machine's memory have of the run.
+
+    Raises `GaveUpError` when its pods do not go, and `ConflictError` when something goes on writing it.
+    """
+    mark_deletion(run, f"{getpass.getuser()}@{socket.gethostname()}")
+    if cluster and jobs:
+        warn(f"waiting until {plural(len(jobs), 'RayJob')} and the pods are gone")
+        if not delete_jobs(cluster, jobs, GONE_WITHIN_S, frozen=True):
+            raise GaveUpError(
+                f"{jobs[0].name} or its pods are still there after {in_words(GONE_WITHIN_S)}; nothing was "
+                "removed from storage, which they may still write"
+            )
+    with progress_note("removing it from storage"):
+        _empty(run)
+    shutil.rmtree(node_memory_directory(run.location), ignore_errors=True)
+    clear_deletion(run)
+    run.storage.delete_folders(run.name)
+    _refuse_if_back(run, run.storage.list(run.name))
+
+
+def deletion_order(run: Run, keys: Iterable[str]) -> list[list[str]]:
+    """Keys of a run's objects, in groups that are removed one after the other.
+
+    Attempts first, so that a surviving process commits nothing any more; then manifests, without which checkpoints do
+    not count; what identifies the run last.
+    """
+    groups: list[list[str]] = [[], [], [], []]
+    for key in keys:
+        top = key.removeprefix(run.key("")).partition("/")[0]
+        place = 0 if top == "attempts" else 3 if top in RECORDS else 1 if key.endswith(f"/{MANIFEST}") else 2
+        groups[place].append(key)
+    return [group for group in groups if group]
+
+
+def _empty(run: Run) -> None:
+    """Remove every object of the run but the marker, and what is written meanwhile."""
+    left = _list(run)
+    for _ in range(MAX_ROUNDS):
+        for upload in list_unfinished(run):
+            run.storage.discard(upload)
+        for group in deletion_order(run, (entry.key for entry in left)):
+            run.storage.delete_many(group)
+        left = _list(run)
+        if not left:
+            return
+    _refuse_if_back(run, left)
+
+
+def _refuse_if_back(run: Run, entries: Sequence[Entry]) -> None:
+    if entries:
+        names = ", ".join(entry.key.removeprefix(run.key("")) for entry in entries[:MAX_NAMED])
+        raise ConflictError(
+            f"{run.location}: something goes on writing it ({names}); a process of the run still lives somewhere. It "
+            "can commit no checkpoint any more; end it, and delete again"
+        )
+
+
+def _list(run: Run) -> list[Entry]:
+    return [entry for entry in run.storage.list(run.name) if entry.key != run.key(DELETION)]
+
+
+def _find_dataset(run: Run, entries: Iterable[Entry]) -> str:
+    if any(entry.key == run.key("run.json") for entry in entries):
+        with contextlib.suppress(NotFoundError, DamageError, ConflictError):
+            dataset = read_identity(run).settings.get(PREFIX + "DATASET", "")
+            return dataset.rstrip("/") if "/" in dataset else ""
+    return ""
