@@ -14,7 +14,7 @@ from sunspot.cli import main
 from sunspot.run import Run, open_run
 from sunspot.run.requests import clear_stop, request_stop, stop_requested
 from sunspot.run.status import RunState, Status, write_status
-from sunspot.run.submissions import newest_submission, owner_of
+from sunspot.run.submissions import newest_submission, owner_of, record_submission
 from sunspot.submitter.cluster.api import Cluster
 from tests.harness.kubernetes import CORE, JOBS, FakeCluster, Fault, answer, hang_up, pod, rayjob, timestamp
 from tests.harness.runs import begin
@@ -489,7 +489,7 @@ def test_without_a_cluster_stop_and_resume_do_what_storage_allows(
     write_status(sunspot.run, Status(RunState.STOPPED, "run-1#1"))
     assert sunspot("stop", "run") == 0
     assert stop_requested(sunspot.run)
-    sunspot.run.storage.write("run/submissions/0001-run-1.yaml", b"x: 1")
+    record_submission(sunspot.run, "run-1", "x: 1")
     assert sunspot("resume", "run") == 4
     assert "set KUBECONFIG" in sunspot.err
     clear_stop(sunspot.run)
