@@ -120,7 +120,7 @@ class TerminatedError(KeyboardInterrupt):
 
 
 def find_in(error: BaseException) -> SunspotError | None:
-    """The `SunspotError` that `error` is or names in its text, all that Ray is sure to keep of an error in a task."""
+    """Return the `SunspotError` that `error` is, or names in its text, all that Ray keeps of a task's."""
     carried = re.findall(rf"^{re.escape(__name__)}\.(\w+): (.*)$", str(error), re.MULTILINE)
     if carried:
         name, message = carried[-1]
@@ -129,31 +129,31 @@ def find_in(error: BaseException) -> SunspotError | None:
 
 
 def by_name(name: str) -> type[SunspotError]:
-    """The error class with that name, for an error of another process; `SunspotError` if there is none."""
+    """Return the error class with that name, for an error of another process; `SunspotError` if there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, SunspotError) else SunspotError
 
 
 def shorten(error: BaseException) -> str:
-    """The text of a foreign error on one line, capped, without secrets."""
+    """Return the text of a foreign error on one line, capped, without secrets."""
     text = " ".join(visible(without_secrets(str(error))).split()) or type(error).__name__
     return text if len(text) <= MAX_FOREIGN_TEXT else text[: MAX_FOREIGN_TEXT - 3] + "..."
 
 
 def without_secrets(text: str) -> str:
-    """The text with HIDDEN in place of this process's credentials, and of any in URLs and signatures."""
+    """Return the text with HIDDEN in place of this process's credentials, and of any in URLs and signatures."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     return SIGNED.sub(lambda found: next(filter(None, found.groups())) + HIDDEN, text)
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Whether an environment variable holds a secret, by its name or as a URL with a password."""
+    """Return whether an environment variable holds a secret, by its name or as a URL with a password."""
     return bool(value and (CREDENTIAL.search(name.upper()) or URL_PASSWORD.search(value)))
 
 
 def _secrets() -> list[str]:
-    """Every credential in the environment, in each form in which an error may quote it; the longest first."""
+    """Return every credential in the environment, in each form in which an error may quote it; the longest first."""
     found = set()
     for name, value in os.environ.items():
         if CREDENTIAL.search(name.upper()):
@@ -167,7 +167,7 @@ def _secrets() -> list[str]:
 
 
 def format_trace(error: BaseException) -> str:
-    """The traceback of an error, without secrets."""
+    """Return the traceback of an error, without secrets."""
     return without_secrets("".join(traceback.format_exception(error)))
 
 

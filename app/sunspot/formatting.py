@@ -11,18 +11,18 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Text that others wrote, for a terminal: without colours, and control characters as escapes such as `\\x1b`."""
+    """Return text of others for a terminal: without colours, with control characters as escapes such as `\\x1b`."""
     plain = COLOUR.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), plain)
 
 
 def plural(number: int, what: str) -> str:
-    """`1 step`, `2 steps`."""
+    """Return `1 step` or `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def in_words(seconds: float) -> str:
-    """A duration for people."""
+    """Return a duration for people."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -32,12 +32,12 @@ def in_words(seconds: float) -> str:
 
 
 def as_time(moment: float) -> str:
-    """Seconds since the epoch as a date for people."""
+    """Return seconds since the epoch as a date for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment)) + " UTC"
 
 
 def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
-    """An amount of data for people: bytes, or the largest of the decimal `units` that fits."""
+    """Return an amount of data for people: bytes, or the largest of the decimal `units` that fits."""
     if size < 1000:
         return f"{size:.0f} bytes"
     number, power = size / 1000, 0
@@ -47,7 +47,7 @@ def as_bytes(size: float, units: Sequence[str] = ("KB", "MB", "GB")) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of cells as lines, in aligned columns."""
+    """Yield rows of cells as lines, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -135,7 +135,7 @@ def test_a_hung_rank_is_told_from_those_that_waited_for_it(control: Control) -> 
 def test_a_rank_that_left_no_word_is_named(control: Control) -> None:
     control.end = told([], hangs=[hung(0, waiting=True)])
     assert FailureJudge(control, 3)({0: LOST, 1: LOST})
-    assert control.said[0].startswith("rank 1: left no word, after step 53")
+    assert control.said[0].startswith("rank 1: recorded nothing, after step 53")
 
 
 def test_groups_without_rows_are_counted_apart(control: Control) -> None:

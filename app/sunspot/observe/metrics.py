@@ -37,7 +37,7 @@ class Sums:
             self._rows[name] = self._rows.get(name, 0) + len(rows)
 
     def totals(self) -> dict[str, tuple[float, int]]:
-        """The sum of each name so far, and the number of rows that had it. Waits for the device."""
+        """Return the sum of each name so far, and the number of rows that had it. Waits for the device."""
         return {name: (float(total), self._rows[name]) for name, total in self._sums.items()}
 
 
@@ -66,7 +66,7 @@ class Reducer:
         self._names: list[str] = []
 
     def reduce(self, sums: Sums, numbers: Sequence[float]) -> Totals:
-        """Of all workers, which call this together, each with as many `numbers`. Waits for the device."""
+        """Reduce the numbers of all workers, which call this together with as many `numbers`. Waits for the device."""
         own, end = sums.totals(), 1 + len(numbers)
         while True:
             unknown = any(name not in self._names for name in own)
@@ -81,7 +81,7 @@ class Reducer:
         return Totals(means, maxima[1:end], added[1:end], None if everyone is None else everyone[:, 1:end])
 
     def _exchange(self, mine: list[float]) -> tuple[list[float], list[float], np.ndarray | None]:
-        """The highest of each number and their sums in the order of the ranks; on rank 0, also all of them."""
+        """Return the highest of each number and their sums in the order of the ranks; on rank 0, also all of them."""
         message, everyone = torch.tensor(mine, dtype=torch.float64), None
         answer = torch.empty(2 * len(mine), dtype=torch.float64)
         if dist.get_rank(self._group) == 0:
@@ -96,7 +96,7 @@ class Reducer:
 
 
 def mean_over_workers(sums: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """The mean of each name over the rows of all workers, on every worker."""
+    """Return the mean of each name over the rows of all workers, on every worker."""
     return Reducer(group).reduce(sums, []).means
 
 
@@ -117,7 +117,7 @@ class Stopwatch:
         self._spans.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """The sum so far; waits for the last measurement to end."""
+        """Return the sum so far; waits for the last measurement to end."""
         if self._device.type != "cuda" or not self._spans:
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()

@@ -46,7 +46,7 @@ def shipped_driver_output(run: Run) -> Iterator[None]:
 
 
 def log_only() -> Callable[[str], None]:
-    """A function that ships text without printing it, while output is shipped; else it does nothing."""
+    """Return a function that ships text without printing it, while output is shipped; else it does nothing."""
     return sys.stdout.copy if isinstance(sys.stdout, _Tee) else lambda text: None
 
 

@@ -103,10 +103,10 @@ class _Lines:
         self._shown = progress
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no bar is open."""
 
     def describe(self, progress: Progress) -> str:
-        """One line: step, loss, steps per second, time left, last checkpoint; or what is done in place of steps."""
+        """Return a line: step, loss, steps per second, time left, last checkpoint; or what is done besides steps."""
         if progress.doing:
             return f"step {progress.step}/{self._total}  {progress.doing}"
         loss = "" if progress.loss is None else f"  loss {progress.loss:.4f}"
@@ -120,7 +120,7 @@ class _Lines:
         return f"{text}  checkpoint at {progress.committed}"
 
     def print(self, text: str) -> None:
-        """One line for the user."""
+        """Print a line for the user."""
         print(visible(text), flush=True)
         self._printed = time.monotonic()
 
@@ -151,6 +151,6 @@ class _Terminal(_Lines):
 
 
 def epoch_line(record: dict[str, Any]) -> str:
-    """One line: the record at the end of an epoch."""
+    """Return the record at the end of an epoch as a line."""
     numbers = [f"{name} {in_digits(value)}" for name, value in measured(record).items()]
     return f"epoch {record['epoch']}  step {record['step']}  {'  '.join(numbers)}  {record['rows_per_s']:.0f} rows/s"

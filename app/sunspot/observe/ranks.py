@@ -50,7 +50,7 @@ class RankHistory:
             self._waiting.append(({"attempt": self._attempt, **kept}, ranks))
 
     def end(self) -> None:
-        """From now on, let nothing wait that can be written."""
+        """Have every later flush write at once."""
         self._ends = True
 
     def flush(self) -> None:
@@ -86,7 +86,7 @@ def downsample(text: bytes) -> bytes:
 
 
 def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Neighbouring records of one attempt as one."""
+    """Combine neighbouring records of one attempt into one."""
     totals = {name: round(sum(record.get(name, 0) for record in records), 6) for name in ("steps", "seconds")}
     names = [name for name in records[-1]["ranks"] if all(name in record["ranks"] for record in records)]
     ranks = {name: _combine(name, records) for name in names}
@@ -108,7 +108,7 @@ def _combine(name: str, records: Sequence[dict[str, Any]]) -> list[float | None]
 
 
 def to_column(name: str, values: Any) -> list[float | None]:
-    """The numbers in an array, float64 [ranks], as they are written: to the microsecond, None for NaN."""
+    """Return the numbers in an array, float64 [ranks], as they are written: to the microsecond, None for NaN."""
     if name == "rows":
         return [int(value) for value in values.tolist()]
     return [None if value != value else value for value in values.round(6).tolist()]

@@ -76,7 +76,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """The position of a value, 0 to 1."""
+        """Return the position of a value, 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -96,14 +96,14 @@ class XAxis(NamedTuple):
 
 
 def over_steps(report: Report) -> XAxis:
-    """By optimizer step."""
+    """Return the x axis of optimizer steps."""
     marks = [(float(attempt.step), str(attempt.number)) for attempt in report.attempts[1:]]
     series = report.history.series
     return XAxis("steps", [float(step) for step in series.column("step")], marks, [0] * len(series))
 
 
 def over_time(report: Report, series: Series) -> XAxis:
-    """By time since the first start of the workers, pauses included."""
+    """Return the x axis of time since the first start of the workers, pauses included."""
     times = series.column("time")
     known = [time for time in times if time is not None]
     begun = min([*known[:1], *([report.begun] if report.begun is not None else [])], default=0.0)
@@ -118,7 +118,7 @@ def over_time(report: Report, series: Series) -> XAxis:
 
 
 def points_of(across: XAxis, values: Sequence[float | None]) -> list[Point]:
-    """The values of a column that can be drawn."""
+    """Return the values of a column that can be drawn."""
     return [
         Point(x, y, group)
         for x, y, group in zip(across.places, values, across.groups, strict=True)
@@ -129,7 +129,7 @@ def points_of(across: XAxis, values: Sequence[float | None]) -> list[Point]:
 def chart(
     title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Sequence[Range] = (), band_name: str = ""
 ) -> Html:
-    """A figure: title and legend, then the drawing."""
+    """Return a figure: title and legend, then the drawing."""
     name = f"{title} over {across.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
@@ -149,7 +149,7 @@ def chart(
 
 
 def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
-    """A drawing below its title and its legend: the style (`key`) and the name of each item."""
+    """Return a drawing below its title and its legend: the style (`key`) and the name of each item."""
     samples = join(element("span", join([Html(key(style)), label])) for style, label in legend)
     caption = element("figcaption", join([element("strong", title), element("span", samples, class_="legend")]))
     return element("figure", join([caption, Html(drawing)]))
@@ -176,7 +176,7 @@ def line_chart(
     band: Sequence[Range] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """The SVG. `description` is its text alternative; `marks` are x positions with a short label."""
+    """Return the SVG. `description` is its text alternative; `marks` are x positions with a short label."""
     across, down = _scale(x, LEFT, WIDTH - RIGHT), _scale(y, HEIGHT - BOTTOM, TOP)
     parts = [*_grid(x, x_label, y, across, down)]
     parts += _marks([(across(place), label) for place, label in marks])
@@ -194,7 +194,7 @@ def line_chart(
 
 
 def key(style: str) -> str:
-    """A sample of a line, a band or a mark for a legend."""
+    """Return a sample of a line, a band or a mark for a legend."""
     shapes = {
         "a": '<path class="line a" d="M1 6H23"/>',
         "b": '<path class="line b" d="M1 6H23"/><circle class="dot b" cx="12" cy="6" r="2.6"/>',
@@ -211,7 +211,7 @@ def key(style: str) -> str:
 
 
 def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = False) -> Axis:
-    """An axis over all values with a few round ticks; `tight`: it ends where the values end."""
+    """Return an axis over all values with a few round ticks; `tight`: it ends where the values end."""
     low, high = _bounds(values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
@@ -227,7 +227,7 @@ def linear_axis(values: Iterable[float], from_zero: bool = False, tight: bool = 
 
 
 def log_axis(values: Iterable[float]) -> Axis:
-    """A logarithmic axis with ticks at powers of ten, and at 2 and 5 times those when there are few."""
+    """Return a logarithmic axis with ticks at powers of ten, and at 2 and 5 times those when there are few."""
     low, high = _bounds(values)
     if high < low * (1 + ALIKE):
         low, high = low / 2, high * 2
@@ -241,7 +241,7 @@ def log_axis(values: Iterable[float]) -> Axis:
 
 
 def short(value: float, step: float) -> str:
-    """A tick label where ticks are `step` apart: 0.25, 1.5k, 20M."""
+    """Return a tick label where ticks are `step` apart: 0.25, 1.5k, 20M."""
     if step < 1e-4:
         return f"{value:.4g}"
     unit, size = next(((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(value) >= s), ("", 1.0))
@@ -256,7 +256,7 @@ def _bounds(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _round_step(size: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Return the next 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
 
@@ -269,7 +269,7 @@ def _scale(axis: Axis, begin: float, end: float) -> Callable[[float], float]:
 
 
 def downsample(points: Sequence[Point]) -> list[Point]:
-    """At most two points for each of BUCKETS sections of the x axis: the lowest and the highest, in order."""
+    """Return at most two points for each of BUCKETS sections of the x axis: the lowest and the highest."""
     if len(points) <= 2 * BUCKETS:
         return list(points)
     chosen: list[Point] = []
@@ -280,7 +280,7 @@ def downsample(points: Sequence[Point]) -> list[Point]:
 
 
 def thin_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """At most one range for each section of the x axis, from its lowest to its highest."""
+    """Return at most one range for each section of the x axis, from its lowest to its highest."""
     if len(ranges) <= BUCKETS:
         return list(ranges)
     return [
@@ -305,7 +305,7 @@ def _path(points: Sequence[Point], across: Callable[[float], float], down: Calla
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Points that are alone in their group."""
+    """Return the points that are alone in their group."""
     sizes = Counter(point.group for point in points)
     return [point for point in points if sizes[point.group] == 1]
 

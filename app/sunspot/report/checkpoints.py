@@ -13,7 +13,7 @@ MAX_RESULTS = 6
 
 
 def show(report: Report) -> Html:
-    """Each checkpoint with its state, how many are left out, and which are kept."""
+    """Return each checkpoint with its state, how many are left out, and which are kept."""
     keep, metric, order = report.retention
     parts = []
     if not report.checkpoints:

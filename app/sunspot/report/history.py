@@ -27,7 +27,7 @@ class Series:
         "Records added."
 
     def __len__(self) -> int:
-        """The number of those that are kept."""
+        """Return the number of those that are kept."""
         return len(self._kept)
 
     def add(self, record: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Series:
             self._downsample()
 
     def column(self, name: str) -> list[Any]:
-        """The values of a name in the records that are kept; None where one lacks it."""
+        """Return the values of a name in the records that are kept; None where one lacks it."""
         return [record.get(name) for _, record in self._kept]
 
     def _downsample(self) -> None:
@@ -49,7 +49,7 @@ class Series:
 
 
 def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    """The first and the last, and those with the lowest and the highest value of each name."""
+    """Return the first and the last, and those with the lowest and the highest value of each name."""
     chosen = {0, len(stretch) - 1}
     for name in {name for _, record in stretch for name in record}:
         values = [(value, at) for at, (_, record) in enumerate(stretch) if can_draw(value := record.get(name))]
@@ -58,7 +58,7 @@ def _extremes(stretch: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, 
 
 
 def can_draw(value: float | None) -> TypeGuard[float]:
-    """Whether a value has a position on an axis: NaN, infinities and huge values have none."""
+    """Return whether a value has a position on an axis: NaN, infinities and huge values have none."""
     return value is not None and abs(value) < MAX_DRAWN
 
 
@@ -123,7 +123,7 @@ class Curves:
         self._means: dict[str, float | None] = {}
 
     def add(self, rows: float, means: dict[str, float | None]) -> dict[str, float | None]:
-        """The means to draw for a window of so many rows."""
+        """Return the means to draw for a window of so many rows."""
         drawn = dict(means)
         if rows < self._usual / 2:
             self._usual /= 2  # they may stay as short
@@ -186,11 +186,11 @@ class History:
         self._curves = Curves()
 
     def __len__(self) -> int:
-        """The number of records, also of those that are not kept."""
+        """Return the number of records, also of those that are not kept."""
         return self.series.count
 
     def latest(self, name: str) -> tuple[float, int] | None:
-        """The newest value of a number, and its step."""
+        """Return the newest value of a number, and its step."""
         return self._latest.get(name)
 
     def add(self, record: dict[str, Any], best_by: str) -> None:
@@ -223,13 +223,13 @@ class History:
 
 
 def is_result(name: str, record: dict[str, Any], best_by: str) -> bool:
-    """Whether a value of a record measures the model, and not the speed of training."""
+    """Return whether a value of a record measures the model, and not the speed of training."""
     return (
         name.endswith(("loss", "accuracy")) or name.startswith(HELD_OUT) or HELD_OUT + name in record or name == best_by
     )
 
 
 def _number(record: dict[str, Any], name: str) -> float | None:
-    """A value that is a number, NaN and infinities included: a loss that became one has to be shown."""
+    """Return a value that is a number, NaN and infinities included: a loss that became one has to be shown."""
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

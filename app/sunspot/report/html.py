@@ -31,7 +31,7 @@ class Number(NamedTuple):
 
 
 def text(value: Any) -> str:
-    """Anything as HTML: escaped, and cut when long."""
+    """Return anything as HTML: escaped, and cut when long."""
     if isinstance(value, Html):
         return value
     if isinstance(value, Number):
@@ -45,7 +45,7 @@ def text(value: Any) -> str:
 
 
 def element(name: str, content: Any, **attributes: Any) -> Html:
-    """`<name attribute="...">content</name>`, the content escaped unless it is `Html`; `_` stands for `-` in names."""
+    """Return an element, its content escaped unless it is `Html`; `_` stands for `-` in names of attributes."""
     words = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
@@ -55,17 +55,17 @@ def element(name: str, content: Any, **attributes: Any) -> Html:
 
 
 def join(parts: Iterable[Any], between: str = "") -> Html:
-    """Parts in sequence, each escaped unless it is `Html`."""
+    """Join parts, each escaped unless it is `Html`."""
     return Html(text(Html(between)).join(text(part) for part in parts))
 
 
 def paragraph(*parts: Any, kind: str | None = None) -> Html:
-    """A paragraph of these parts."""
+    """Return a paragraph of these parts."""
     return element("p", join(parts), class_=kind)
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """A table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown."""
+    """Return a table in a box that scrolls sideways; the first cell of each row is its heading, None is unknown."""
     numeric = [any(isinstance(row[place], (int, float, Number)) for row in rows) for place in range(len(columns))]
 
     def cell(place: int, value: Any) -> str:
@@ -87,17 +87,17 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -
 
 
 def titled(caption: str) -> Html:
-    """A table's caption, which stays in view while the table scrolls sideways."""
+    """Return a table's caption, which stays in view while the table scrolls sideways."""
     return element("caption", element("span", caption))
 
 
 def scrolled(name: str, content: Html) -> Html:
-    """A box that scrolls sideways by itself, also with the keyboard."""
+    """Return a box that scrolls sideways by itself, also with the keyboard."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=name)
 
 
 def picture(png: bytes, alt: str) -> Html:
-    """A PNG within the page."""
+    """Return a PNG within the page."""
     return Html(f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{text(alt)}">')
 
 
@@ -105,29 +105,29 @@ def picture(png: bytes, alt: str) -> Html:
 
 
 def percent(share: float, digits: int = 2) -> Number:
-    """`0.9805` as 98.05 %."""
+    """Return `0.9805` as 98.05 %."""
     return Number(f"{100 * share:.{digits}f} %" if math.isfinite(share) else str(share), share)
 
 
 def result(name: str, value: Any) -> Any:
-    """A metric: accuracies in percent, all others with four digits."""
+    """Return a metric: accuracies in percent, all others with four digits."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
     return percent(value) if name.endswith("accuracy") else Number(f"{value:.4g}", value)
 
 
 def whole(number: float) -> Number:
-    """`12,345`."""
+    """Return a number as `12,345`."""
     return Number(f"{number:,.0f}", number)
 
 
 def rate(number: float, unit: str = "") -> Number:
-    """`12,735 rows/s`, or with three digits when it is small."""
+    """Return a rate as `12,735 rows/s`, or with three digits when it is small."""
     return Number(f"{number:,.0f}{unit}" if number >= 100 else f"{number:.3g}{unit}", number)
 
 
 def duration(seconds: float) -> Number:
-    """The two largest units of a duration: 0.35 s, 48 s, 2 min 14 s, 3 h 5 min, 2 days 4 h."""
+    """Return the two largest units of a duration: 0.35 s, 48 s, 2 min 14 s, 3 h 5 min, 2 days 4 h."""
     if seconds < 10:
         return Number(f"{seconds:.3g} s", seconds)
     units = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -140,12 +140,12 @@ def duration(seconds: float) -> Number:
 
 
 def size(number: float) -> Number:
-    """Bytes as 134 MB."""
+    """Return a number of bytes as 134 MB."""
     return Number(as_bytes(number, ("kB", "MB", "GB", "TB")), number)
 
 
 def moment(seconds: float | None) -> Any:
-    """Seconds since the epoch as a date in UTC."""
+    """Return seconds since the epoch as a date in UTC."""
     if seconds is None or not math.isfinite(seconds):
         return None
     try:

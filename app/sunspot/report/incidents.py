@@ -16,7 +16,7 @@ MAX_FAILURES = 20
 
 
 def show(report: Report) -> Html:
-    """The incidents, each start of the workers with its receipt, and other events."""
+    """Return the incidents, each start of the workers with its receipt, and other events."""
     if not report.attempts:
         return join([paragraph("No worker has begun yet."), _failures(report), _events(report)])
     parts: list[Html] = []
@@ -78,7 +78,7 @@ def _wide(words: str) -> Html:
 
 
 def _failures(report: Report) -> Html:
-    """The errors that ended processes, causes before consequences."""
+    """Return the errors that ended processes, causes before consequences."""
     if not report.failures:
         return Html("")
     found = sorted(report.failures, key=lambda failure: failure.consequence)

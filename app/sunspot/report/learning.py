@@ -30,7 +30,7 @@ LOG_FROM = 100.0
 
 
 def show(report: Report) -> Html:
-    """The learning curves over steps and over the wall clock, with the restarts, and the numbers."""
+    """Return the learning curves over steps and over the wall clock, with the restarts, and the numbers."""
     history = report.history
     if not history:
         return paragraph("No metric is recorded yet: the first record comes with the first report or checkpoint.")
@@ -55,7 +55,7 @@ def show(report: Report) -> Html:
 
 
 def results_first(name: str) -> tuple[int, str]:
-    """A sort key for the names of metrics: losses, accuracies, then those a task adds."""
+    """Return a sort key for the names of metrics: losses, accuracies, then those a task adds."""
     base = name.removeprefix(HELD_OUT)
     return {"loss": 0, "accuracy": 1}.get(base, 2), base
 
@@ -97,7 +97,7 @@ def _not_finite(report: Report, name: str) -> Iterator[Html]:
 
 
 def _numbers(report: Report) -> Html:
-    """The curves as numbers: at evaluations of held-out rows, or else anywhere."""
+    """Return the curves as numbers: at evaluations of held-out rows, or else anywhere."""
     history = report.history
     names = sorted(history.results, key=results_first)
     held_out = [name for name in names if name.startswith(HELD_OUT)]

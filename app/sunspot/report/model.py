@@ -90,7 +90,7 @@ class Report(RunView):
         return best_first(having, metric, order)[0] if having else None
 
     def result(self, name: str) -> tuple[float, int] | None:
-        """The newest value of a result and its step: the newest checkpoint's, unless the history has a later one."""
+        """Return the newest value of a result and its step, from the newest checkpoint or from a later record."""
         found, checkpoint = self.history.latest(name), self.checkpoint
         if not checkpoint or (found and found[1] > checkpoint.step):
             return found
@@ -103,7 +103,7 @@ def gather(run: Run, state: RunState, reason: str) -> Report:
     troubles: list[str] = []
 
     def tried(read: Callable[[], ReportSection], otherwise: ReportSection, what: str) -> ReportSection:
-        """A part of the run, or `otherwise` when it is missing or damaged."""
+        """Return a part of the run, or `otherwise` when it is missing or damaged."""
         try:
             return read()
         except NotFoundError:

@@ -32,7 +32,7 @@ STATES = {
 
 
 def render(report: Report) -> bytes:
-    """The page, in UTF-8: at most 2 MB."""
+    """Return the page, in UTF-8: at most 2 MB."""
     contents = element(
         "ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, (name, _) in SECTIONS.items())
     )
@@ -52,7 +52,7 @@ def render(report: Report) -> bytes:
 
 
 def whole_page(title: str, body: Html) -> bytes:
-    """A page with the style sheet, in UTF-8."""
+    """Return a page with the style sheet, in UTF-8."""
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -75,7 +75,7 @@ def _header(report: Report) -> Html:
 
 
 def _summary(report: Report) -> Html:
-    """One line: state, accuracy, steps, time, goodput, incidents."""
+    """Return a line: state, accuracy, steps, time, goodput, incidents."""
     sign, colour = STATES.get(report.state, ("", ""))
     word = str(report.state).capitalize()
     state = element("span", f"{sign} {word}".strip(), class_=f"state {colour}".strip())
@@ -92,14 +92,14 @@ def _summary(report: Report) -> Html:
 
 
 def _headline(report: Report) -> str | None:
-    """The result that says most: how good it is on rows that it has not seen."""
+    """Return the result that says most: how good it is on rows that it has not seen."""
     _, metric, _ = report.retention
     names = ["test_accuracy", "accuracy", f"test_{metric}", metric, "test_loss", "loss"]
     return next((name for name in names if report.result(name)), None)
 
 
 def _figures(report: Report) -> list[tuple[str, str, Any, Any]]:
-    """Name, anchor, value and remark of each figure."""
+    """Return name, anchor, value and remark of each figure."""
     found: list[tuple[str, str, Any, Any]] = []
     for name in dict.fromkeys(("test_accuracy", "accuracy", "test_loss", "loss", _headline(report) or "loss")):
         if newest := report.result(name):
@@ -128,12 +128,12 @@ def _figure(name: str, anchor: str, value: Any, remark: Any) -> Html:
 
 
 def _in_words(name: str) -> str:
-    """`test_accuracy` as held-out accuracy."""
+    """Return `test_accuracy` as held-out accuracy."""
     held_out = name.startswith("test_")
     words = name.removeprefix("test_").replace("_", " ")
     return f"held-out {words}" if held_out else f"training {words}"
 
 
 def footer(location: str, time: float) -> Html:
-    """Where the data was read from, and when (seconds since the epoch)."""
+    """Return where the data was read from, and when (seconds since the epoch)."""
     return element("footer", join(["Read from ", element("code", location), " at ", moment(time), " UTC."]))

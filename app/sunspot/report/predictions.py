@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def show(report: Report) -> Html:
-    """Mistakes, the confusion matrix, right predictions and sample rows; and what the task itself shows."""
+    """Show mistakes, the confusion matrix, right predictions, sample rows, and what the task itself shows."""
     found = report.predictions
     if found is None:
         return shown.show(report) or paragraph(
@@ -56,7 +56,7 @@ def show(report: Report) -> Html:
 
 
 def _fit(examples: Sequence[Example], room: int) -> tuple[list[Example], int]:
-    """The first examples that are PNGs and fit into the page, and the room left, in bytes."""
+    """Return the first examples that are PNGs and fit into the page, and the room left, in bytes."""
     fitting = []
     for example in examples:
         size = len(example.image) * 4 // 3 + 4

@@ -24,7 +24,7 @@ MAX_NAMED = 24
 
 
 def gather_search(run: Run) -> tuple[Run, Results, Curves]:
-    """What a report shows of a search. Raises `NotFoundError` when the run is not one, and `StorageError`."""
+    """Return what a report shows of a search. Raises `NotFoundError` when the run is not one, and `StorageError`."""
     results = read_results(run)
     if results is None:
         raise NotFoundError(f"{run.location}: no search")
@@ -34,7 +34,7 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
 
 
 def render_search(run: Run, results: Results, curves: Curves) -> bytes:
-    """The page, in UTF-8."""
+    """Return the page, in UTF-8."""
     parts = {"Trials": _trials(results), _name(results): _charts(results, curves)}
     body = join(
         [
@@ -95,7 +95,7 @@ def _trials(results: Results) -> Html:
 
 
 def _charts(results: Results, curves: Curves) -> Html:
-    """The metric of each trial over its steps, and its best over each setting."""
+    """Return the metric of each trial over its steps, and its best over each setting."""
     measured = [trial for trial in results.trials if can_draw(trial.best)]
     figures = [_learning(results, curves)]
     if measured:
@@ -121,7 +121,7 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
 
 
 def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]:
-    """The axis of a dimension, and the position of each value: numbers by size, others side by side."""
+    """Return the axis of a dimension, and the position of each value: numbers by size, others side by side."""
     numbers = [
         float(value)
         for value in values
@@ -137,7 +137,7 @@ def _axis_of(expression: str, values: Sequence[Any]) -> tuple[Axis, list[float]]
 
 
 def _learning(results: Results, curves: Curves) -> Html:
-    """The metric of every trial over its steps, the best trial in front."""
+    """Return the metric of every trial over its steps, the best trial in front."""
     drawn = {run: [Point(step, value) for step, value in curve] for run, curve in curves.items() if curve}
     if not drawn:
         return paragraph("No trial has recorded the metric.")

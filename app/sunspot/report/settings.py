@@ -14,7 +14,7 @@ MAX_CHANGES = 100
 
 
 def show(report: Report) -> Html:
-    """The newest attempt's settings and versions, their changes, and the data."""
+    """Return the newest attempt's settings and versions, their changes, and the data."""
     return join([_settings(report), _data(report), _versions(report)])
 
 
@@ -59,7 +59,7 @@ def _code(value: Any) -> Html:
 
 
 def _recorded(attempts: Sequence[Attempt], what: str) -> list[tuple[int, dict[str, str]]]:
-    """What each attempt has recorded under `what`, as text."""
+    """Return what each attempt has recorded under `what`, as text."""
     return [
         (attempt.number, {str(name): str(value) for name, value in found.items()})
         for attempt in attempts
@@ -76,7 +76,7 @@ def _default(name: str, value: str, defaults: dict[str, str]) -> Any:
 
 
 def _equal(one: str, other: str) -> bool:
-    """60 and 60.0 are the same setting."""
+    """Compare two values of a setting, of which 60 and 60.0 are the same."""
     try:
         return one == other or float(one) == float(other)
     except ValueError:

@@ -6,7 +6,7 @@ from sunspot.run.shown import Exhibit
 
 
 def show(report: Report) -> Html:
-    """The parts, in the task's order; empty when it shows nothing."""
+    """Return the parts, in the task's order; empty when it shows nothing."""
     found = report.shown
     if not found:
         return Html("")

@@ -13,7 +13,7 @@ MAX_RANKS = 64
 
 
 def show(report: Report) -> Html:
-    """Throughput and step time: over the wall clock, and of each rank."""
+    """Show throughput and step time: over the wall clock, and of each rank."""
     history = report.history
     if not history.ranks.totals:
         return paragraph("No numbers of single ranks are recorded.")
@@ -85,7 +85,7 @@ def _rank(total: RankTotal, low: float, high: float) -> list[Any]:
 
 
 def _range(total: RankTotal, low: float, high: float) -> Html | None:
-    """A rank's step times on the scale from the lowest to the highest of all ranks."""
+    """Return a rank's step times on the scale from the lowest to the highest of all ranks."""
     if total.step_time is None:
         return None
     width = (high - low) or 1.0

@@ -11,7 +11,7 @@ from sunspot.run.history import in_digits, measured
 
 
 def describe(run: Run, report: Report, error: Exception | None) -> Iterator[str]:
-    """The newest and the best checkpoint side by side, the error that ended the run, and where the weights are."""
+    """Yield the newest and the best checkpoint side by side, the error that ended the run, and the weights' place."""
     newest, best = report.checkpoint, report.best
     _, metric, order = report.retention
     of = f" of {report.total_steps}" if report.total_steps else ""

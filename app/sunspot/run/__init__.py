@@ -60,7 +60,7 @@ class Run:
     name: str
 
     def key(self, *parts: str) -> str:
-        """The storage key of something in this run."""
+        """Return the storage key of something in this run."""
         return "/".join((self.name, *parts))
 
     @property
@@ -70,23 +70,23 @@ class Run:
 
 
 def open_run(storage_path: str, name: str) -> Run:
-    """The run `name` below `storage_path`, whether or not it exists."""
+    """Return the run `name` below `storage_path`, whether or not it exists."""
     return Run(open_storage(storage_path), name)
 
 
 def to_json(value: Any) -> bytes:
-    """How every JSON object of a run is written."""
+    """Return JSON as every object of a run is written."""
     return (dump_json(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def dump_json(value: Any, **options: Any) -> str:
-    """`json.dumps` for what every reader takes."""
+    """Return JSON that every reader takes."""
     text = json.dumps(value, **options)
     return json.dumps(_without_surrogates(value), **options) if "\\ud" in text else text
 
 
 def _without_surrogates(value: Any) -> Any:
-    """`value` without halves of surrogate pairs, as Python makes of undecodable file names: no reader takes them."""
+    """Replace halves of surrogate pairs, which Python makes of undecodable file names and no reader takes."""
     if isinstance(value, str):
         return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
@@ -102,6 +102,6 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def node_memory_directory(location: str, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """The directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
+    """Return the directory of this node's copies of the run at `location` (`Run.location`); it may not exist."""
     name = hashlib.sha256(location.encode()).hexdigest()[:16]
     return shared_memory / f"sunspot-{os.getuid()}" / name

@@ -86,7 +86,7 @@ class Attempt:
 
 
 def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
-    """A setting of the newest attempt, by its field in `Settings`, or else its default."""
+    """Return a setting of the newest attempt, by its field in `Settings`, or else its default."""
     from sunspot.settings import PREFIX, Settings  # pydantic: slow to import, and most verbs do without
 
     recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
@@ -94,7 +94,7 @@ def recorded_setting(attempts: Sequence[Attempt], name: str) -> str:
 
 
 def recorded_number(attempts: Sequence[Attempt], name: str) -> float:
-    """Like `recorded_setting`, a number; raises `DamageError` when it is none."""
+    """Return a setting of the newest attempt as a number; raises `DamageError` when it is none."""
     text = recorded_setting(attempts, name)
     with contextlib.suppress(ValueError):
         if abs(number := float(text)) <= MAX_NUMBER:
@@ -116,16 +116,16 @@ class Span(NamedTuple):
         return attempt_label(self.attempt, self.nonce)
 
     def holds(self, attempt: int, step: int) -> bool:
-        """Whether `attempt` took `step`, and it counts."""
+        """Return whether `attempt` took `step`, and it counts."""
         return self.after < step and self.reaches(attempt, step)
 
     def reaches(self, attempt: int, step: int) -> bool:
-        """Like `holds`, or it starts at `step`: then it may write the evaluation that the attempt before did not."""
+        """Return whether it holds `step`, or starts there: then it may write the evaluation that was left to do."""
         return attempt == self.attempt and self.after <= step and (self.upto is None or step <= self.upto)
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """All attempts, oldest first. Raises `DamageError` for one that cannot be used, with what gives it up."""
+    """Return all attempts, oldest first. Raises `DamageError` for one that cannot be used, with what gives it up."""
     files = _list_files(run)
 
     def read_one(file: str) -> Attempt:
@@ -161,12 +161,12 @@ def give_up_damaged(run: Run, environment: Mapping[str, str]) -> None:
 
 
 def _loss_of(number: int) -> str:
-    """What ACCEPT names to give up an attempt."""
+    """Return what ACCEPT names to give up an attempt."""
     return f"loss-of-{attempt_label(number)}"
 
 
 def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
-    """The attempt that a file claims, as it chose to start if it did; `files` has the version of each."""
+    """Return the attempt that a file claims, as it chose to start if it did; `files` has the version of each."""
     claimed = _read_version(run, file, files[file])
     chosen = _start_file(claimed)
     return claimed if claimed.chosen or chosen not in files else _read_version(run, chosen, files[chosen])
@@ -174,12 +174,12 @@ def _read_chosen(run: Run, file: str, files: Mapping[str, str]) -> Attempt:
 
 @functools.lru_cache(MAX_ATTEMPTS_CACHED)
 def _read_version(run: Run, file: str, version: str) -> Attempt:
-    """The attempt in a `version` of a file, which is read once: each commit asks for all, and none ever changes."""
+    """Read the attempt in a `version` of a file once: each commit asks for all, and none ever changes."""
     return _read_attempt(run, file)
 
 
 def _read_attempt(run: Run, file: str) -> Attempt:
-    """An attempt, which must be the one that its file is called after, and start from an earlier one."""
+    """Return an attempt, which must be the one that its file is called after, and start from an earlier one."""
     attempt, place = read_verified(run, Attempt, "attempts", file), run.storage.locate(run.key("attempts", file))
     for name, form in METADATA.items():
         if name in attempt.metadata:
@@ -201,7 +201,7 @@ def _to_json(attempt: Attempt) -> bytes:
 
 
 def lineage(attempts: list[Attempt]) -> list[Span]:
-    """The spans of steps that lead to the newest attempt that has chosen where it starts, newest first.
+    """Return the spans of steps that lead to the newest attempt that has chosen where it starts, newest first.
 
     Attempt n starts from a checkpoint of attempt m: the steps of m up to that checkpoint count, and nothing m wrote
     later, even if it was committed after n began.
@@ -217,37 +217,37 @@ def lineage(attempts: list[Attempt]) -> list[Span]:
 
 
 def new_nonce() -> str:
-    """Eight hexadecimal digits: claims of one number, in runs of one name, are few."""
+    """Return eight hexadecimal digits: claims of one number, in runs of one name, are few."""
     return uuid.uuid4().hex[:8]
 
 
 def attempt_label(number: int, nonce: str = "") -> str:
-    """How an attempt is called in the names of what it writes (`Attempt.label`)."""
+    """Return how an attempt is called in the names of what it writes (`Attempt.label`)."""
     return f"attempt-{number:04d}" + (f"-{nonce}" if nonce else "")
 
 
 def checkpoint_name(step: int, attempt: int, nonce: str = "") -> str:
-    """The name of a checkpoint: unique, since an attempt takes each step once."""
+    """Return the name of a checkpoint: unique, since an attempt takes each step once."""
     return f"step-{step:08d}-{attempt_label(attempt, nonce)}"
 
 
 def attempt_of(checkpoint: str) -> int:
-    """The attempt that wrote a checkpoint, from its name."""
+    """Return the attempt that wrote a checkpoint, from its name."""
     return int(checkpoint.split("-")[3])
 
 
 def step_of(checkpoint: str) -> int:
-    """The optimizer steps taken in a checkpoint, from its name."""
+    """Return the optimizer steps taken in a checkpoint, from its name."""
     return int(checkpoint.split("-")[1])
 
 
 def nonce_of(checkpoint: str) -> str:
-    """The nonce of the attempt that wrote a checkpoint, from its name."""
+    """Return the nonce of the attempt that wrote a checkpoint, from its name."""
     return "".join(checkpoint.split("-")[4:])
 
 
 def label_of(checkpoint: str) -> str:
-    """The label of the attempt that wrote a checkpoint, from its name."""
+    """Return the label of the attempt that wrote a checkpoint, from its name."""
     return checkpoint.split("-", 2)[2]
 
 
@@ -290,7 +290,7 @@ def record_start(run: Run, attempt: Attempt) -> None:
 
 
 def ensure_owner(run: Run, attempt: Attempt) -> None:
-    """Called before commits and deletions: raise `SupersededError` if a newer attempt has begun or the run is gone."""
+    """Raise `SupersededError`, before a commit or a deletion, if a newer attempt has begun or the run is gone."""
     run.storage.refresh(run.key("attempts"))
     if run.storage.exists(_key(run, attempt.number + 1)) and (attempts := read_attempts(run)):
         raise _superseded(attempts[-1])  # or else it has just been deleted
@@ -320,7 +320,7 @@ class Ended:
 
 
 def read_error(run: Run, attempt: int) -> Exception | None:
-    """The error recorded for an attempt, as an exception of its class; raises `DamageError`."""
+    """Return the error recorded for an attempt, as an exception of its class; raises `DamageError`."""
     try:
         ended = read_verified(run, Ended, "attempts", f"{attempt:04d}-error.json")
     except NotFoundError:
@@ -340,33 +340,33 @@ def _key(run: Run, number: int) -> str:
 
 
 def _start_file(attempt: Attempt) -> str:
-    """The file of `attempts/` that records where a claimed attempt has chosen to start."""
+    """Return the file of `attempts/` that records where a claimed attempt has chosen to start."""
     return f"{attempt.number:04d}-start-{attempt.nonce}.json"
 
 
 def _list_files(run: Run) -> dict[str, str]:
-    """The files of `attempts/`, and the version of each."""
+    """Return the files of `attempts/`, and the version of each."""
     folder = run.key("attempts")
     return {entry.key.removeprefix(folder + "/"): entry.version for entry in run.storage.list(folder)}
 
 
 def newest_number(run: Run) -> int:
-    """The number of the newest attempt; 0 before the first."""
+    """Return the number of the newest attempt; 0 before the first."""
     return max(map(_number_of, filter(CLAIM.fullmatch, _list_files(run))), default=0)
 
 
 def _number_of(file: str) -> int:
-    """The attempt that claimed its number with this file."""
+    """Return the attempt that claimed its number with this file."""
     return int(file.removesuffix(".json"))
 
 
 def new_owner(run: Run, job_id: str) -> str:
-    """The owner that a driver claims for: the cluster's job, or else this process."""
+    """Return the owner that a driver claims for: the cluster's job, or else this process."""
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def fatal_error(run: Run, owner: str, driver: str = "") -> Exception | None:
-    """What ended the part of this owner, or of this start of its driver, in the run for good, if anything did."""
+    """Return what ended this owner's part in the run for good, or that of this start of its driver, if anything."""
     attempts = read_attempts(run)
     try:
         refuse_if_superseded(attempts, owner, driver)

@@ -64,7 +64,7 @@ def tidy_audit(run: Run, before: int) -> None:
 
 
 def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
-    """The rows that the steps in `spans` consumed; raises `DamageError`.
+    """Return the rows that the steps in `spans` consumed; raises `DamageError`.
 
     Each step counts once: a file may reach past its span, since a commit also writes the windows closed by then, and
     may repeat the start of the file before, when storage reported a write as failed that it had taken.
@@ -83,7 +83,7 @@ def read_audit(run: Run, spans: Sequence[Span]) -> list[pyarrow.Table]:
 
 
 def _counted(segment: Segment, bounds: Mapping[str, tuple[int, int | None]]) -> tuple[int, int] | None:
-    """The first and the last of the steps that a segment counts for; None when it counts for none.
+    """Return the first and the last of the steps that a segment counts for; None when it counts for none.
 
     `bounds` has the steps that are still wanted of each stream: after the first number, up to the second.
     """
@@ -104,7 +104,7 @@ def _list(run: Run) -> list[Segment]:
 
 
 def _steps(table: pyarrow.Table, segment: Segment, first: int, last: int) -> pyarrow.Table:
-    """The rows of the steps `first`..`last` of a segment."""
+    """Return the rows of the steps `first`..`last` of a segment."""
     import pyarrow.compute as pc
 
     if (first, last) == (segment.first, segment.last):
@@ -113,7 +113,7 @@ def _steps(table: pyarrow.Table, segment: Segment, first: int, last: int) -> pya
 
 
 def _parse(run: Run, segment: Segment, content: bytes) -> pyarrow.Table:
-    """The rows of a segment, whose content must be what was written under its name; raises `DamageError`."""
+    """Return the rows of a segment, whose content must be what was written under its name; raises `DamageError`."""
     import pyarrow.compute
     import pyarrow.parquet
 
@@ -155,5 +155,5 @@ def _key(run: Run, attempt: str, first: int, last: int, content: bytes) -> str:
 
 
 def _digest(attempt: str, first: int, last: int, content: bytes) -> str:
-    """Ties the content of a file to the attempt and the steps in its name."""
+    """Return the digest that ties the content of a file to the attempt and the steps in its name."""
     return hashlib.sha256(f"{attempt}/{first:08d}-{last:08d}\n".encode() + content).hexdigest()[:DIGITS]

@@ -115,7 +115,7 @@ def write_manifest(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
-    """The files of every checkpoint directory; one with MANIFEST among them is committed. Other folders are ignored."""
+    """List the files of every checkpoint directory; one with MANIFEST is committed. Other folders are ignored."""
     found: dict[str, dict[str, Entry]] = {}
     for entry in run.storage.list(run.key("checkpoints")):
         name, _, file = entry.key.removeprefix(run.key("checkpoints") + "/").partition("/")
@@ -125,7 +125,7 @@ def list_directories(run: Run) -> dict[str, dict[str, Entry]]:
 
 
 def list_checkpoints(run: Run, directories: Directories | None = None) -> list[Checkpoint]:
-    """Every committed checkpoint, by step; one with an unusable manifest has `damage`."""
+    """Return every committed checkpoint, by step; one with an unusable manifest has `damage`."""
     directories = list_directories(run) if directories is None else directories
     names = [name for name, files in directories.items() if MANIFEST in files]
     found = map_parallel(lambda name: read_manifest(run, name), by_step(names))
@@ -133,18 +133,18 @@ def list_checkpoints(run: Run, directories: Directories | None = None) -> list[C
 
 
 def by_step(names: Iterable[str]) -> list[str]:
-    """Names of checkpoints sorted by step."""
+    """Return names of checkpoints sorted by step."""
     return sorted(names, key=lambda name: (step_of(name), attempt_of(name)))
 
 
 def leads_to_newest(name: str, spans: list[Span]) -> bool:
-    """Whether a checkpoint is on the way to the newest attempt; a late commit of a superseded one is not."""
+    """Return whether a checkpoint is on the way to the newest attempt; a late commit of a superseded one is not."""
     label, step = label_of(name), step_of(name)
     return any(span.label == label and span.reaches(span.attempt, step) for span in spans)
 
 
 def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], list[str], list[str]]:
-    """Names, by step, of checkpoints that count, of superseded ones, and of incomplete ones."""
+    """Return the names, by step, of checkpoints that count, of superseded and of incomplete ones."""
     committed = by_step(name for name, files in directories.items() if MANIFEST in files)
     counted = [name for name in committed if leads_to_newest(name, spans)]
     superseded = [name for name in committed if not leads_to_newest(name, spans)]
@@ -152,7 +152,7 @@ def classify(directories: Directories, spans: list[Span]) -> tuple[list[str], li
 
 
 def why_abandoned(name: str, files: Mapping[str, Entry], attempts: list[Attempt], now: float) -> str:
-    """Why an incomplete checkpoint of these attempts will not be completed; empty while it may be.
+    """Return why an incomplete checkpoint of these attempts will not be completed; empty while it may be.
 
     A superseded process can still write the manifest: where it would count, its files stay for a while. `now` is in
     seconds since the epoch.
@@ -164,12 +164,12 @@ def why_abandoned(name: str, files: Mapping[str, Entry], attempts: list[Attempt]
 
 
 def in_lineage(checkpoints: list[Checkpoint], spans: list[Span]) -> list[Checkpoint]:
-    """The checkpoints that lead to the newest attempt."""
+    """Return the checkpoints that lead to the newest attempt."""
     return [checkpoint for checkpoint in checkpoints if leads_to_newest(checkpoint.name, spans)]
 
 
 def read_manifest(run: Run, name: str) -> Checkpoint | None:
-    """The checkpoint, with `damage` when its manifest is unusable; None when it does not exist (any more)."""
+    """Return the checkpoint, with `damage` when its manifest is unusable; None when it does not exist (any more)."""
     try:
         checkpoint: Checkpoint = parse_verified(
             Checkpoint, read_content(run.storage, _key(run, name, MANIFEST)), MANIFEST
@@ -192,7 +192,7 @@ def _is_file(entry: dict[str, Any]) -> bool:
 
 
 def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | None = None) -> list[str]:
-    """What is wrong with a checkpoint, a line per fault; empty when every byte matches the manifest.
+    """Return what is wrong with a checkpoint, a line per fault; empty when every byte matches the manifest.
 
     With `listed`, its directory in `list_directories`, files listed under the version that the commit saw are not read
     again; those of a copied run and those written since are.
@@ -212,7 +212,7 @@ def find_faults(run: Run, checkpoint: Checkpoint, listed: Mapping[str, Entry] | 
 
 
 def find_faults_in_listing(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
-    """What is wrong with a checkpoint as far as its manifest and the listing of its directory tell."""
+    """Return what is wrong with a checkpoint as far as its manifest and the listing of its directory tell."""
     if checkpoint.damage:
         return [checkpoint.damage]
     return [fault for file in checkpoint.files if (fault := _fault_in_listing(checkpoint, file, listed))]
@@ -244,7 +244,7 @@ def compare_bytes(
 def verify(
     run: Run, names: Sequence[str], directories: Directories | None = None
 ) -> list[tuple[Checkpoint, list[str]]]:
-    """Each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged.
+    """Return each checkpoint with its faults, except those a live run deletes meanwhile, which only look damaged.
 
     Without `directories`, every byte is read (`find_faults`), of one checkpoint at a time.
     """
@@ -263,7 +263,7 @@ def verify(
 def find_newest_good(
     run: Run, attempts: list[Attempt], trust_listing: bool = False, inspect: Inspect | None = None
 ) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
-    """The newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
+    """Return the newest whole checkpoint of the run's lineage, and the newer ones passed over, newest first.
 
     `trust_listing` skips reading what the listing shows to be unchanged (`find_faults`): for display, not for loading.
     `inspect` finds a checkpoint's faults in place of both.
@@ -287,13 +287,13 @@ def find_newest_good(
 
 
 def retention(attempts: list[Attempt]) -> tuple[int, str, str]:
-    """CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
+    """Return CHECKPOINTS_TO_KEEP, CHECKPOINT_METRIC and CHECKPOINT_ORDER of the newest attempt."""
     metric, order = (recorded_setting(attempts, name) for name in ("checkpoint_metric", "checkpoint_order"))
     return int(recorded_number(attempts, "checkpoints_to_keep")), metric, order
 
 
 def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[Checkpoint]:
-    """Sorted from the best by `metric` to the worst, the later first among equals; `order` is min or max."""
+    """Sort from the best by `metric` to the worst, the later first among equals; `order` is min or max."""
     sign = 1 if order == "min" else -1
 
     def badness(checkpoint: Checkpoint) -> tuple[float, int]:
@@ -305,7 +305,7 @@ def best_first(checkpoints: list[Checkpoint], metric: str, order: str) -> list[C
 
 
 def expired(checkpoints: list[Checkpoint], keep: int, metric: str, order: str) -> list[Checkpoint]:
-    """The checkpoints, given by step, that are neither the newest nor among the `keep` best."""
+    """Return the checkpoints, given by step, that are neither the newest nor among the `keep` best."""
     kept = best_first(checkpoints, metric, order)[:keep] + checkpoints[-1:]
     return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
 
@@ -321,7 +321,7 @@ def _key(run: Run, name: str, file: str) -> str:
 
 
 def choose(run: Run, which: str) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint with a name, or the 'newest' or 'best' whole one, and a line on each that was passed over.
+    """Return the checkpoint with a name, or the 'newest' or 'best' whole one, and a line on each that was passed over.
 
     Raises `NotFoundError`, or `DamageError` when none is whole.
     """
@@ -372,7 +372,7 @@ class CheckpointDirectory(Run):
     """A checkpoint directory by itself, wherever it was copied to and whatever it is called now."""
 
     def key(self, *parts: str) -> str:
-        """The directory is the one checkpoint: of a key in a run, only the file is used."""
+        """Return the storage key: the directory is the checkpoint, so of a key in a run only the file is used."""
         return "/".join(part for part in (self.name, *parts[2:]) if part)
 
 
@@ -384,7 +384,7 @@ class Named:
 
 
 def open_directory(location: str) -> tuple[Run, Checkpoint]:
-    """The checkpoint in a directory, a path or a URL. Raises `NotFoundError` when it holds no manifest."""
+    """Return the checkpoint in a directory, a path or a URL. Raises `NotFoundError` when it holds no manifest."""
     location = location.rstrip("/") if "://" in location else str(local_path(location))
     parent, _, name = location.rpartition("/")
     directory = CheckpointDirectory(open_storage(parent or "/"), name)

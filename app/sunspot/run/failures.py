@@ -59,7 +59,7 @@ class Failure:
 
 
 def describe_failure(error: BaseException, attempt: int, rank: int | None, step: int) -> Failure:
-    """The record of an error that ends a process; that of a remote Ray task is found in its text."""
+    """Return the record of an error that ends a process; that of a remote Ray task is found in its text."""
     text = format_trace(error)
     file, line, function = find_place(text)
     return Failure(
@@ -76,7 +76,7 @@ def describe_failure(error: BaseException, attempt: int, rank: int | None, step:
 
 
 def find_place(text: str) -> tuple[str, int, str]:
-    """File, line and function of a traceback's innermost frame, in the user's code if it has any."""
+    """Return file, line and function of the innermost frame, in the user's code if it has any."""
     frames = [(file, int(line), function) for file, line, function in FRAME.findall(text)]
     called = [frame for frame in frames if not INSTALLED.search(frame[0])]
     own = [frame for frame in called if not OURS.match(frame[0])]
@@ -90,7 +90,7 @@ def record_failure(run: Run, failure: Failure) -> None:
 
 
 def read_failures(run: Run, damaged: list[str] | None = None) -> list[Failure]:
-    """All failures that can be read, oldest first; `damaged` gets why others cannot. Raises `StorageError`."""
+    """Return all failures that can be read, oldest first; `damaged` gets why others cannot. Raises `StorageError`."""
     files = [entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("failures"))]
     ours = [file for file in files if STREAM.fullmatch(file.removesuffix(".json"))]
 

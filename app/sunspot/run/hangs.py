@@ -42,7 +42,7 @@ class Hang:
 
 
 def read_hangs(events: Iterable[dict[str, Any]]) -> list[Hang]:
-    """The hung ranks among a run's events; malformed ones are skipped."""
+    """Return the hung ranks among a run's events; malformed ones are skipped."""
     return [hang for event in events if event["event"] == HUNG and (hang := _read(event))]
 
 
@@ -55,7 +55,7 @@ def _read(event: dict[str, Any]) -> Hang | None:
 
 
 def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
-    """The ranks of one attempt that probably blocked the others; empty when its hangs point at none.
+    """Return the ranks of one attempt that probably blocked the others; empty when its hangs point at none.
 
     A hung rank makes all others wait in a collective: it is one that was not waiting, or that recorded nothing because
     its process is stopped or its node is lost.
@@ -65,16 +65,16 @@ def suspects(hangs: Iterable[Hang], world_size: int) -> list[int]:
 
 
 def starved(hangs: Sequence[Hang], world_size: int) -> bool:
-    """Whether those ranks of one attempt that blocked the others waited for rows of Ray Data, and so did not hang."""
+    """Return whether the ranks that blocked the others waited for rows of Ray Data, and so did not hang."""
     loading = {hang.rank for hang in hangs if hang.loading}
     blamed = suspects(hangs, world_size)
     return bool(blamed) and loading.issuperset(blamed)
 
 
 def blame(hangs: Sequence[Hang], world_size: int) -> str:
-    """Which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
+    """Return which ranks of one attempt blocked the others, and where; all ranks, when none can be singled out."""
     ordered = sorted(hangs, key=lambda hang: hang.rank)
     blamed = suspects(ordered, world_size)
     details = [hang.detail for hang in ordered if hang.rank in blamed or not blamed]
-    silent = [f"rank {rank}: left no word" for rank in blamed if rank not in {hang.rank for hang in ordered}]
+    silent = [f"rank {rank}: recorded nothing" for rank in blamed if rank not in {hang.rank for hang in ordered}]
     return "; ".join([*details, *silent])

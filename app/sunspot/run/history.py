@@ -38,13 +38,13 @@ Kind = Literal["metrics", "ranks", "events"]
 
 
 def measured(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record or of a checkpoint that measure the model, whatever the task calls them; by name."""
+    """Return the numbers of a record or a checkpoint that measure the model, by the names that the task gave."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
     return {name: numbers[name] for name in sorted(numbers.keys() - NOT_MEASURED)}
 
 
 def in_digits(value: float) -> str:
-    """A measured number for people: four places, or of a small one four digits."""
+    """Return a measured number for people: four places, or of a small one four digits."""
     return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.4g}"
 
 
@@ -76,7 +76,7 @@ def tidy_journals(run: Run, before: int) -> None:
 def read_journal(
     run: Run, kind: Kind, spans: Sequence[Span] | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The records of all attempts, each journal's in order; with `spans`, only those whose steps count.
+    """Return the records of all attempts, each journal's in order; with `spans`, only those whose steps count.
 
     Damaged records are left out; `damaged` gets a line on each segment that has some, or else a warning tells.
     """
@@ -84,7 +84,7 @@ def read_journal(
 
 
 def list_journal(run: Run, kind: Kind, spans: Sequence[Span] | None = None) -> list[Segment]:
-    """The segments of the journals, by attempt; with `spans`, only of their attempts."""
+    """Return the segments of the journals, by attempt; with `spans`, only of their attempts."""
     attempts = None if spans is None else {span.attempt for span in spans}
     segments = list_segments(run.storage, run.key(kind))
     return [segment for segment in segments if attempts is None or segment.attempt in attempts]
@@ -97,7 +97,7 @@ def each_record(
     listed: Sequence[Segment] | None = None,
     damaged: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Like `read_journal`, a few segments at a time: a long history need not fit into memory.
+    """Yield the records of `read_journal`, a few segments at a time: a long history need not fit into memory.
 
     With `listed`, reads only those of `list_journal`; raises `StorageError` when one has been merged since.
     """
@@ -113,7 +113,7 @@ def each_record(
 
 
 def newest_record(run: Run, spans: Sequence[Span], listed: Sequence[Segment] | None = None) -> dict[str, Any] | None:
-    """The newest record of the metric history that counts; None when there is none.
+    """Return the newest record of the metric history that counts; None when there is none.
 
     It reads the end of the history only, however long that is. With `listed`, looks first at those of `list_journal`.
     """
@@ -138,7 +138,7 @@ def _find_newest(run: Run, spans: Sequence[Span], segments: Sequence[Segment]) -
 def _parse_lines(
     kind: Kind, lines: Sequence[bytes], place: str, troubles: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The records of a segment that are as they must be."""
+    """Yield the records of a segment that are as they must be."""
     validate, is_usable = adapter(FORMS[kind]).validate_json, USABLE[kind]
     damaged = 0
     for line in lines:
@@ -175,7 +175,7 @@ def _is_event(record: dict[str, Any]) -> bool:
 
 
 def _is_placed(record: dict[str, Any]) -> bool:
-    """Whether the fields that are reckoned with are what they must be."""
+    """Return whether the fields that are reckoned with are what they must be."""
     steps, time = record.get("steps", 0), record.get("time", 0)
     return is_count(record.get("attempt")) and is_count(record.get("step")) and is_count(steps) and is_moment(time)
 
@@ -194,12 +194,12 @@ Columns = dict[str, list[Any]]
 
 
 def to_rows(ranks: Columns) -> list[dict[str, Any]]:
-    """The numbers by rank."""
+    """Return the numbers by rank."""
     return [dict(zip(ranks, values, strict=True)) for values in zip(*ranks.values(), strict=True)]
 
 
 def each_rank_record(run: Run, spans: Sequence[Span], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The records of the steps that count."""
+    """Yield the records of the steps that count."""
     newest: dict[int, int] = {}
     for record in each_record(run, "ranks", spans, damaged=damaged):
         if record["step"] > newest.get(record["attempt"], -1):  # it was not combined while it was read
@@ -208,7 +208,7 @@ def each_rank_record(run: Run, spans: Sequence[Span], damaged: list[str] | None 
 
 
 def newest_rank_records(run: Run, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The records of the newest attempt that has any."""
+    """Return the records of the newest attempt that has any."""
     recorded = {segment.attempt for segment in list_journal(run, "ranks", spans)}
     for span in spans:
         if span.attempt in recorded and (found := list(each_rank_record(run, [span]))):

@@ -38,7 +38,7 @@ class Identity:
 
 
 def read_identity(run: Run) -> Identity:
-    """What the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
+    """Return what the run was begun with; raises `NotFoundError` before its driver has begun, and `DamageError`."""
     return read_verified(run, Identity, FILE)
 
 

@@ -130,12 +130,12 @@ class Receipt:
         return {name: end - self.began for name, end in ends.items() if end is not None and end >= self.began}
 
     def record(self) -> dict[str, Any]:
-        """As an event of the run."""
+        """Return it as an event of the run."""
         return {**asdict(self), "event": RECOVERED, "time": self.first_step}
 
 
 def read_receipts(events: Iterable[dict[str, Any]]) -> list[Receipt]:
-    """The receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
+    """Return the receipts among a run's events (`history.read_journal`), by attempt; malformed ones are skipped."""
     found = [receipt for event in events if event.get("event") == RECOVERED and (receipt := _read(event))]
     return sorted(found, key=lambda receipt: receipt.attempt)
 
@@ -149,7 +149,7 @@ def _read(event: dict[str, Any]) -> Receipt | None:
 
 
 def describe(receipt: Receipt) -> str:
-    """One line for people."""
+    """Return a line for people."""
     if not receipt.cause.incident:
         passed, since = receipt.first_step - receipt.restarted, "the start"
     else:
@@ -173,7 +173,7 @@ def describe(receipt: Receipt) -> str:
 
 
 def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
-    """Worker-seconds between two times; an attempt has its workers from its claim to the next one's."""
+    """Return worker-seconds between two times; an attempt has its workers from its claim to the next one's."""
     total = 0.0
     claims = list(accumulate((attempt.time for attempt in attempts), max))  # clocks may disagree
     for attempt, claimed, until in zip(attempts, claims, [*claims, end][1:], strict=True):
@@ -182,7 +182,7 @@ def worker_seconds(attempts: list[Attempt], begin: float, end: float) -> float:
 
 
 def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> float | None:
-    """Useful worker-seconds over all worker-seconds, from the first receipt's start to `end`; None without receipts.
+    """Return useful over all worker-seconds, from the first receipt's start to `end`; None without receipts.
 
     Time covered by several receipts is lost once. A group without a step so far has done nothing useful; the steps its
     start has cost as well are known after its first one.
@@ -201,7 +201,7 @@ def goodput(attempts: list[Attempt], receipts: list[Receipt], end: float) -> flo
 
 
 def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same spans of time, without overlap."""
+    """Yield the same spans of time, without overlap."""
     reached = float("-inf")
     for first, last in sorted(spans):
         if last > reached:
@@ -210,7 +210,7 @@ def _merge(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 def find_gaps(receipts: list[Receipt], stepped: Iterable[int]) -> list[str]:
-    """A line per missing receipt; `stepped` are attempts known to have taken a step."""
+    """Return a line per missing receipt; `stepped` are attempts known to have taken a step."""
     wanted = {*stepped, *(receipt.since for receipt in receipts)} - {0}
     missing = wanted - {receipt.attempt for receipt in receipts}
     return [f"no receipt of attempt {number}, which took steps" for number in sorted(missing)]

@@ -82,7 +82,7 @@ class LogWriter:
                 self._gap = _Gap(begin, len(words), lost)
 
     def end(self) -> None:
-        """From now on, let nothing wait that can be written."""
+        """Have every later flush write at once."""
         self._ends = True
 
     def flush(self) -> None:
@@ -125,18 +125,18 @@ def _describe_gap(size: int, why: str) -> bytes:
 
 
 def driver_stream() -> str:
-    """The name for the stream of a driver that starts now; names sort by time."""
+    """Return the name for the stream of a driver that starts now; names sort by time."""
     now = time.time()
     return f"driver-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}{int(now % 1 * 1000):03d}Z"
 
 
 def rank_stream(attempt: int, rank: int) -> str:
-    """The name of a worker's stream."""
+    """Return the name of a worker's stream."""
     return f"attempt-{attempt:04d}-rank-{rank:04d}"
 
 
 def list_streams(run: Run) -> dict[str, int]:
-    """The streams of a run by name, with their sizes in bytes."""
+    """Return the streams of a run by name, with their sizes in bytes."""
     sizes: dict[str, int] = {}
     for entry in run.storage.list(run.key("logs")):
         stream, _, segment = entry.key.removeprefix(run.key("logs") + "/").partition("/")
@@ -154,12 +154,12 @@ class Piece(NamedTuple):
 
 
 def read_stream(run: Run, stream: str, offset: int = 0) -> bytes:
-    """A stream from byte `offset` on; empty when there is nothing (yet)."""
+    """Return a stream from byte `offset` on; empty when there is nothing (yet)."""
     return b"".join(piece.data for piece in read_pieces(run, stream, offset))
 
 
 def read_pieces(run: Run, stream: str, offset: int = 0) -> Iterator[Piece]:
-    """Like `read_stream`, a segment at a time, in which it says what was left out before it.
+    """Yield a stream a segment at a time, each with a note of what was left out before it.
 
     Costs one listing when nothing is new.
     """

@@ -58,12 +58,12 @@ Whole = Annotated[int, Ge(-(2**63)), Lt(2**63)]
 
 
 def is_checkpoint_name(text: str) -> bool:
-    """Whether it can be the name of a checkpoint."""
+    """Return whether it can be the name of a checkpoint."""
     return bool(CHECKPOINT.fullmatch(text))
 
 
 def is_run_name(text: str) -> bool:
-    """Whether it can be the name of a run."""
+    """Return whether it can be the name of a run."""
     return bool(RUN.fullmatch(text))
 
 
@@ -79,14 +79,14 @@ FORMAT, FORMAT_NUMBER = "format", 1
 
 
 def read(run: Run, form: type[Form], *parts: str) -> Form:
-    """The object at `parts` of the run, in its `form`. Raises `NotFoundError`, `StorageError`, `DamageError`."""
+    """Return the object at `parts` of the run, in its `form`. Raises `NotFoundError`, `StorageError`, `DamageError`."""
     key = run.key(*parts)
     found: Form = parse(form, read_content(run.storage, key), run.storage.locate(key))
     return found
 
 
 def read_verified(run: Run, form: type[Form], *parts: str) -> Form:
-    """Like `read`, for what `with_checksum` wrote; raises `ConflictError` when a version before 1.0 did."""
+    """Read what `with_checksum` wrote; raises like `read`, and `ConflictError` when a version before 1.0 wrote it."""
     key = run.key(*parts)
     content, place = read_content(run.storage, key), run.storage.locate(key)
     _refuse_before_1_0(content, place)
@@ -109,13 +109,13 @@ def _refuse_before_1_0(content: bytes, place: str) -> None:
 
 
 def read_content(storage: Storage, key: str) -> bytes:
-    """The bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that."""
+    """Return the bytes of a small object; of a larger one, which `parse` refuses, no more than it takes to see that."""
     with storage.open(key) as stream:
         return stream.read(MAX_BYTES + 1)
 
 
 def parse(form: Any, content: bytes, place: str) -> Any:
-    """The JSON in `content` as its `form`, a dataclass or another type; raises `DamageError`, which names the `place`.
+    """Parse JSON as its `form`, a dataclass or another type; raises `DamageError`, which names the `place`.
 
     Types are taken literally, fields that the form does not know are left out, and a checksum must match.
     """
@@ -136,7 +136,7 @@ def parse(form: Any, content: bytes, place: str) -> Any:
 
 
 def parse_verified(form: Any, content: bytes, place: str) -> Any:
-    """Like `parse`, for what `with_checksum` wrote."""
+    """Parse what `with_checksum` wrote; raises like `parse`."""
     from pydantic_core import from_json
 
     found = parse(form, content, place)
@@ -156,28 +156,28 @@ def check(form: Any, value: Any, what: str) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a `Count`."""
+    """Return whether it is a `Count`."""
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def is_moment(value: Any) -> bool:
-    """Whether it is a `Moment`."""
+    """Return whether it is a `Moment`."""
     return type(value) in (int, float) and 0 <= value <= LAST_MOMENT
 
 
 def with_checksum(record: dict[str, Any]) -> bytes:
-    """An object that must not change, as it is written: with its format and its own SHA-256."""
+    """Return an object that must not change, as it is written: with its format and its own SHA-256."""
     record = {**record, FORMAT: FORMAT_NUMBER}
     return to_json({**record, DIGEST: digest(record)})
 
 
 def digest(record: dict[str, Any]) -> str:
-    """The SHA-256 of a record, in hex."""
+    """Return the SHA-256 of a record, in hex."""
     return hashlib.sha256(to_json(record)).hexdigest()
 
 
 def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
-    """What `read` returns, or `otherwise` and a warning when that is damaged."""
+    """Return what `read` returns, or `otherwise` and a warning when that is damaged."""
     try:
         return read()
     except DamageError as error:
@@ -186,7 +186,7 @@ def read_or_default(read: Callable[[], Form], otherwise: Form) -> Form:
 
 
 def read_if_usable(load: Callable[[], Form]) -> Form | None:
-    """What `load` returns; None when that is not there, or damaged, which is warned of."""
+    """Return what `load` returns; None when that is not there, or damaged, which is warned of."""
     try:
         return read_or_default(load, None)
     except NotFoundError:
@@ -202,7 +202,7 @@ def tell_damage(text: str, damaged: list[str] | None = None) -> None:
 
 
 def adapter(form: Any) -> "TypeAdapter[Any]":
-    """What checks and makes values of a form."""
+    """Return what checks and makes values of a form."""
     with _building:  # takes milliseconds the first time, which the many threads of a listing need not all spend
         return _build(form)
 
@@ -218,7 +218,7 @@ def _build(form: Any) -> "TypeAdapter[Any]":
 
 
 def _describe(error: Any) -> str:
-    """The first fault that pydantic found."""
+    """Return the first fault that pydantic found."""
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in fault["loc"])
     return f"{field}: {fault['msg']}" if field else str(fault["msg"])

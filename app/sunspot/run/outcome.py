@@ -101,7 +101,7 @@ def recorded_outcome(
 def _begin(
     run: Run, owner: str, driver: str, newest: Checkpoint | None
 ) -> tuple[int, Status | None, DriverStatusWriter]:
-    """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
+    """Return the number of the newest attempt, the status that was found, and the one that is kept from now on."""
     known, before = newest_number(run), read_status(run)
     after = tuple(sorted({driver_of(entry) for entry in list_statuses(run)}))
     attempt = 0 if before and before.owner != owner and _trains(before) else known
@@ -110,12 +110,12 @@ def _begin(
 
 
 def _trains(status: Status) -> bool:
-    """Whether the run trains, by a status that storage has taken lately."""
+    """Return whether the run trains, by a status that storage has taken lately."""
     return not status.state.terminal and time.time() - status.seen <= SILENT_S
 
 
 def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int, error: BaseException) -> bool:
-    """Whether the run stands where it stood before the start that `begun` is of, which ends with `error`.
+    """Return whether the run stands where it stood before the start that `begun` is of, which ends with `error`.
 
     So it does until the start claims an attempt (`known`: the newest before it): a typo neither makes a run, nor ends
     one that another start trains or has ended. The end of a retry of the same job is the run's.

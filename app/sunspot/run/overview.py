@@ -75,7 +75,7 @@ class RunSummary:
 
 
 def run_exists(run: Run) -> bool:
-    """Whether the run was begun or submitted, or something is left of its deletion."""
+    """Return whether the run was begun or submitted, or something is left of its deletion."""
     return (
         run.storage.exists(run.key("run.json"))
         or bool(list_statuses(run))
@@ -85,7 +85,7 @@ def run_exists(run: Run) -> bool:
 
 
 def list_runs(storage: Storage) -> list[RunSummary]:
-    """Every run, the last modified first: the pages of one listing, and no reads.
+    """Return every run, the last modified first: the pages of one listing, and no reads.
 
     A run of which this user may not read a part is left out, as its state would be a guess, with a warning.
     """
@@ -104,7 +104,7 @@ def list_runs(storage: Storage) -> list[RunSummary]:
 
 
 def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
-    """The summary of the folder with these objects; None when it is not a run."""
+    """Return the summary of the folder with these objects; None when it is not a run."""
     status = newest_status(entries)
     times: dict[str, float] = {}
     commits: dict[str, float] = {}
@@ -141,7 +141,7 @@ def summarize(name: str, entries: Collection[Entry]) -> RunSummary | None:
 
 
 def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status | None]:
-    """The status of each run, in parallel: one small request for each that has one that can be read."""
+    """Return the status of each run, in parallel: one small request for each that has one that can be read."""
 
     def read(run: RunSummary) -> Status | None:
         with contextlib.suppress(NotFoundError):  # gone since it was listed
@@ -153,7 +153,7 @@ def read_statuses(storage: Storage, runs: Sequence[RunSummary]) -> list[Status |
 
 
 def read_fresh_status(run: Run) -> Status | None:
-    """The status, read again if its run seems to be silent: NFS clients show what they saw up to a minute ago.
+    """Return the status, read again if its run seems to be silent: NFS clients show what they saw up to a minute ago.
 
     Raises `StorageError`.
     """
@@ -173,7 +173,7 @@ def _seems_silent(storage: Storage, status: Status) -> bool:
 
 
 def state_from_storage(status: Status | None, summary: RunSummary, now: float) -> tuple[RunState, str]:
-    """The state of a run that has no RayJob to ask, and a sentence that says why; `now` in seconds since the epoch."""
+    """Return the state of a run without a RayJob, and a sentence that says why; `now`: seconds since the epoch."""
     if summary.deleting:
         return RunState.DELETING, HALF_DELETED
     if summary.submitted > summary.last_active or (status is None and not summary.last_active):
@@ -200,12 +200,12 @@ def state_from_storage(status: Status | None, summary: RunSummary, now: float) -
 
 
 def describe_silence(seen: float, now: float) -> str:
-    """Since when there is no sign of life."""
+    """Return since when there is no sign of life."""
     return f"no sign of life since {as_time(seen)}, {in_words(now - seen)} ago"
 
 
 def describe_stall(status: Status) -> str:
-    """Since when its workers, which live, take no step and evaluate no rows; empty when they do, or none has yet."""
+    """Return since when its live workers take no step and evaluate no rows; empty when they do, or none has yet."""
     if status.state is not RunState.RUNNING or not status.heartbeat:
         return ""
     still_s = status.time - status.heartbeat  # both by rank 0's clock
@@ -215,7 +215,7 @@ def describe_stall(status: Status) -> str:
 
 
 def describe_work(status: Status) -> str:
-    """What a run that gives signs of life does, when its status has no reason; its step is told beside it."""
+    """Return what a run that gives signs of life does, when its status has no reason; its step is told beside it."""
     if still := describe_stall(status):
         return still
     if not status.world_size:
@@ -224,8 +224,10 @@ def describe_work(status: Status) -> str:
 
 
 def read_state(run: Run, status: Status | None = None) -> tuple[RunState, str]:
-    """`state_from_storage`, by as few requests as it takes: while the `status`, which is read if not given, is fresh,
-    there is nothing else to read."""
+    """Return the state of a run, and a sentence that says why, by as few requests as possible.
+
+    While the `status`, which is read if not given, is fresh, there is nothing else to read.
+    """
     status = status or read_fresh_status(run)
     now = time.time()
     summary = None
@@ -348,7 +350,7 @@ class RunView:
 
 
 def read_view(run: Run) -> RunView:
-    """Everything storage knows of a run, its parts read in parallel. Raises `NotFoundError`, `StorageError`."""
+    """Return everything storage knows of a run, its parts read in parallel. Raises `NotFoundError`, `StorageError`."""
 
     def attempts() -> tuple[list[Attempt], Any, dict[str, Any] | None]:
         found = read_attempts(run)
@@ -391,7 +393,7 @@ def read_view(run: Run) -> RunView:
 
 
 def find_gone(status: Status | None, committed: Collection[str]) -> str:
-    """The checkpoint that an ended run committed last, if it is newer than all `committed` that are left; or empty.
+    """Return the last checkpoint of an ended run, if it is newer than all `committed` that are left; or empty.
 
     A run keeps its newest whatever its metric: somebody else, a lifecycle rule say, has deleted it.
     """
@@ -400,12 +402,12 @@ def find_gone(status: Status | None, committed: Collection[str]) -> str:
 
 
 def read_parts(*parts: Callable[[], Any]) -> list[Any]:
-    """What each part returns, read in parallel."""
+    """Return what each part returns, read in parallel."""
     return map_parallel(lambda part: part(), parts)
 
 
 def _summarize(run: Run) -> RunSummary | None:
-    """What a view needs of the summary, without listing all that a long run has written, if there is a status."""
+    """Summarize what a view needs, without listing all that a long run has written, if there is a status."""
     parts = ("run.json", FOLDER, "submissions", STOP, DELETION)
     entries = [entry for part in map_parallel(lambda name: run.storage.list(run.key(name)), parts) for entry in part]
     return summarize(run.name, entries if newest_status(entries) else run.storage.list(run.name))

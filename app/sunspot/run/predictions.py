@@ -66,12 +66,12 @@ def write_predictions(run: Run, predictions: Predictions) -> None:
 
 
 def read_predictions(run: Run) -> Predictions | None:
-    """The run's predictions; None when there are none, or they are damaged. Raises `StorageError`."""
+    """Return the run's predictions; None when there are none, or they are damaged. Raises `StorageError`."""
     return read_if_usable(lambda: load_predictions(run))
 
 
 def load_predictions(run: Run) -> Predictions:
-    """The run's predictions; raises `NotFoundError`, `DamageError` or `StorageError`."""
+    """Return the run's predictions; raises `NotFoundError`, `DamageError` or `StorageError`."""
     found = read(run, Predictions, FILE)
     if [len(row) for row in found.confusion] != [found.classes] * found.classes:
         place = run.storage.locate(run.key(FILE))

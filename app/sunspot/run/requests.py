@@ -26,7 +26,7 @@ def request_stop(run: Run, by: str) -> None:
 
 
 def read_stop(run: Run) -> Request | None:
-    """The request to stop, if there is one. It holds even when it is damaged."""
+    """Return the request to stop, if there is one. It holds even when it is damaged."""
     try:
         return read_or_default(lambda: read(run, Request, STOP), Request())
     except NotFoundError:
@@ -34,7 +34,7 @@ def read_stop(run: Run) -> Request | None:
 
 
 def stop_requested(run: Run) -> bool:
-    """Whether the run has to stop, and stay stopped."""
+    """Return whether the run has to stop, and stay stopped."""
     return run.storage.exists(run.key(STOP))
 
 
@@ -49,7 +49,7 @@ def mark_deletion(run: Run, by: str) -> None:
 
 
 def deletion_begun(run: Run) -> bool:
-    """Whether the run is being deleted, or its deletion was interrupted."""
+    """Return whether the run is being deleted, or its deletion was interrupted."""
     return run.storage.exists(run.key(DELETION))
 
 

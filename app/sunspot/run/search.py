@@ -65,7 +65,7 @@ def write_results(run: Run, results: Results) -> None:
 
 
 def read_results(run: Run) -> Results | None:
-    """The results of a search as last written; None when there are none, or they are damaged. Raises `StorageError`."""
+    """Read the results of a search; None when there are none, or they are damaged. Raises `StorageError`."""
     return read_if_usable(lambda: _read(run))
 
 
@@ -79,7 +79,7 @@ def _read(run: Run) -> Results:
 
 
 def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, error: str = "") -> Trial:
-    """A trial as its run shows it; `error` is what ended its driver, if anything. Raises `StorageError`."""
+    """Return a trial as its run shows it; `error` is what ended its driver, if anything. Raises `StorageError`."""
     status = read_status(run)
     if status is None:
         state = RunState.FAILED if error else RunState.PENDING
@@ -104,7 +104,7 @@ def read_trial(run: Run, settings: Mapping[str, Any], metric: str, order: str, e
 
 
 def best_of(run: Run, metric: str, order: str) -> Checkpoint | None:
-    """The best checkpoint with the metric as a number; nothing is verified."""
+    """Return the best checkpoint with the metric as a number; nothing is verified."""
     names, _, _ = classify(list_directories(run), lineage(read_attempts(run)))
     found = [checkpoint for name in names if (checkpoint := read_manifest(run, name)) and not checkpoint.damage]
     measured = [c for c in found if math.isfinite(_number(c, metric))]

@@ -46,11 +46,11 @@ def write_exhibit(run: Run, shown: TaskExhibit) -> None:
 
 
 def read_exhibit(run: Run) -> TaskExhibit | None:
-    """What the run shows; None without it, or when it is damaged. Raises `StorageError`."""
+    """Return what the run shows; None without it, or when it is damaged. Raises `StorageError`."""
     return read_if_usable(lambda: load_exhibit(run))
 
 
 def load_exhibit(run: Run) -> TaskExhibit:
-    """What the run shows; raises `NotFoundError`, `DamageError` or `StorageError`."""
+    """Return what the run shows; raises `NotFoundError`, `DamageError` or `StorageError`."""
     shown: TaskExhibit = read(run, TaskExhibit, FILE)
     return shown

@@ -135,7 +135,7 @@ class Status:
 
 
 def new_driver() -> str:
-    """Identifies one start of a driver."""
+    """Return what identifies one start of a driver."""
     return uuid.uuid4().hex[:8]
 
 
@@ -156,7 +156,7 @@ def _key(run: Run, status: Status) -> str:
 
 
 def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
-    """The status object that counts in a listing: the newest attempt's, and of those the one written last.
+    """Return the status object that counts in a listing: the newest attempt's, and of those the one written last.
 
     With `driver`, only among the objects of that start of a driver.
     """
@@ -167,31 +167,31 @@ def newest_status(listed: Iterable[Entry], driver: str = "") -> Entry | None:
 
 
 def attempt_in(entry: Entry) -> int:
-    """The attempt of a status object, from its name; -1 for another object."""
+    """Return the attempt of a status object, from its name; -1 for another object."""
     match = NAME.fullmatch(entry.key)
     return int(match[1]) if match else -1
 
 
 def driver_of(entry: Entry) -> str:
-    """The start of the driver that a status object is of, from its name; empty for another object."""
+    """Return the start of the driver that a status object is of, from its name; empty for another object."""
     match = NAME.fullmatch(entry.key)
     return match[2] if match else ""
 
 
 def list_statuses(run: Run) -> list[Entry]:
-    """All status objects of the run; the order says nothing."""
+    """Return all status objects of the run; the order says nothing."""
     return [entry for entry in run.storage.list(run.key(FOLDER)) if NAME.fullmatch(entry.key)]
 
 
 def own_status(run: Run, driver: str) -> Entry | None:
-    """The status object of this start of a driver; None when another one has taken the run over, or it was deleted."""
+    """Return the status object of this start of a driver; None when another one owns the run, or it was deleted."""
     listed = list_statuses(run)
     newest, own = newest_status(listed), newest_status(listed, driver)
     return own if own and newest and attempt_in(own) == attempt_in(newest) else None
 
 
 def read_status(run: Run, driver: str = "") -> Status | None:
-    """The status that counts, or that of one start of a driver; None before there is one, or when it is damaged.
+    """Return the status that counts, or that of one start of a driver; None before there is one, or when it is damaged.
 
     Raises `StorageError`.
     """
@@ -199,14 +199,14 @@ def read_status(run: Run, driver: str = "") -> Status | None:
 
 
 def read_other_status(run: Run, driver: str) -> Status | None:
-    """The status that counts among those of all other starts of a driver; otherwise like `read_status`."""
+    """Return the status that counts among those of all other starts of a driver; otherwise like `read_status`."""
     return read_or_default(
         lambda: _load(run, lambda listed: newest_status(entry for entry in listed if driver_of(entry) != driver)), None
     )
 
 
 def load_newest_status(run: Run, driver: str = "") -> Status | None:
-    """Like `read_status`; raises `DamageError` too."""
+    """Read like `read_status`; raises `DamageError` too."""
     return _load(run, lambda listed: newest_status(listed, driver))
 
 
@@ -221,12 +221,12 @@ def _load(run: Run, choose: Callable[[list[Entry]], Entry | None]) -> Status | N
 
 
 def usable_status(storage: Storage, entry: Entry) -> Status | None:
-    """Like `load_status`; None when it is damaged."""
+    """Load a status; None when it is damaged."""
     return read_or_default(lambda: load_status(storage, entry), None)
 
 
 def load_status(storage: Storage, entry: Entry) -> Status:
-    """The status in one object; raises `NotFoundError`, `StorageError` or `DamageError`."""
+    """Return the status in one object; raises `NotFoundError`, `StorageError` or `DamageError`."""
     status: Status = parse(Status, read_content(storage, entry.key), storage.locate(entry.key))
     return replace(status, stored=entry.modified - storage.ahead_s)
 

@@ -42,12 +42,12 @@ class Segment(NamedTuple):
 
 
 def new_stream(attempt: int) -> str:
-    """The name of a stream that nobody else writes; those of one attempt sort by when they begin."""
+    """Return the name of a stream that nobody else writes; those of one attempt sort by when they begin."""
     return f"attempt-{attempt:04d}-{time.time_ns() // 1000:013x}{uuid.uuid4().hex[:3]}"
 
 
 def list_segments(storage: Storage, folder: str) -> list[Segment]:
-    """The segments that make up the streams of a folder, by attempt, stream and line."""
+    """Return the segments that make up the streams of a folder, by attempt, stream and line."""
     return without_parts(_list_all(storage, folder))
 
 
@@ -63,7 +63,7 @@ def _list_all(storage: Storage, folder: str) -> list[Segment]:
 
 
 def without_parts(segments: Iterable[Segment]) -> list[Segment]:
-    """The segments without those whose lines another one has, too; sorted."""
+    """Return the segments without those whose lines another one has, too; sorted."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda each: (each.attempt, each.stream, each.first, -each.last)):
         if not found or found[-1].stream != segment.stream or segment.last > found[-1].last:
@@ -74,7 +74,7 @@ def without_parts(segments: Iterable[Segment]) -> list[Segment]:
 def read_segments(
     storage: Storage, folder: str, find: Callable[[], list[Segment]], listed: Sequence[Segment] | None = None
 ) -> Iterator[tuple[Segment, bytes, int]]:
-    """The segments that `find` lists, in order: each with its content, and the line up to which others have been given.
+    """Yield the segments that `find` lists, each with its content and the line up to which others were given.
 
     A few are read at a time, as a long stream need not fit into memory. When one was merged since it was listed, `find`
     is asked again; with `listed`, only those are read. Raises `StorageError` when one is gone again and again.
@@ -99,14 +99,14 @@ def read_segments(
 
 
 def list_again(storage: Storage, folder: str, find: Callable[[], list[Segment]]) -> list[Segment]:
-    """What `find` lists after a segment was missed, which a listing that NFS keeps may still show."""
+    """Return what `find` lists after a segment was missed, which a listing that NFS keeps may still show."""
     with suppress(StorageError):  # nothing may be written here
         storage.refresh(folder)
     return find()
 
 
 def _read(storage: Storage, segment: Segment) -> bytes | None:
-    """The content of a segment; None when it was merged, or deleted, since it was listed."""
+    """Return the content of a segment; None when it was merged, or deleted, since it was listed."""
     with suppress(NotFoundError):
         return storage.read(segment.entry.key)
     return None
@@ -217,7 +217,7 @@ def _name(stream: str, first: int, last: int) -> str:
 
 
 def tidy_lines(storage: Storage, folder: str, before: int) -> None:
-    """`tidy` the streams of lines in a folder."""
+    """Tidy the streams of lines in a folder."""
     tidy(
         storage,
         [segment for segment in _list_all(storage, folder) if segment.attempt < before],
@@ -249,7 +249,7 @@ def tidy(
 
 
 def _neighbours(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Groups of several segments, each of which begins where the one before ends."""
+    """Return groups of several segments, each of which begins where the one before ends."""
     groups: list[list[Segment]] = []
     for segment in segments:
         newest = groups[-1][-1] if groups else None

@@ -27,7 +27,7 @@ def record_submission(run: Run, job: str, manifest: str) -> str:
 
 
 def newest_submission(run: Run) -> tuple[str, str] | None:
-    """Job name and manifest (YAML) of the last submission, if any; raises `DamageError`."""
+    """Return job name and manifest (YAML) of the last submission, if any; raises `DamageError`."""
     keys = list_submissions(run)
     if not keys:
         return None
@@ -43,13 +43,13 @@ def newest_submission(run: Run) -> tuple[str, str] | None:
 
 
 def owner_of(run: Run, job: str) -> str:
-    """The owner of a process of `job` that starts now: the job, and how often it has been submitted."""
+    """Return the owner of a process of `job` that starts now: the job, and how often it has been submitted."""
     times = sum(_job(key) == job for key in list_submissions(run))
     return f"{job}#{times}" if times else job
 
 
 def list_submissions(run: Run) -> list[str]:
-    """The storage keys of the manifests, oldest first."""
+    """Return the storage keys of the manifests, oldest first."""
     folder = run.key("submissions") + "/"
     keys = [entry.key for entry in run.storage.list(run.key("submissions"))]
     ours = [key for key in keys if SUBMISSION.fullmatch(key.removeprefix(folder))]

@@ -147,7 +147,7 @@ class Outage:
 
 
 def _recorded_service(run: Run, settings: Settings) -> Settings:
-    """The settings with the tracking service of the run's last attempt."""
+    """Return the settings with the tracking service of the run's last attempt."""
     attempts = read_attempts(run)
     recorded = attempts[-1].metadata.get("settings", {}) if attempts else {}
     service = recorded.get(f"{PREFIX}TRACKING", "")

@@ -114,7 +114,7 @@ class Delivery:
                 self._service.close(None)
 
     def missing(self) -> str:
-        """What has not been delivered, in words; empty if everything has. Raises `StorageError`."""
+        """Return what has not been delivered, in words; empty if everything has. Raises `StorageError`."""
         spans = lineage(read_attempts(self.run))
         final = self._final_step(spans)
         steps = [record["step"] for record in each_record(self.run, "metrics", spans) if self._is_new(record, final)]
@@ -158,7 +158,7 @@ class Delivery:
         self._described = newest.number
 
     def _final_step(self, spans: list[Span]) -> int:
-        """The step of the newest checkpoint, up to which the history is final; -1: none."""
+        """Return the step of the newest checkpoint, up to which the history is final; -1: none."""
         counted, _, _ = classify(list_directories(self.run), spans)
         return step_of(counted[-1]) if counted else -1
 
@@ -220,7 +220,7 @@ class Delivery:
         return best.name
 
     def _fetch(self, checkpoint: Checkpoint) -> Path:
-        """A verified local copy of a checkpoint's model."""
+        """Return a verified local copy of a checkpoint's model."""
         key, file = self.run.key("checkpoints", checkpoint.name, MODEL), Path(self._scratch.name, MODEL)
         expected = checkpoint.files[MODEL]["sha256"]
         with file.open("wb") as copy:
@@ -230,7 +230,7 @@ class Delivery:
         return file
 
     def _summarize(self, service: Service, status: Status) -> dict[str, str]:
-        """Incidents as a tag; also sends the goodput as a metric, so that runs can be compared by it."""
+        """Return incidents as a tag, and send the goodput as a metric, so that runs can be compared by it."""
         attempts, receipts = read_attempts(self.run), read_receipts(read_journal(self.run, "events"))
         share = goodput(attempts, receipts, status.time)
         if share is not None:
@@ -244,12 +244,12 @@ class Delivery:
 
 
 def _end_of(status: Status) -> str:
-    """Identifies the end of this start of the run; empty while it runs."""
+    """Return what identifies the end of this start of the run; empty while it runs."""
     return f"{status.state} {status.time:.3f}" if status.state.terminal else ""
 
 
 def to_point(record: dict[str, Any]) -> Point:
-    """The metrics of a record; of an evaluation only those of held-out rows, as an earlier record has the others."""
+    """Return the metrics of a record; of an evaluation those of held-out rows, as an earlier record has the rest."""
     values = {
         name: float(value)
         for name, value in record.items()
@@ -260,7 +260,7 @@ def to_point(record: dict[str, Any]) -> Point:
 
 
 def _is_evaluation(record: dict[str, Any]) -> bool:
-    """Whether a record is only the evaluation of an epoch that an earlier attempt had completed."""
+    """Return whether a record is only the evaluation of an epoch that an earlier attempt had completed."""
     return record.get("steps") == 0
 
 
@@ -292,7 +292,7 @@ class Delivered:
 
 
 def read_tracking_run(run: Run, service: str) -> str | None:
-    """The id of the tracking run; None if there is none yet, or it is damaged. Raises `StorageError`."""
+    """Return the id of the tracking run; None if there is none yet, or it is damaged. Raises `StorageError`."""
     found = _read(run, TrackingRun, f"{service}.json")
     return found.id if found else None
 
@@ -308,7 +308,7 @@ def claim_tracking_run(run: Run, service: str, identity: str) -> str:
 
 
 def read_delivered(run: Run, service: str) -> Delivered:
-    """The delivery's progress; raises `StorageError`. When it is damaged, all is delivered again."""
+    """Return the delivery's progress; raises `StorageError`. When it is damaged, all is delivered again."""
     return _read(run, Delivered, f"{service}-delivered.json") or Delivered()
 
 

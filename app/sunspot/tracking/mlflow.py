@@ -39,7 +39,7 @@ ENDS = {RunState.SUCCEEDED: "FINISHED", RunState.FAILED: "FAILED"}
 
 
 def open_service(project: str, identity: RunIdentity) -> MlflowService:
-    """The server at MLFLOW_TRACKING_URI; `project` is the experiment."""
+    """Return the server at MLFLOW_TRACKING_URI; `project` is the experiment."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     return MlflowService(project, identity)
@@ -92,7 +92,7 @@ class MlflowService:
             return f"{server}/#/experiments/{info.experiment_id}/runs/{tracking_run}"
 
     def _active(self) -> Any:
-        """The server's `mlflow.entities.RunInfo`; raises `TrackingError` if the run is missing or deleted."""
+        """Return the server's `mlflow.entities.RunInfo`; raises `TrackingError` if the run is missing or deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -111,7 +111,7 @@ class MlflowService:
         return info
 
     def describe(self, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """An MLflow parameter keeps its first value; one that has changed since becomes a tag."""
+        """Set parameters and tags: a parameter keeps its first value, and one that has changed since becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         with _mlflow_errors():
@@ -124,7 +124,7 @@ class MlflowService:
         self._log("tags", others, OTHERS_AT_ONCE)
 
     def send(self, points: Sequence[Point]) -> None:
-        """MLflow's database deduplicates metrics of equal name, step, time and value."""
+        """Send metrics, of which MLflow drops those of equal name, step, time and value."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -163,12 +163,12 @@ class MlflowService:
 
 
 def _allowed(name: str) -> str:
-    """A metric's name in the characters that every version of MLflow takes."""
+    """Return a metric's name in the characters that every version of MLflow takes."""
     return re.sub(r"[^\w .\-/]", "_", name, flags=re.ASCII)
 
 
 def _without_password(text: str) -> str:
-    """Text without the credentials that may be in a server's address."""
+    """Return text without the credentials that may be in a server's address."""
     return re.sub(r"//[^/@\s]+@", "//", text)
 
 

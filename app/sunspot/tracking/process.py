@@ -101,7 +101,7 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
 
 
 def command(run: Run, settings: Settings) -> str:
-    """The command that delivers a run by hand."""
+    """Return the command that delivers a run by hand."""
     return f"`python -m sunspot.tracking {run.name} --storage {shlex.quote(settings.storage_path)}`"
 
 

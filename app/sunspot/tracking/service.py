@@ -41,7 +41,7 @@ class Service(Protocol):
     "Whether data has arrived when `send` returns, or only when `close` does."
 
     def find_or_create(self) -> str:
-        """The id of this run's tracking run, created if there is none."""
+        """Return the id of this run's tracking run, created if there is none."""
 
     def discard(self, tracking_run: str) -> None:
         """Remove a tracking run that was just created: another process was first."""
@@ -63,7 +63,7 @@ class Service(Protocol):
 
 
 def open_service(name: str, project: str, identity: RunIdentity) -> Service:
-    """The service `name`, a module beside this one; imports its library only now."""
+    """Return the service `name`, a module beside this one; imports its library only now."""
     service: Any = importlib.import_module(f"sunspot.tracking.{name}")
     opened: Service = service.open_service(project, identity)
     return opened

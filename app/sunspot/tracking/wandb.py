@@ -19,7 +19,7 @@ STEP = "step"
 
 
 def open_service(project: str, identity: RunIdentity) -> WandbService:
-    """The server of WANDB_BASE_URL, or with WANDB_MODE=offline a directory below WANDB_DIR."""
+    """Return the server of WANDB_BASE_URL, or with WANDB_MODE=offline a directory below WANDB_DIR."""
     return WandbService(project, identity)
 
 
@@ -39,7 +39,7 @@ class WandbService:
         return self._identity.id  # W&B accepts ids from outside
 
     def discard(self, tracking_run: str) -> None:
-        """Nothing to do: ids are unique."""
+        """Do nothing: ids are unique."""
 
     def open(self, tracking_run: str) -> str:
         settings = self._wandb.Settings(
@@ -83,7 +83,7 @@ class WandbService:
                 self._run.save(str(file), base_path=str(file.parent), policy="now")
 
     def close(self, state: RunState | None) -> None:
-        """Return when everything has arrived: W&B retries for as long as its server is away."""
+        """Wait until everything has arrived: W&B retries for as long as its server is away."""
         with self._wandb_errors():
             self._run.finish(exit_code=0 if state in (RunState.SUCCEEDED, RunState.STOPPED) else 1)
 
