@@ -26,7 +26,7 @@ from sunspot.run import SHARED_MEMORY, Run, node_memory_directory
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import read_receipts
 from sunspot.settings import load_settings
-from sunspot.submitter.commands.audit import prove
+from sunspot.submitter.proof import prove
 
 SETTINGS = {
     "TASK": "scripts.bench.restart_task",

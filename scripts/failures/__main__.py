@@ -27,7 +27,7 @@ from scripts.recovery import SETTINGS, add_options, settings_of
 from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
 from sunspot.storage import open_storage
-from sunspot.submitter.commands.audit import Epoch
+from sunspot.submitter.proof import Epoch
 
 
 class Contender(NamedTuple):

@@ -17,7 +17,7 @@ from sunspot.errors import NotFoundError
 from sunspot.run import Run
 from sunspot.storage import Storage
 from sunspot.storage.base import Entry, map_parallel
-from sunspot.submitter.commands.audit import Data, Epoch, count_rows, prove
+from sunspot.submitter.proof import Data, Epoch, count_rows, prove
 
 NAME = re.compile(r".*/rows/(?P<start>[0-9.]+)-after-(?P<parent>none|[0-9.]+)-at-(?P<at>\d+)/\d+-\d+\.json")
 

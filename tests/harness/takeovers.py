@@ -36,7 +36,7 @@ from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import find_faults, find_newest_good, in_lineage, list_checkpoints
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
-from sunspot.submitter.commands.audit import prove
+from sunspot.submitter.proof import prove
 from tests.harness.s3 import FaultProxy, Request, _Handler
 
 ROWS, BATCH, STEP_S = 1000, 10, 0.05

@@ -23,7 +23,7 @@ from scripts.failures.rows import of_checkpoints, of_replicas
 from scripts.subjects import Stock, Torchft
 from sunspot.errors import ClusterError, SettingsError, SunspotError
 from sunspot.storage import open_storage
-from sunspot.submitter.commands.audit import Epoch
+from sunspot.submitter.proof import Epoch
 from tests.harness import REPOSITORY
 
 

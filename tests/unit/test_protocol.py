@@ -74,8 +74,8 @@ from sunspot.storage.base import Storage
 from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.submitter.cluster.deletion import delete_run
-from sunspot.submitter.commands.audit import Epoch, prove
 from sunspot.submitter.commands.checkpoints.gc import plan
+from sunspot.submitter.proof import Epoch, prove
 from tests.harness.interleaving import FAULTS, Fate, MemoryStorage, Operation, Process, World, run_inline
 from tests.harness.runs import BATCH, ROWS, STEPS_PER_EPOCH
 

@@ -1,0 +1,258 @@
+"""Reclaims and kills parts of a live run on purpose, and follows how it recovers."""
+
+import contextlib
+import enum
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from sunspot.errors import GaveUpError, NotFoundError, SettingsError, StorageError
+from sunspot.formatting import in_words, plural
+from sunspot.run.attempts import attempt_of, read_attempts
+from sunspot.run.checkpoints import MANIFEST, list_directories
+from sunspot.run.history import read_journal
+from sunspot.run.incidents import Receipt, describe, read_receipts
+from sunspot.run.status import RunState
+from sunspot.submitter.cluster.api import UnreachableError
+from sunspot.submitter.cluster.follow import OutageReporter
+from sunspot.submitter.cluster.snapshot import RunAccess, require_answers, stored_arguments
+from sunspot.submitter.cluster.views import PodView
+from sunspot.submitter.output import print_json_line, print_text, warn
+
+LOOK_EVERY_S = 2.0
+
+READY_WITHIN_S = 600.0
+"""How long a fault waits for a ready pod: a cloud takes minutes to bring a node."""
+
+RECOVERED_WITHIN_S = 600.0
+"""How long a run may take to recover from the last fault and commit a checkpoint."""
+
+KILL_GRACE_S = 1
+"""The grace period of a kill, the shortest there is: with 0 the object goes at once, but the kubelet sends SIGTERM and
+waits for the pod's own grace period (kubernetes#120449), which is a notice."""
+
+
+class FaultKind(enum.StrEnum):
+    """What is done to a run."""
+
+    RECLAIM = "reclaim"
+    "A training worker's pod is deleted with its own grace period, as by a cloud's preemption notice."
+    KILL = "kill"
+    "A training worker's pod is ended at once."
+    HEAD = "head"
+    "The head's pod, with the driver, is ended at once."
+
+    @property
+    def verb(self) -> str:
+        return "reclaim" if self is FaultKind.RECLAIM else "kill"
+
+    @property
+    def victim(self) -> str:
+        return "head" if self is FaultKind.HEAD else "training worker"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The faults to inject; its text completes "this would"."""
+
+    kinds: tuple[FaultKind, ...]
+    "Of each fault, in order."
+    every_s: float
+    "Seconds between two faults."
+    seed: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{kind.verb} {plural(self.kinds.count(kind), kind.victim)}" for kind in FaultKind if kind in self.kinds
+        ]
+        apart = f", {self.every_s:g} s apart," if len(self.kinds) > 1 else ""
+        return f"{' and '.join(parts)}{apart}"
+
+
+@dataclass
+class Fault:
+    """A pod that was deleted."""
+
+    number: int
+    attempt: int
+    "The newest attempt then; any later one follows from the fault. Clocks are not compared, as they may disagree."
+    recovered: bool = False
+
+
+def make_plan(kinds: Sequence[str], every_s: float, faults: int, seed: int | None) -> Plan:
+    """Plan so many faults, each kind as often as the others, in random order. `kinds` are words or comma lists.
+
+    Raises `SettingsError` for an unknown word.
+    """
+    words = [word.strip() for text in kinds for word in text.split(",")]
+    unknown = [word for word in words if word not in list(FaultKind)]
+    if unknown:
+        raise SettingsError(f"--kind {', '.join(unknown)}: choose from {', '.join(FaultKind)}")
+    seed = secrets.randbelow(10**6) if seed is None else seed
+    order = [FaultKind(words[number % len(words)]) for number in range(faults)]
+    Random(seed).shuffle(order)
+    return Plan(tuple(order), every_s, seed)
+
+
+class FaultInjector:
+    """Injects faults into one run, and follows how it recovers from them."""
+
+    def __init__(self, access: RunAccess, as_json: bool) -> None:
+        self._access, self._as_json = access, as_json
+        self.run = access.run
+        self.cluster = access.require_cluster()
+        self._outage = OutageReporter()
+        self._step = 0
+        self._attempt = 0
+        self._faults: list[Fault] = []
+        self._ended = ""
+        "How the run has ended; empty while it is live."
+
+    def refuse_unless_live(self) -> None:
+        """Raise why no fault may be injected."""
+        snapshot = self._access.observe()
+        require_answers(snapshot)
+        self._access.require_known(snapshot)
+        if snapshot.storage.status:
+            self._step = snapshot.storage.status.step
+        live = next((job for job in snapshot.cluster.jobs if job.live), None)
+        state, reason = snapshot.state()
+        if not live or state.terminal:
+            raise NotFoundError(f"{self.run.name} is not live but {state}: {reason}; submit it first")
+        if live.borrows_cluster:
+            raise SettingsError(f"{live.name} runs in a cluster that is not its own, so others would be hit too")
+
+    def inject_all(self, plan: Plan) -> None:
+        """Inject every fault of a plan, and wait until the run has recovered from them, or has ended."""
+        kinds = plan.kinds
+        random = Random(plan.seed)
+        self.say({"event": "begin", "seed": plan.seed, "kinds": kinds}, f"seed {plan.seed}: {', '.join(kinds)}")
+        for number, kind in enumerate(kinds, 1):
+            if number > 1:
+                self._watch(plan.every_s)
+            if not self._ended:
+                self._inject(number, kind, random)
+        self._watch_recovery()
+        if self._ended:
+            injected = len(self._faults)
+            self.say(
+                {"event": "ended", "reason": self._ended, "blows": injected},
+                f"the run has ended after {plural(injected, 'fault')} of {len(kinds)}: {self._ended}",
+            )
+
+    def say(self, record: dict[str, Any], text: str) -> None:
+        """Print one line on stdout, for people or as JSON."""
+        if self._as_json:
+            print_json_line({"time": time.time(), **record})
+        else:
+            print_text(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+    def _inject(self, number: int, kind: FaultKind, random: Random) -> None:
+        """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        waiting = False
+        pod = self._delete_one(kind, random)
+        while not pod:
+            if not waiting:
+                warn(f"waiting for a ready {kind.victim}")
+                waiting = True
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self.run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault {number} was "
+                    f"not injected; `sunspot status {self._access.arguments}` says why"
+                )
+            self._watch(LOOK_EVERY_S)
+            if self._ended:
+                return
+            pod = self._delete_one(kind, random)
+        try:
+            self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self.run)), 0)
+        except StorageError as error:
+            warn(str(error))
+        self._faults.append(Fault(number, self._attempt))
+        self.say(
+            {"event": "blow", "blow": number, "kind": kind, "pod": pod.name, "node": pod.node, "step": self._step},
+            f"fault {number}: {kind}, {pod.name} on {pod.node}, at step {self._step}",
+        )
+
+    def _delete_one(self, kind: FaultKind, random: Random) -> PodView | None:
+        """Delete a ready pod of the RayCluster of the run's newest live RayJob; None if there is none, or no answer."""
+        try:
+            jobs, _ = self.cluster.list_jobs(self.run.name)
+            live = [job for job in jobs if job.live][:1]
+            ready = [pod for pod in self.cluster.list_pods(live) if pod.ready and not pod.deleting]
+            if kind is FaultKind.HEAD:
+                pods = [pod for pod in ready if pod.head]
+            else:
+                pods = [pod for pod in ready if not pod.head and pod.group in live[0].training_groups]
+            if not pods:
+                return None
+            pod = random.choice(sorted(pods, key=lambda pod: pod.name))
+            self.cluster.delete_pod(pod, None if kind is FaultKind.RECLAIM else KILL_GRACE_S)
+            return pod
+        except UnreachableError as error:
+            warn(str(error))
+            return None
+
+    def _watch(self, seconds: float) -> None:
+        """Wait, printing receipts as they appear; return early if the run ends."""
+        until = time.monotonic() + seconds
+        while not self._ended and time.monotonic() < until:
+            time.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY_S)))
+            self._look()
+
+    def _watch_recovery(self) -> None:
+        """Return when the run has recovered from every fault and committed a checkpoint since, or has ended."""
+        deadline = time.monotonic() + RECOVERED_WITHIN_S
+        printed = ""
+        while not self._ended and (missing := self._find_missing()):
+            if missing != printed:
+                warn(f"waiting for {missing}")
+                printed = missing
+            if time.monotonic() > deadline:
+                raise GaveUpError(
+                    f"{self.run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
+                    f"It goes on; `sunspot audit {stored_arguments(self.run)}` audits it"
+                )
+            self._watch(LOOK_EVERY_S)
+
+    def _look(self) -> None:
+        """Take in all that is new."""
+        snapshot = self._access.observe()
+        self._outage.note(snapshot)
+        if snapshot.storage.status:
+            self._step = snapshot.storage.status.step
+        if any(not fault.recovered for fault in self._faults):
+            with contextlib.suppress(StorageError):  # the next look tries again
+                for receipt in read_receipts(read_journal(self.run, "events")):
+                    self._take(receipt)
+        state, reason = snapshot.state()
+        # As long as the cluster does not answer, a failure may be followed by another try.
+        if state.terminal and (state in (RunState.SUCCEEDED, RunState.STOPPED) or not snapshot.cluster.trouble):
+            self._ended = f"{state}, {reason}"
+
+    def _take(self, receipt: Receipt) -> None:
+        """Print a receipt with the faults that it answers, if there are any."""
+        faults = [fault for fault in self._faults if not fault.recovered and fault.attempt < receipt.attempt]
+        if not faults:
+            return
+        for fault in faults:
+            fault.recovered = True
+        numbers = [fault.number for fault in faults]
+        times = {"recovery_s": receipt.recovery_s, "replayed": receipt.replayed}
+        which = f"fault{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        self.say({**receipt.record(), "blows": numbers, **times}, f"recovered from {which}: {describe(receipt)}")
+
+    def _find_missing(self) -> str:
+        """Find what has not happened yet since the last fault; empty once the run has recovered."""
+        last = self._faults[-1]
+        if not last.recovered:
+            return f"the receipt of fault {last.number}"
+        names: list[str] = []
+        with contextlib.suppress(StorageError):
+            names = [name for name, files in list_directories(self.run).items() if MANIFEST in files]
+        committed = any(attempt_of(name) > last.attempt for name in names)
+        return "" if committed else f"a checkpoint after fault {last.number}"
