@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from scripts.bench.ways import Figures
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.plan import Plan
@@ -67,7 +67,7 @@ def on_worker(config: dict[str, Any]) -> None:
     claim(run, read_attempts(run), attempt)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((WIDTH,), WIDTH), None, Steps(6400, 64), 100)
-    checkpoints = CheckpointManager(run, attempt, plan, model, optimizer, journals=journals)
+    checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer), journals=journals)
     ways: dict[str, Way] = {
         OURS: Ours(checkpoints),
         DCP: Dcp(AsyncCheckpointerType.PROCESS),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sunspot.checkpoint import CheckpointManager, versions
+from sunspot.checkpoint import CheckpointManager, SavedObjects, versions
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.plan import Plan
@@ -94,7 +94,7 @@ def commit(root: str, dies_at: int, diary: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((4,), 4), None, Steps(20, 2), 10)
     journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    checkpoints = CheckpointManager(run, attempt, plan, model, optimizer, journals=journals)
+    checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer), journals=journals)
     for step in range(1, 2 + SAVES):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()

@@ -7,7 +7,6 @@ says. Each rank is a forked process.
 from __future__ import annotations
 
 import functools
-import io
 import json
 import shutil
 import sys
@@ -19,17 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import sunspot.checkpoint.shared_memory
+import sunspot.checkpoint.memory
 import sunspot.checkpoint.weights
-from sunspot.checkpoint import CheckpointManager, NodeMemory
-from sunspot.checkpoint.node_parts import NodeParts
-from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.shared_memory import find_parts, find_snapshot
-from sunspot.checkpoint.slots import as_bytes
+from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
+from sunspot.checkpoint.memory import Sidecar, as_bytes, find_parts, find_snapshot
+from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
 from sunspot.elastic.copies import Machine, choose_copy, without_copies
-from sunspot.parallel.collectives import any_rank, gather_objects
+from sunspot.parallel.collectives import GroupMember, any_rank, gather_objects
 from sunspot.parallel.gradients import prepare
 from sunspot.parallel.sharding import shard_model
 from sunspot.plan import Plan
@@ -99,27 +96,26 @@ def share_copy(root: str, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/share", rank=rank, world_size=3)
     world, places = dist.group.WORLD, ["a", "a", "b"]
     assert world
-    sunspot.checkpoint.shared_memory.SHARED_MEMORY = Path(root, places[rank])
-    sunspot.checkpoint.shared_memory.SHARED_MEMORY.mkdir(exist_ok=True)
+    sunspot.checkpoint.memory.SHARED_MEMORY = Path(root, places[rank])
+    sunspot.checkpoint.memory.SHARED_MEMORY.mkdir(exist_ok=True)
     content = bytes(range(256)) * 16
     if rank == 0:
         memory = NodeMemory("run")
         slot = memory.free_slot(len(content), needed=True)
         assert slot
         slot.map[:] = content
-        rest = io.BytesIO()
-        torch.save({"ledger": [(1, 2)]}, rest)
-        memory.complete(slot, Checkpoint(checkpoint_name(7, 1), 7, 1, 10, 10, 1), rest.getvalue())
+        sidecar = Sidecar(None, {}, [], [(1, 2)], [])
+        memory.complete(slot, Checkpoint(checkpoint_name(7, 1), 7, 1, 10, 10, 1), sidecar.to_bytes())
     node = NodeState(open_run(root, "run"), world, places)
     found = find_snapshot("run") if node.reads else None
     held = gather_objects(found.held if found else None, world)
     assert [each is not None for each in held] == [True, False, False]
-    loaded = node.share(held[0], 0, found)
-    assert loaded.rest == {"ledger": [(1, 2)]}
-    assert bytes(as_bytes(loaded.data)) == content
-    loaded.data.fill_(rank)
+    data, sidecar = node.share(held[0], 0, found)
+    assert sidecar.ledger == [(1, 2)]
+    assert bytes(as_bytes(data)) == content
+    data.fill_(rank)
     gather_objects(None, world)
-    assert loaded.data.tolist() == [rank] * len(content)
+    assert data.tolist() == [rank] * len(content)
     dist.destroy_process_group()
 
 
@@ -161,7 +157,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     world = dist.group.WORLD
     assert world
     memory.mkdir(parents=True, exist_ok=True)
-    sunspot.checkpoint.shared_memory.SHARED_MEMORY = memory
+    sunspot.checkpoint.memory.SHARED_MEMORY = memory
     first = Attempt(1, "me", None, 0)
     node_memory, node_parts = NodeMemory("run"), NodeParts(world, list(nodes))
     dist.barrier()
@@ -171,7 +167,7 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
         _, held, chosen = choose_copy([first], without_copies(machines, faulty))
         assert not node_parts.read(chosen)
     step = held.step if held else 0
-    node_memory.keep(held and held.checkpoint)
+    node_memory.keep_parts_of(held and held.checkpoint)
     assert {part.step for part in find_parts("run")} <= {step}
 
     settings = settings_of(**FSDP)
@@ -180,25 +176,21 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     model = shard_model(gpt.build_model(settings, source), settings, device)
     optimizer = gpt.build_optimizer(model, settings)
     if held:
-        assert node_parts.describe()["about"]["metrics"] == {"loss": held.step}
+        assert node_parts.describe().manifest_fields["metrics"] == {"loss": held.step}
         node_parts.load(model, optimizer)
     plan = Plan(settings, source, None, Steps(STEPS * BATCH, BATCH), STEPS)
     checkpoints = CheckpointManager(
         open_run(root, "run"),
         first,
         plan,
-        model,
-        optimizer,
-        group=world,
-        rank=rank,
-        world_size=ranks,
+        SavedObjects(model, optimizer),
+        member=GroupMember(world, rank, ranks, list(nodes)),
         memory=node_memory,
-        nodes=list(nodes),
     )
 
     def copy() -> None:
-        before, tries = node_memory._newest, 0
-        while any_rank(world, node_memory._newest is before)[0]:
+        before, tries = node_memory.newest, 0
+        while any_rank(world, node_memory.newest is before)[0]:
             checkpoints.save(step, {"loss": step}, to_storage=False)
             checkpoints._snapshots.wait_until_complete()
             tries += 1

@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.average import WeightAverage
-from sunspot.checkpoint.node_parts import NodeParts
-from sunspot.checkpoint.node_state import NodeState
+from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.source import Batch, read_rows, rows_in
 from sunspot.elastic.claim import Found, begin_attempt
 from sunspot.elastic.copies import Machine
 from sunspot.elastic.restore import State, load_start
+from sunspot.parallel.collectives import GroupMember
 from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
@@ -81,10 +81,10 @@ def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Work
 
     def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
         task = load_task(plan.settings)
-        options: dict[str, Any] = {"rank": dist.get_rank(group), "world_size": len(nodes), "windows": state.ledger}
-        if hasattr(task, "checkpoint_files"):
-            options["more_files"] = functools.partial(task.checkpoint_files, model)
-        return CheckpointManager(run, start.attempt, plan, model, optimizer, group=group, average=average, **options)
+        more_files = getattr(task, "checkpoint_files", None)
+        saved = SavedObjects(model, optimizer, average, functools.partial(more_files, model) if more_files else None)
+        member = GroupMember(group, dist.get_rank(group), len(nodes))
+        return CheckpointManager(run, start.attempt, plan, saved, member=member, windows=state.ledger)
 
     return _make_worker(plan, group, start.attempt, state, keep)
 

@@ -19,11 +19,10 @@ from urllib.parse import urlsplit
 
 import torch
 
-from sunspot.checkpoint import CheckpointManager, NodeMemory
+from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
 from sunspot.checkpoint.files import load_state
-from sunspot.checkpoint.node_parts import NodeParts
-from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.shared_memory import find_snapshot
+from sunspot.checkpoint.memory import find_snapshot
+from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Order, Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.claim import Found, begin_attempt
@@ -94,7 +93,9 @@ def train(storage: str, owner: str, has_memory: bool) -> int:
     assert model.steps == step, f"attempt {start.attempt.number} loaded step {model.steps} as {step}"
     plan = Plan(settings, EmptySource((1,), 8), None, Steps(ROWS, BATCH), 10**6)
     memory = NodeMemory(run.location if has_memory else None)
-    checkpoints = CheckpointManager(run, start.attempt, plan, model, optimizer, memory=memory, windows=state.ledger)
+    checkpoints = CheckpointManager(
+        run, start.attempt, plan, SavedObjects(model, optimizer), memory=memory, windows=state.ledger
+    )
     try:
         while not stopping.wait(STEP_S):
             rows = rows_of(step)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sunspot.checkpoint.sharded import load_model
+from sunspot.checkpoint.parts import load_model
 from sunspot.predict.__main__ import main as predict
 from sunspot.run import open_run
 from sunspot.run.attempts import read_attempts

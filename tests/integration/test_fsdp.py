@@ -24,20 +24,21 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import sunspot.checkpoint.parts
 import sunspot.checkpoint.pieces
-import sunspot.checkpoint.sharded
 import sunspot.checkpoint.snapshot
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.files import load_state
-from sunspot.checkpoint.pieces import Piece, group_neighbours, read_index, read_into
-from sunspot.checkpoint.sharded import load_model, load_parts, load_whole, read_contents
-from sunspot.checkpoint.shared_memory import find_parts
+from sunspot.checkpoint.memory import find_parts
+from sunspot.checkpoint.parts import ShardWriter, load_model, load_parts, load_whole, read_contents
+from sunspot.checkpoint.pieces import Piece, group_adjacent, read_index, read_into
 from sunspot.checkpoint.weights import refuse_other_than_tensors
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource, read_rows, rows_in
 from sunspot.data.text import REFERENCE, open_text, read_text
 from sunspot.elastic.restore import read_init
 from sunspot.errors import ConflictError, DamageError, DataError, SettingsError
+from sunspot.parallel.collectives import GroupMember
 from sunspot.parallel.gradients import gradient_sync
 from sunspot.parallel.sharding import Place, find_blocks, part_of, shard_model
 from sunspot.plan import Plan, make_plan
@@ -268,22 +269,6 @@ def test_only_the_bytes_that_are_needed_are_read(copied: Run, monkeypatch: pytes
     read_into(copied, early, others, {others[0].name: torch.zeros(others[0].shape)})
 
 
-def test_parts_without_checksums_of_pieces_are_checked_as_files(copied: Run) -> None:
-    early = list_checkpoints(copied)[0]
-    old = [piece._replace(crc32=None) for piece in read_index(copied, early)]
-    assert [len({piece.file for piece in group}) for group in group_neighbours(old)] == [1] * 4
-    into = {piece.name: torch.zeros(piece.shape) for piece in old if piece.name.startswith("model.")}
-    wanted = [piece for piece in old if piece.name in into]
-    read_into(copied, early, wanted, into)
-    assert_close({name.removeprefix("model."): tensor for name, tensor in into.items()}, load_model(copied, early))
-    path = Path(copied.storage.locate(copied.key("checkpoints", early.name, "__1_0.distcp")))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DamageError, match=r"__1_0\.distcp: does not match its manifest"):
-        read_into(copied, early, wanted, into)
-
-
 def test_pieces_are_read_together_when_they_are_near_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.checkpoint.pieces, "REQUEST_BYTES", 100)
     monkeypatch.setattr(sunspot.checkpoint.pieces, "CHUNK", 10)
@@ -292,7 +277,7 @@ def test_pieces_are_read_together_when_they_are_near_and_small(monkeypatch: pyte
         return Piece("tensor", "float32", [1], [0], [1], file, begin, size, 0)
 
     pieces = [at("a", 0, 40), at("a", 50, 50), at("a", 100, 10), at("a", 121, 9), at("a", 130, 200), at("b", 330, 1)]
-    groups = group_neighbours(pieces)
+    groups = group_adjacent(pieces)
     assert [[piece.begin for piece in group] for group in groups] == [[0, 50], [100], [121], [130], [330]]
 
 
@@ -354,8 +339,9 @@ def test_the_verbs_take_checkpoints_in_parts(copied: Run, sunspot: Command, tmp_
 class Halves:
     """A model of which each of two ranks has half of the rows, saved without a process group."""
 
-    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sunspot.checkpoint.sharded, "LATE_S", -28.0)  # parts are waited for 2 s
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, wait_s: float = 2) -> None:
+        """Parts are waited for `wait_s`, beside the time that one's own takes."""
+        monkeypatch.setattr(sunspot.checkpoint.parts, "PEER_TIMEOUT_S", wait_s - 30)
         self._patch = monkeypatch
         attempt = Attempt(1, "me", None, 0)
         assert claim(run, [], attempt)
@@ -369,10 +355,8 @@ class Halves:
                 run,
                 attempt,
                 plan,
-                model,
-                torch.optim.SGD(model.parameters()),
-                rank=rank,
-                world_size=2,
+                SavedObjects(model, torch.optim.SGD(model.parameters())),
+                member=GroupMember(None, rank, 2),
                 journals={} if rank else journals,
             )
             for rank, model in enumerate(self.models)
@@ -400,10 +384,9 @@ def test_without_every_part_there_is_no_checkpoint(run: Run, monkeypatch: pytest
 
 
 def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sunspot.checkpoint.sharded
-    halves, write_part = Halves(run, monkeypatch), module.write_part
-    halves.checkpoints[0]._committer._write._timeout_s = 0.1
-    monkeypatch.setattr(module, "write_part", lambda *given: (time.sleep(2 - given[-1]), write_part(*given)))
+    halves, write_part = Halves(run, monkeypatch, wait_s=0.1), ShardWriter.write_part
+    slowly = lambda writer, snapshot: (time.sleep(2 - writer._rank), write_part(writer, snapshot))  # noqa: E731
+    monkeypatch.setattr(ShardWriter, "write_part", slowly)
     halves.save(0, 1)
     threading.Timer(2, halves.save, (1, 1)).start()  # a second after that of rank 0, which took two
     halves.checkpoints[0].drain()
@@ -411,10 +394,10 @@ def test_a_part_may_take_twice_as_long_as_that_of_rank_0(run: Run, monkeypatch: 
 
 
 def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, written = sunspot.checkpoint.sharded, list[int]()
-    write_part = module.write_part
-    monkeypatch.setattr(module, "write_part", lambda *given: (written.append(given[-1]), write_part(*given)))
-    common, failed = module.write_common, []
+    written, write_part = list[int](), ShardWriter.write_part
+    note = lambda writer, snapshot: (written.append(writer._rank), write_part(writer, snapshot))  # noqa: E731
+    monkeypatch.setattr(ShardWriter, "write_part", note)
+    common, failed = ShardWriter.write_common, []
 
     def fail_once(*given: Any) -> Any:
         if not failed:
@@ -422,7 +405,7 @@ def test_a_part_that_is_late_is_waited_for_and_written_once(run: Run, monkeypatc
             raise DamageError("storage had a bad moment")
         return common(*given)
 
-    monkeypatch.setattr(module, "write_common", fail_once)
+    monkeypatch.setattr(ShardWriter, "write_common", fail_once)
     halves = Halves(run, monkeypatch)
     halves.save(0, 1)
     threading.Timer(0.7, halves.save, (1, 1)).start()

@@ -28,20 +28,22 @@ from hypothesis import strategies as st
 
 import sunspot.checkpoint.commit
 import sunspot.checkpoint.files
-import sunspot.checkpoint.sharded
+import sunspot.checkpoint.parts
 import sunspot.checkpoint.snapshot
 import sunspot.elastic.restore
 import sunspot.storage.limits
 import sunspot.storage.local
-from sunspot.checkpoint import CheckpointManager, versions
-from sunspot.checkpoint.commit import CheckpointCommitter
+from sunspot.checkpoint import CheckpointManager, SavedObjects, versions
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
 from sunspot.checkpoint.files import load_state, unpack, upload_state
+from sunspot.checkpoint.memory import Use
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.sharded import PartWriter, load_model, read_indexes, write_part
+from sunspot.checkpoint.parts import ShardWriter, load_model, read_indexes
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.restore import load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
+from sunspot.parallel.collectives import ALONE, GroupMember
 from sunspot.parallel.sharding import Place
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
@@ -93,8 +95,7 @@ class Trainee:
             run,
             self.attempt,
             plan,
-            self.model,
-            self.optimizer,
+            SavedObjects(self.model, self.optimizer),
             journals=self.journals,
         )
         self.step = self.attempt.step
@@ -232,7 +233,6 @@ def test_a_state_that_no_restart_could_load_is_refused(
 
 
 def test_a_whole_file_that_is_not_loaded_is_not_called_damaged(run: Run) -> None:
-    """As earlier versions wrote it."""
     state = {"lr": np.float64(0.1)}
     files = {f"{kind}.pt": upload_state(run, "first", f"{kind}.pt", state) for kind in ("model", "optimizer")}
     checkpoint = Checkpoint("first", 1, 1, 10, 10, 1, files=files)
@@ -283,15 +283,15 @@ def test_a_commit_waits_for_no_step_and_counts_only_what_nobody_changed(
     """The next step may take minutes, or hang. A change that was under way when the copy ended is seen later."""
     trainee = Trainee(run)
     trainee.train(2)
-    before_commit = trainee.checkpoints._committer._before_commit
+    write_history = CheckpointCommitter._write_history
 
-    def change_meanwhile() -> None:
+    def change_meanwhile(committer: CheckpointCommitter) -> None:
         if changes:
             with torch.no_grad():
                 trainee.model[0].weight.clamp_(-0.01, 0.01)
-        before_commit()
+        write_history(committer)
 
-    monkeypatch.setattr(trainee.checkpoints._committer, "_before_commit", change_meanwhile)
+    monkeypatch.setattr(CheckpointCommitter, "_write_history", change_meanwhile)
     trainee.save()
     assert trainee.checkpoints.drain(timeout_s=20) != changes, "a notice would say that it was committed"
     assert bool(list_checkpoints(run)) != changes
@@ -360,7 +360,7 @@ def test_newest_wins_when_storage_is_slow(run: Run, monkeypatch: pytest.MonkeyPa
     trainee.checkpoints.close(finished=True)
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [1, 5]
     assert not [find_faults(run, checkpoint) for checkpoint in list_checkpoints(run) if find_faults(run, checkpoint)]
-    assert len(trainee.checkpoints._snapshots.memory._slots) <= 4
+    assert len(trainee.checkpoints._snapshots._memory._slots) <= 4
 
 
 def test_a_kill_at_any_point_of_the_commit_loses_nothing(tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
     versions()  # imports Ray, which takes seconds: not in each child
     run, attempt = open_run(str(tmp_path), "run"), Attempt(1, "me", None, 0)
     assert claim(run, [], attempt)
-    monkeypatch.setattr(sunspot.checkpoint.sharded, "POLL_EVERY_S", 0.05)
+    monkeypatch.setattr(sunspot.checkpoint.parts, "POLL_EVERY_S", 0.05)
     monkeypatch.setattr(sunspot.storage.limits, "BACKOFF_S", (0.05,))
 
     def play(act: Callable[[Ranks, int], Any], **settings: Any) -> list[Any]:
@@ -607,11 +607,8 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
                 Run(storage, "run"),
                 attempt,
                 plan,
-                model,
-                torch.optim.SGD(model.parameters()),
-                group=group,
-                rank=rank,
-                world_size=2,
+                SavedObjects(model, torch.optim.SGD(model.parameters())),
+                member=GroupMember(group, rank, 2),
             )
             return act(Ranks(storage, checkpoints, model.weight), rank)
 
@@ -666,8 +663,8 @@ def test_parts_that_storage_refuses_hold_up_no_step(refused: int, run: Run, two_
 def test_ranks_of_any_pace_commit_the_same_parts(run: Run, two_ranks: Any) -> None:
     def act(rank: Ranks, number: int) -> None:
         pace = random.Random(number)
-        write = PartWriter.__call__
-        PartWriter.__call__ = lambda *given: time.sleep(pace.random() / 20) or write(*given)
+        write = ShardWriter.files
+        ShardWriter.files = lambda *given: time.sleep(pace.random() / 20) or write(*given)
         for step in range(1, 16):
             time.sleep(pace.random() / 40)
             rank.save(step)
@@ -732,23 +729,23 @@ def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_
 
 
 def test_a_second_try_of_a_part_writes_none_of_its_files_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, done = sunspot.checkpoint.sharded, list[str]()
+    module, done = sunspot.checkpoint.parts, list[str]()
 
     def write(index: str) -> Callable[..., None]:
-        def act(run: Run, *_: Any) -> None:
+        def act(*_: Any) -> None:
             done.append(index)
             run.storage.write(run.key("checkpoints", "last", index.format(0)), b"{}")
 
         return act
 
-    monkeypatch.setattr(module, "write_part", write(module.INDEX))
-    monkeypatch.setattr(module, "write_weights", write(module.WEIGHTS))
-    monkeypatch.setattr(module, "write_common", Mock(side_effect=[StorageError("503 SlowDown"), {}]))
-    writer = PartWriter(0, 1, [], Settings(weights="safetensors"))
+    monkeypatch.setattr(ShardWriter, "write_part", write(module.INDEX))
+    monkeypatch.setattr(ShardWriter, "write_weights", write(module.WEIGHTS))
+    monkeypatch.setattr(ShardWriter, "write_common", Mock(side_effect=[StorageError("503 SlowDown"), {}]))
+    writer = ShardWriter(run, ALONE, [], Settings(weights="safetensors"), CommitOrder())
     snapshot: Any = Mock(manifest=Checkpoint("last", 9, 1, 9, 9, 1))
     with pytest.raises(StorageError):
-        writer(run, snapshot)
-    assert writer(run, snapshot) == {}
+        writer.files(snapshot)
+    assert writer.files(snapshot) == {}
     assert done == [module.INDEX, module.WEIGHTS]
 
 
@@ -759,8 +756,8 @@ def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run)
     places = [Place((2, 2), (1, 0)), Place((1, 2), (1, 0))]
     name = checkpoint_name(1, 1)
     snapshot: Any = Mock(manifest=Checkpoint(name, 1, 1, 9, 9, 1), state=state, places=places)
-    write_part(run, snapshot, [], 0)
-    write_part(run, snapshot, [], 1)
+    for rank in (0, 1):
+        ShardWriter(run, GroupMember(None, rank, 2), [], Settings(), CommitOrder()).write_part(snapshot)
     _, pieces = read_indexes(run, name, 2)
     assert [piece.name for piece in pieces if piece.file.startswith("__1")] == ["model.own"]
     key = run.key("checkpoints", name, "__1_0.distcp")
@@ -815,7 +812,7 @@ def test_a_directory_that_hangs_ends_the_run_in_time_and_damages_nothing(
     assert time.monotonic() - began < 10
     with pytest.raises(StorageError):
         trainee.train()
-    held = [slot for slot in trainee.checkpoints._snapshots.memory._slots if slot.uploading]
+    held = [slot for slot in trainee.checkpoints._snapshots._memory._slots if Use.UPLOADING in slot.uses]
     assert len(held) == 1, "an upload that hangs may go on reading it"
     obstacle.let_go.set()
     for thread in threading.enumerate():

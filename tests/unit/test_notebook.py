@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.source import read_rows
 from sunspot.plan import make_plan
 from sunspot.run import open_run
@@ -44,7 +44,7 @@ def train(job: str, variables: dict[str, str]) -> None:
     torch.manual_seed(settings.seed)
     model = task.build_model(settings, plan.source)
     optimizer = task.build_optimizer(model, settings)
-    checkpoints = CheckpointManager(run, attempt, plan, model, optimizer)
+    checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer))
     assert plan.test
     log, rows, records = LogWriter(run, driver_stream()), read_rows(plan.source, 0, plan.steps.rows), []
     order = torch.randperm(plan.steps.rows)

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from sunspot.checkpoint.snapshot import map_tensors
+from sunspot.checkpoint.tensors import map_tensors
 from sunspot.elastic.restore import State
 from sunspot.errors import SettingsError
 from sunspot.parallel.gradients import clip_gradients

@@ -21,10 +21,10 @@ import sunspot.checkpoint.commit
 import sunspot.parallel.collectives
 import sunspot.parallel.decisions
 from sunspot.background import start_thread
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
-from sunspot.parallel.collectives import any_rank, run_on_all_ranks
+from sunspot.parallel.collectives import GroupMember, any_rank, run_on_all_ranks
 from sunspot.parallel.decisions import MAX_STEPS_BETWEEN, StepActions, StepDecisionBroadcast
 from sunspot.parallel.sharding import build_without_values
 from sunspot.plan import Plan
@@ -74,18 +74,15 @@ def test_the_last_commit_may_take_longer_than_a_collective(tmp_path: Path, monke
     attempt, write_manifest = start(run, "me"), sunspot.checkpoint.commit.write_manifest
     monkeypatch.setattr(sunspot.checkpoint.commit, "write_manifest", lambda *about: (slowly(), write_manifest(*about)))
 
-    def make(rank: int) -> CheckpointManager:
+    def train(rank: int, group: dist.ProcessGroup) -> None:
         model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters())
-        return CheckpointManager(run, attempt, plan, model, optimizer, rank=rank, world_size=2)
-
-    def finish(checkpoints: CheckpointManager, group: dist.ProcessGroup) -> None:
-        checkpoints._group = group
+        saved = SavedObjects(model, torch.optim.SGD(model.parameters()))
+        checkpoints = CheckpointManager(run, attempt, plan, saved, member=GroupMember(group, rank, 2))
+        if rank == 0:
+            checkpoints.save(10, {})
         checkpoints.close(finished=True)
 
-    first, second = make(0), make(1)
-    first.save(10, {})
-    for rank in run_ranks(lambda group: finish(first, group), lambda group: finish(second, group)):
+    for rank in run_ranks(functools.partial(train, 0), functools.partial(train, 1)):
         rank.result(30)
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [10]
 

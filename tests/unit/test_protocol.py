@@ -9,7 +9,6 @@ with what happened.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import random
@@ -35,16 +34,13 @@ from hypothesis.stateful import (
 )
 
 import sunspot.checkpoint.commit
-import sunspot.checkpoint.shared_memory
+import sunspot.checkpoint.memory
 import sunspot.elastic.claim
 import sunspot.run
-import sunspot.storage.limits
-from sunspot.checkpoint.commit import CheckpointCommitter
+from sunspot.checkpoint.commit import CheckpointCommitter, CommitOrder
 from sunspot.checkpoint.files import read_file, upload
 from sunspot.checkpoint.ledger import Ledger
-from sunspot.checkpoint.memory import NodeMemory
-from sunspot.checkpoint.shared_memory import find_snapshot
-from sunspot.checkpoint.slots import LoadedSnapshot
+from sunspot.checkpoint.memory import LoadedSnapshot, NodeMemory, Sidecar, find_snapshot
 from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
 from sunspot.elastic.claim import Start, begin_attempt
 from sunspot.elastic.copies import Machine
@@ -272,7 +268,7 @@ class Protocol(RuleBasedStateMachine):
     def train(self, process: Process, owner: str, node: int) -> None:
         """One start of a worker group with one worker: as train/setup.py and train/loop.py have it."""
         run = Run(process.storage, RUN)
-        sunspot.checkpoint.shared_memory.SHARED_MEMORY = self.folder / str(node)
+        sunspot.checkpoint.memory.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
@@ -305,7 +301,7 @@ class Protocol(RuleBasedStateMachine):
         """The state to go on from, and its rows that are not in storage."""
         if start.snapshot:
             assert found
-            return json.loads(bytes(found.data.numpy())), found.rest["ledger"]
+            return json.loads(bytes(found.data.numpy())), found.sidecar.ledger
         if not (checkpoint := start.checkpoint):
             return [], ()
         limit_s = SETTINGS.storage_timeout_s
@@ -315,7 +311,7 @@ class Protocol(RuleBasedStateMachine):
         self, run: Run, attempt: Attempt, taker: int, state: list[int], memory: NodeMemory, windows: Any
     ) -> None:
         ledger = Ledger(None, attempt.label, attempt.step, windows, on=True)
-        committer = CheckpointCommitter(run, attempt, SETTINGS, write_state, lambda: ledger.write(run), events=None)
+        committer = CheckpointCommitter(run, attempt, SETTINGS, [OneFile(run)], CommitOrder(), {}, ledger)
         for step in itertools.count(attempt.step + 1):
             ledger.add_step(step, torch.tensor(rows_of(taker, step)))
             state.append(taker)
@@ -333,7 +329,7 @@ class Protocol(RuleBasedStateMachine):
             slot = memory.free_slot(STATE_BYTES, needed=True)
             assert slot
             slot.map[:STATE_BYTES] = content
-            memory.complete(slot, manifest, serialized({"ledger": windows}))
+            memory.complete(slot, manifest, Sidecar(None, {}, [], windows, []).to_bytes())
             if step % SAVE_EVERY == 0:
                 copied: Future[bool] = Future()
                 copied.set_result(True)
@@ -480,15 +476,15 @@ class OverGrowingFiles(Protocol):
         return MemoryStorage(grows=True)
 
 
-def write_state(run: Run, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    name, content = snapshot.manifest.name, snapshot.state["model"]
-    return {"model.pt": upload(run, name, "model.pt", lambda writer: writer.write(content))}
+class OneFile:
+    """Writes a state of one file."""
 
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
-def serialized(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+    def files(self, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+        name, content = snapshot.manifest.name, snapshot.state["model"]
+        return {"model.pt": upload(self._run, name, "model.pt", lambda writer: writer.write(content))}
 
 
 @pytest.fixture(autouse=True)
@@ -498,9 +494,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sunspot.storage.base, "start_thread", run_inline)
     monkeypatch.setattr(sunspot.storage.limits, "start_thread", run_inline)
     monkeypatch.setattr(CheckpointCommitter, "_commit_all", lambda self: None)
-    monkeypatch.setattr(
-        sunspot.checkpoint.shared_memory, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY
-    )  # changed by each start
+    monkeypatch.setattr(sunspot.checkpoint.memory, "SHARED_MEMORY", sunspot.run.SHARED_MEMORY)  # changed by each start
 
 
 def explore(machine: type[Protocol], examples: int, **options: Any) -> None:

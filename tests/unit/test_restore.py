@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import pickle
 import pkgutil
@@ -20,15 +19,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sunspot.checkpoint.shared_memory
+import sunspot.checkpoint.memory
 import sunspot.elastic.claim
 import sunspot.elastic.restore
-from sunspot.checkpoint.memory import NodeMemory
-from sunspot.checkpoint.node_parts import NodeParts, PartCopy
-from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.shared_memory import find_snapshot
-from sunspot.checkpoint.slots import MemorySnapshot
-from sunspot.checkpoint.snapshot import in_buffer, map_tensors, size_of
+from sunspot.checkpoint.memory import MemorySnapshot, NodeMemory, Sidecar, find_snapshot
+from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
+from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
 from sunspot.elastic.claim import Found, Start, begin_attempt
 from sunspot.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
 from sunspot.elastic.messages import Incident
@@ -332,8 +328,8 @@ def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
     restored = load_start(run, Settings(), begun(run), Found(None, node, NodeParts(None, ["me"])), group)
     assert not restored.evaluated
 
-    rest = {"about": {"metrics": {}, "total_steps": 10}, "ledger": [(6, 7, "rows")]}
-    held: Any = SimpleNamespace(describe=lambda: rest, load=None)
+    sidecar = Sidecar(None, {"metrics": {}, "total_steps": 10}, [], [(6, 7, "rows")], [])
+    held: Any = SimpleNamespace(describe=lambda: sidecar, load=None)
     in_memory = replace(a_start(at(2, 0.0)), snapshot=copy(1, 7), parts=[PartCopy(0, copy(1, 7))])
     restored = load_start(run, Settings(), in_memory, Found(None, node, held), group)
     assert restored.ledger == ((6, 7, "rows"),)
@@ -425,7 +421,7 @@ def test_what_came_with_the_state_comes_back(
     tier: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That its epoch is not evaluated yet, its metrics, and in memory the rows that no audit in storage has."""
-    monkeypatch.setattr(sunspot.checkpoint.shared_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sunspot.checkpoint.memory, "SHARED_MEMORY", tmp_path)
     first = start(run, "me")
     values = {"model": {"weight": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": []}}
     name, metrics, windows = checkpoint_name(7, 1, first.nonce), {"loss": 0.5}, ((1, 1, 7, [3]),)
@@ -436,9 +432,8 @@ def test_what_came_with_the_state_comes_back(
         slot = memory.free_slot(size_of(structure), needed=True)
         assert slot
         in_buffer(structure, slot.map)["model"]["weight"].fill_(1)
-        beside = {"structure": structure, "about": {"metrics": metrics, "total_steps": 10}, "ledger": list(windows)}
-        torch.save(beside, rest := io.BytesIO())
-        memory.complete(slot, manifest, rest.getvalue())
+        sidecar = Sidecar(structure, {"metrics": metrics, "total_steps": 10}, [None], list(windows), [])
+        memory.complete(slot, manifest, sidecar.to_bytes())
     else:
         files = {}
         for kind, value in values.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.source import EmptySource
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
@@ -113,7 +113,8 @@ def test_a_checkpoints_model_shows_its_texts(run: Run) -> None:
     plan = make_plan(settings, task)
     attempt = start(begin(run), "me")
     model = task.build_model(settings, plan.source)
-    checkpoints = CheckpointManager(run, attempt, plan, model, task.build_optimizer(model, settings))
+    saved = SavedObjects(model, task.build_optimizer(model, settings))
+    checkpoints = CheckpointManager(run, attempt, plan, saved)
     checkpoints.save(1, {})
     checkpoints.close(finished=True)
     assert checkpoints.newest

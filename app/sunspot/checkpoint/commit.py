@@ -2,20 +2,21 @@
 
 A checkpoint exists once its manifest is written, which comes after all of its files were uploaded and verified. One
 is committed at a time; when storage is slower than the interval, a newer copy replaces one that still waits. Under
-PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (sharded.py).
+PARALLEL=fsdp every rank has such a thread for its part, and rank 0's commits what all have written (parts.py).
 """
 
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from sunspot.checkpoint.files import Files, refuse_unloadable
+from sunspot.checkpoint.files import SnapshotWriter, refuse_unloadable
+from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.snapshot import Snapshot
 from sunspot.errors import DamageError, NotFoundError, StorageError
 from sunspot.parallel.collectives import any_rank
@@ -40,7 +41,7 @@ from sunspot.storage.limits import RetryWindow
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Between two looks at what rank 0 has begun, while there is a snapshot to begin."""
+"""Time between two looks at what rank 0 has begun, while there is a snapshot to begin."""
 
 BEGUN, WRITTEN = "sunspot-commit", "sunspot-written-{}"
 """Keys of the group's store: the step of the snapshot that rank 0 has begun, and the checkpoint all parts of which are
@@ -59,9 +60,8 @@ class CommitOrder:
         self._group, self.leads = group, group is None or dist.get_rank(group) == 0
 
     def replaces(self, waiting: bool) -> bool:
-        """Whether a new snapshot takes the place of the newest before it; all ranks call this together.
-
-        It does where that one is `waiting` on rank 0.
+        """Return whether a new snapshot takes the place of the newest before it, which it does if that is `waiting` on
+        rank 0; all ranks call this together.
         """
         return any_rank(self._group, self.leads and waiting)[0] if self._group else waiting
 
@@ -71,7 +71,7 @@ class CommitOrder:
             self._group.get_group_store().set(BEGUN, str(step))
 
     def limit(self) -> float:
-        """The last step whose snapshot may be begun: on rank 0 any, on others the newest that rank 0 has begun."""
+        """Return the last step whose snapshot may be begun: on rank 0 any, else the newest that rank 0 has begun."""
         if self._group is None or self.leads:
             return math.inf
         begun = self._told(BEGUN)
@@ -83,11 +83,11 @@ class CommitOrder:
             self._group.get_group_store().set(WRITTEN.format(name), "")
 
     def is_written(self, name: str) -> bool:
-        """Whether rank 0 has told so."""
+        """Return whether rank 0 has told so."""
         return self._told(WRITTEN.format(name)) is not None
 
     def _told(self, key: str) -> bytes | None:
-        """What rank 0 has told; None: nothing yet."""
+        """Return what rank 0 has told; None: nothing yet."""
         assert self._group
         store = self._group.get_group_store()
         with suppress(dist.DistError):  # rank 0 is gone, and the group with it
@@ -103,18 +103,16 @@ class CheckpointCommitter:
         run: Run,
         attempt: Attempt,
         settings: Settings,
-        write: Callable[[Run, Snapshot], Files | None],
-        before_commit: Callable[[], None],
-        events: Journal | None,
-        order: CommitOrder | None = None,
+        writers: Sequence[SnapshotWriter],
+        order: CommitOrder,
+        journals: Mapping[str, Journal],
+        ledger: Ledger | None,
     ) -> None:
-        """`write` uploads a snapshot's files; it returns None where another rank commits them with its own.
-
-        `before_commit` makes durable what has to be there before the checkpoint; `order` is that of a state in parts.
+        """`writers` write the files of a snapshot. A checkpoint relies on `journals` and on the rows in the `ledger`
+        (None: another rank has them), which are in storage before it.
         """
         self._run, self._attempt, self._settings = run, attempt, settings
-        self._write, self._before_commit, self._events = write, before_commit, events
-        self._order = order or CommitOrder()
+        self._writers, self._order, self._journals, self._ledger = writers, order, journals, ledger
         self._waiting: list[Snapshot] = []
         "Those not begun, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
         self._committing = self._closing = False
@@ -246,9 +244,9 @@ class CheckpointCommitter:
         committed = read_manifest(self._run, snapshot.manifest.name) if self._outage.tries else None
         if not committed or committed.damage:  # or else an earlier try has committed it, and failed later
             refuse_unloadable({**snapshot.state, "extra_state": snapshot.extra_state}, self._settings.task)
-            self._before_commit()
-            files = self._write(self._run, snapshot)
-            if files is None:
+            self._write_history()
+            files = {file: entry for writer in self._writers for file, entry in writer.files(snapshot).items()}
+            if not self._order.leads:
                 return
             ensure_owner(self._run, self._attempt)
             if self._drops(snapshot):  # a change that went on when the copy had ended is known by now
@@ -260,8 +258,15 @@ class CheckpointCommitter:
         self.newest, self.commit_s = committed, time.monotonic() - began
         self._delete_expired()
 
+    def _write_history(self) -> None:
+        """Make durable what a checkpoint relies on: journals, and the rows consumed up to it."""
+        for journal in self._journals.values():
+            journal.flush()
+        if self._ledger:
+            self._ledger.write(self._run)
+
     def _drops(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is torn, and so never to be committed."""
+        """Return whether a snapshot is torn, and so never to be committed; records it."""
         self._dropped = snapshot.torn
         if self._dropped:
             detail = (
@@ -294,5 +299,5 @@ class CheckpointCommitter:
 
     def _record(self, event: str, step: int, detail: str) -> None:
         log.warning(f"{event} at step {step}: {detail}")
-        if self._events:
-            self._events.append({"step": step, "time": time.time(), "event": event, "detail": detail})
+        if events := self._journals.get("events"):
+            events.append({"step": step, "time": time.time(), "event": event, "detail": detail})

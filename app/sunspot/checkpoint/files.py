@@ -3,11 +3,12 @@
 import io
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from sunspot.checkpoint.snapshot import Snapshot, map_tensors
+from sunspot.checkpoint.snapshot import Snapshot
+from sunspot.checkpoint.tensors import map_tensors
 from sunspot.errors import ConflictError, DamageError, SettingsError, shorten
 from sunspot.run import Run
 from sunspot.run.checkpoints import Checkpoint
@@ -22,17 +23,28 @@ Files = dict[str, dict[str, Any]]
 torch.serialization.set_crc32_options(False)
 
 
-def write_whole(run: Run, snapshot: Snapshot) -> Files:
-    """Write the files of a snapshot that holds the whole state, all at once."""
-    name = snapshot.manifest.name
-    states = {
-        "model.pt": snapshot.state["model"],
-        "optimizer.pt": snapshot.state["optimizer"],
-        "extra_state.pt": snapshot.extra_state,
-    }
-    return dict(
-        zip(states, map_parallel(lambda file: upload_state(run, name, file, states[file]), states), strict=True)
-    )
+class SnapshotWriter(Protocol):
+    """Writes some of a checkpoint's files."""
+
+    def files(self, snapshot: Snapshot) -> Files:
+        """Write and verify them; returns their entries in the manifest."""
+
+
+class WholeState:
+    """Writes the files of a snapshot that holds the whole state."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def files(self, snapshot: Snapshot) -> Files:
+        name = snapshot.manifest.name
+        states = {
+            "model.pt": snapshot.state["model"],
+            "optimizer.pt": snapshot.state["optimizer"],
+            "extra_state.pt": snapshot.extra_state,
+        }
+        entries = map_parallel(lambda file: upload_state(self._run, name, file, states[file]), states)
+        return dict(zip(states, entries, strict=True))
 
 
 def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> dict[str, Any]:
@@ -54,12 +66,12 @@ def upload(run: Run, name: str, file: str, write: Callable[[Writer], Any]) -> di
 
 
 def upload_state(run: Run, name: str, file: str, state: Any) -> dict[str, Any]:
-    """`upload` a state, serialized by `torch.save`."""
+    """Upload a state, serialized by `torch.save`, like `upload`."""
     return upload(run, name, file, lambda writer: torch.save(state, writer))  # type: ignore[arg-type]  # write() is all
 
 
 def read_file(run: Run, checkpoint: Checkpoint, file: str) -> bytearray:
-    """All bytes of a checkpoint's file; raises `DamageError` when they do not match the manifest."""
+    """Read all bytes of a checkpoint's file; raises `DamageError` when they do not match the manifest."""
     key, content = run.key("checkpoints", checkpoint.name, file), bytearray()
     if run.storage.digest(key, content.extend)[1] != checkpoint.files[file]["sha256"]:
         raise DamageError(f"{run.storage.locate(key)}: does not match its manifest")
@@ -75,7 +87,10 @@ def load_state(run: Run, checkpoint: Checkpoint, file: str) -> Any:
 
 
 def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO | str) -> Any:
-    """`unpack` a file whose bytes in `source` are those of the manifest; raises `ConflictError`: it is not damaged."""
+    """Load a file whose bytes in `source` are those of the manifest, so that it is not damaged.
+
+    Raises `ConflictError` when it cannot be loaded.
+    """
     try:
         return unpack(source)
     except ValueError as error:
@@ -87,7 +102,7 @@ def load_checked(run: Run, checkpoint: Checkpoint, file: str, source: BinaryIO |
 
 
 def unpack(source: BinaryIO | str) -> Any:
-    """What `torch.save` wrote, on the CPU; raises `ValueError` for anything but tensors and plain values.
+    """Return what `torch.save` wrote, on the CPU; raises `ValueError` for anything but tensors and plain values.
 
     No code in it is run. Of a file given by its path, the tensors are its pages, which change for this process alone;
     one that cannot be mapped is read.
@@ -102,9 +117,9 @@ def unpack(source: BinaryIO | str) -> Any:
 
 
 def refuse_unloadable(states: Mapping[str, Any], task: str) -> None:
-    """Raise `SettingsError` for states of which `unpack` would refuse what is no tensor; it names the first such value.
+    """Raise `SettingsError` for states that could be saved and verified, but that no restart could load.
 
-    They could be saved and verified, and no restart could go on from them.
+    It names the first value in them that `unpack` would refuse.
     """
     plain = map_tensors(states, lambda _: None)  # type: ignore[arg-type, return-value]
     if _comes_back(plain):
@@ -129,7 +144,7 @@ def _comes_back(value: Any) -> bool:
 
 
 def _values_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What dicts, lists and tuples hold, however deep, each with the keys that lead to it."""
+    """Yield what dicts, lists and tuples hold, however deep, each with the keys that lead to it."""
     if type(value) in (dict, list, tuple):
         for key, item in value.items() if type(value) is dict else enumerate(value):
             yield from _values_in(item, f"{path}.{key}" if path else str(key))

@@ -1,38 +1,96 @@
-"""A state on its way to the workers of a node: one of them reads and verifies it, and all map its pages.
+"""The state that a worker group starts from, on its way to the workers of a node.
 
-So a restore reads each byte once for a node, and takes the memory of one state beside the workers' own.
+One worker of each node reads and verifies what its node has in memory, or a checkpoint, and the others map its pages
+(`NodeState` for a whole state, `NodeParts` for one in parts). What a node lacks is sent to it (`share_pages`). So a
+restore reads each byte once for a node, and takes the memory of one state beside the workers' own.
 """
 
+import itertools
 import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 
 from sunspot.checkpoint.files import load_checked
-from sunspot.checkpoint.neighbours import CHUNK, TIMEOUT_S
-from sunspot.checkpoint.sharded import is_sharded
-from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot, as_bytes
+from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, Sidecar, as_bytes, read_if_good
+from sunspot.checkpoint.parts import Contents, is_sharded, load_pieces
+from sunspot.checkpoint.pieces import Piece, Reads
+from sunspot.checkpoint.replicas import CHUNK, TIMEOUT_S
+from sunspot.checkpoint.tensors import keys_of, make_outline, padded, tensors_in
 from sunspot.parallel.collectives import gather_objects, run_on_all_ranks
+from sunspot.parallel.sharding import Place
 from sunspot.run import Run
 from sunspot.run.checkpoints import FILES_AT_ONCE, Checkpoint, compare_bytes
 from sunspot.shared_pages import Pages, map_pages
 from sunspot.storage.base import map_parallel
 
 STATES = ("model.pt", "optimizer.pt")
-"""The files that a worker group loads; others are only verified."""
+"""The files of a checkpoint that a worker group loads; others are only verified."""
+
+
+def share_pages(
+    group: dist.ProcessGroup | None,
+    nodes: Sequence[str],
+    own: Mapping[int, LoadedSnapshot],
+    wanted: Mapping[int, MemorySnapshot],
+) -> dict[int, torch.Tensor]:
+    """Map the bytes of the copies that this rank has `wanted`, by numbers; all workers call this together.
+
+    `own` are the copies that this rank has read, whose pages are closed in the end. What is wanted on a node where
+    nobody has it is sent there by a rank that has. What one rank changes of the bytes, the others do not see.
+    """
+    rank, received = dist.get_rank(group) if group else 0, dict[int, Pages]()
+    everyone = gather_objects((set(own), set(wanted)), group)
+    holders: dict[int, list[int]] = {}
+    receivers: dict[tuple[int, str], int] = {}
+    for other, (has, wants) in enumerate(everyone):
+        for number in has:
+            holders.setdefault(number, []).append(other)
+        for number in wants:
+            receivers.setdefault((number, nodes[other]), other)
+    work, sent, limit = [], Counter[int](), timedelta(seconds=TIMEOUT_S)
+    for (number, node), receiver in sorted(receivers.items()):
+        if node in {nodes[holder] for holder in holders[number]}:
+            continue
+        sender = holders[number][sent[number] % len(holders[number])]
+        sent[number] += 1
+        if rank == receiver:
+            size = wanted[number].size
+            pages = received[number] = Pages(size)
+            target = map_pages(pages.path, size, shared=True)
+            work += [dist.irecv(each, sender, group, number) for each in target.split(CHUNK)]
+        elif rank == sender:
+            work += [dist.isend(each, receiver, group, number) for each in own[number].data.split(CHUNK)]
+    for each in work:  # a node that freezes is waited for no longer than the limit
+        cast(dist.Work, each).wait(limit)
+    for number, pages in received.items():
+        if zlib.crc32(as_bytes(map_pages(pages.path, wanted[number].size))) != wanted[number].crc32:
+            raise RuntimeError("a copy of the state that came from another node is not what was marked there")
+    there = {**{number: loaded.pages for number, loaded in own.items()}, **received}
+    here: dict[int, str] = {}
+    for other, paths in enumerate(gather_objects({number: pages.path for number, pages in there.items()}, group)):
+        if nodes[other] == nodes[rank]:
+            here |= paths
+    mapped = {number: map_pages(here[number], held.size) for number, held in wanted.items()}
+    gather_objects(None, group)  # all have mapped them
+    for pages in there.values():
+        pages.close()
+    return mapped
 
 
 class NodeState:
-    """One rank's hold on the state in its node's memory. All workers of `group` make one together."""
+    """One rank's hold on a whole state in its node's memory. All workers of `group` make one together."""
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
         """`nodes` identify the machine of each rank; `group` None: a worker alone."""
-        self._run, self._group = run, group
-        self._rank, self._world_size = dist.get_rank(group) if group else 0, len(nodes)
-        self._readers = sorted({nodes.index(node) for node in nodes})
-        "The lowest rank of each node, which reads for all of its ranks."
+        self._run, self._group, self._nodes = run, group, nodes
+        self._rank = dist.get_rank(group) if group else 0
         self._reader = nodes.index(nodes[self._rank])
+        "The lowest rank of this node, which reads for all of its ranks."
         self._files: dict[str, Pages] = {}
 
     @property
@@ -50,7 +108,7 @@ class NodeState:
         if absent := [file for file in STATES if file not in checkpoint.files and not is_sharded(checkpoint)]:
             return [f"its manifest lists no {file}" for file in absent]
         if is_sharded(checkpoint):
-            mine = sorted(checkpoint.files)[self._rank :: self._world_size]
+            mine = sorted(checkpoint.files)[self._rank :: len(self._nodes)]
         else:
             mine = sorted(checkpoint.files) if self.reads else []
 
@@ -63,7 +121,7 @@ class NodeState:
         return [fault for faults in map_parallel(read, mine, FILES_AT_ONCE) for fault in faults]
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The `model` and `optimizer` that were read, on the CPU; their tensors are pages that the node's ranks share.
+        """Load the `model` and `optimizer` that were read, on the CPU, out of pages that the node's ranks share.
 
         All workers call this together. Raises `ConflictError` for a file that cannot be loaded, whole as it is.
         """
@@ -76,37 +134,115 @@ class NodeState:
         self.close()
         return states
 
-    def share(self, chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None) -> LoadedSnapshot:
-        """The `chosen` snapshot on every rank, its tensors in pages that the node's ranks share.
+    def share(self, chosen: MemorySnapshot, rank: int, found: LoadedSnapshot | None) -> tuple[torch.Tensor, Sidecar]:
+        """Return the bytes and the sidecar of the `chosen` copy, on every rank.
 
-        Readers that did not find it get it from `rank`. All workers call this together.
+        `rank` has it, and perhaps others have; each hands in what it has `found`. All workers call this together.
         """
-        mine = found.held if found else None
-        same = mine is not None and (mine.attempt, mine.step, mine.crc32) == (chosen.attempt, chosen.step, chosen.crc32)
-        pages = found.pages if found and same else Pages(chosen.size if self.reads else 0)
-        rest = [found.rest if found and same else {}]
-        have = gather_objects(same, self._group)
-        lacking = [reader for reader in self._readers if not have[reader]]
-        if lacking:
-            # Only they and `rank` take part; all of the group have to make it.
-            limit = timedelta(seconds=TIMEOUT_S)
-            group = cast(dist.ProcessGroup, dist.new_group(sorted({rank, *lacking}), limit, "gloo"))
-            if self._rank in (rank, *lacking):
-                received = map_pages(pages.path, chosen.size, shared=True)
-                for message in received.split(CHUNK):  # a node that freezes is waited for no longer than the limit
-                    dist.broadcast(message, rank, group=group)
-                if not same and zlib.crc32(as_bytes(received)) != chosen.crc32:
-                    raise RuntimeError("the copy of the state that came from another node is not what was marked there")
-        if self._group:
-            dist.broadcast_object_list(rest, rank, group=self._group)
-        paths = gather_objects(pages.path, self._group)
-        data = map_pages(paths[self._reader], chosen.size)
-        gather_objects(None, self._group)  # all have mapped them
-        pages.close()
-        return LoadedSnapshot(chosen, data, rest[0], pages)
+        has = found is not None and _identity(found.held) == _identity(chosen)
+        sidecar = gather_objects(found.sidecar if found and rank == self._rank else None, self._group)[rank]
+        data = share_pages(self._group, self._nodes, {0: found} if found and has else {}, {0: chosen})
+        return data[0], sidecar
 
     def close(self) -> None:
         """Let go of files that were read."""
         for pages in self._files.values():
             pages.close()
         self._files = {}
+
+
+def _identity(held: MemorySnapshot) -> tuple[int, int, int]:
+    return held.attempt, held.step, held.crc32
+
+
+class PartCopy(NamedTuple):
+    """A copy of a part that a group goes on from."""
+
+    rank: int
+    "The worker that reads it, on a node that holds it."
+    held: MemorySnapshot
+
+
+class PartIndex(NamedTuple):
+    """Where the tensors of a part lie in its slot."""
+
+    cut: list[Piece]
+    "Pieces of tensors."
+    whole: list[Piece]
+    "Tensors that each part has (buffers, the optimizer's step counts)."
+
+
+class NodeParts:
+    """One rank's hold on a state in parts. All workers of `group` make one together.
+
+    They may be more or fewer than those whose parts they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, nodes: list[str]) -> None:
+        """`nodes` identify the machine of each rank; `group` None: a worker alone."""
+        self._group, self._nodes = group, nodes
+        self._rank = dist.get_rank(group) if group else 0
+        self._chosen: Sequence[PartCopy] = ()
+        self._loaded: dict[int, LoadedSnapshot] = {}
+        "The parts that this rank has read."
+        self._indexes: dict[int, PartIndex] = {}
+        self._outline: Any = None
+
+    def read(self, chosen: Sequence[PartCopy]) -> list[PartCopy]:
+        """Read the parts of a state, in their order, that are this rank's to read; returns those that are damaged."""
+        self._chosen, self._loaded, damaged = chosen, {}, []
+        for copy in chosen:
+            if copy.rank == self._rank:
+                if loaded := read_if_good(copy.held):
+                    self._loaded[copy.held.part] = loaded
+                else:
+                    damaged.append(copy)
+        return damaged
+
+    def describe(self) -> Sidecar:
+        """Return the sidecar of the first part; all workers call this together, before `load`."""
+        mine = {part: make_index(part, loaded.sidecar) for part, loaded in self._loaded.items()}
+        for indexes in gather_objects(mine, self._group):
+            self._indexes |= indexes
+        first = self._loaded.get(0)
+        sidecars = gather_objects(first and first.sidecar, self._group)
+        sidecar: Sidecar = next(filter(None, sidecars))
+        self._outline = make_outline(sidecar.structure, sidecar.names)
+        return sidecar
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Load this rank's part of a sharded model and its optimizer. All workers call this together.
+
+        Raises `ConflictError` when the copy is of another model.
+        """
+        nearest = self._rank * len(self._indexes) // len(self._nodes)  # it has most of what this rank needs
+        pieces = [piece for index in self._indexes.values() for piece in index.cut]
+        pieces += self._indexes[nearest].whole
+
+        def read(into: dict[str, torch.Tensor]) -> None:
+            reads = Reads(pieces, into)
+            wanted = {int(piece.file): self._chosen[int(piece.file)].held for piece in reads.wanted}
+            data = share_pages(self._group, self._nodes, self._loaded, wanted)
+            self._loaded = {}
+            for piece in reads.wanted:
+                content = data[int(piece.file)][piece.begin : piece.begin + piece.size]
+                reads.put(piece, content.view(getattr(torch, piece.dtype)).view(piece.lengths))
+
+        contents = Contents(pieces, self._outline)
+        load_pieces(contents, self._chosen[0].held.checkpoint, model, optimizer, read)
+
+
+def make_index(part: int, sidecar: Sidecar) -> PartIndex:
+    """Tell where the tensors lie in the slot of a part, from its sidecar."""
+    tensors = tensors_in(sidecar.structure)
+    keys = keys_of(sidecar.structure, sidecar.names)
+    begins = itertools.accumulate(map(padded, tensors), initial=0)
+    index = PartIndex([], [])
+    for key, tensor, place, begin in zip(keys, tensors, sidecar.places, begins, strict=False):
+        if tensor.numel() or not place:  # of a tensor with fewer rows than there are ranks, the last ranks have nothing
+            shape, offset = place or Place(tuple(tensor.shape), (0,) * tensor.ndim)
+            dtype, size = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+            extent = (list(shape), list(offset), list(tensor.shape))
+            piece = Piece(key, dtype, *extent, str(part), begin, size, crc32=0)  # the whole part has been checked
+            (index.cut if place else index.whole).append(piece)
+    return index

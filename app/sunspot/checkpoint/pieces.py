@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 INDEX = "part-{:05d}.json"
 
 REQUEST_BYTES = 64 << 20
-"""Read by one request, if it needs as much; a larger one gains nothing."""
+"""Bytes that one request reads, if it needs as much; a larger one gains nothing."""
 
 REQUESTS_AT_ONCE = 4
-"""Of one rank: there may be eight to a node."""
+"""Requests of one rank: there may be eight to a node."""
 
 
 class Piece(NamedTuple):
@@ -39,21 +39,21 @@ class Piece(NamedTuple):
     name: str
     dtype: str
     shape: list[int]
-    "Of the whole tensor."
+    "The whole tensor's."
     offset: list[int]
-    "Of the piece in the tensor."
+    "Where the piece begins in the tensor."
     lengths: list[int]
-    "Of the piece, in each dimension."
+    "The piece's, in each dimension."
     file: str
     begin: int
-    "Of its bytes in the file, as `torch.save` wrote them."
+    "Where its bytes begin in the file, as `torch.save` wrote them."
     size: int
-    crc32: int | None = None
-    "Of these bytes; None in a part written by a version that kept none."
+    crc32: int
+    "The checksum of these bytes."
 
 
 def make_metadata(pieces: Sequence[Piece]) -> Metadata:
-    """The metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
+    """Make the metadata that torch.distributed.checkpoint reads; raises `DamageError` when a piece is missing."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # torch's own reader wants it in .metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -77,7 +77,7 @@ def make_metadata(pieces: Sequence[Piece]) -> Metadata:
 
 
 class ChecksummedWriter:
-    """Passes bytes on, with a checksum of its own."""
+    """Passes bytes on to a writer, and counts their checksum."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -92,7 +92,7 @@ class ChecksummedWriter:
 
 
 def read_index(run: Run, checkpoint: Checkpoint) -> list[Piece]:
-    """All pieces of a checkpoint, by rank."""
+    """Read all pieces of a checkpoint, by rank."""
     indexes = sorted(file for file in checkpoint.files if re.fullmatch(r"part-\d+\.json", file))
     contents = map_parallel(lambda file: json.loads(read_file(run, checkpoint, file)), indexes)
     return [Piece(**piece) for content in contents for piece in content["tensors"]]
@@ -105,11 +105,11 @@ def read_into(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], into: d
     """
     reads = Reads(pieces, into)
 
-    def load(neighbours: list[Piece]) -> None:
-        for piece, content in _read_neighbours(run, checkpoint, neighbours):
+    def load(adjacent: list[Piece]) -> None:
+        for piece, content in _read_adjacent(run, checkpoint, adjacent):
             reads.put(piece, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
 
-    map_parallel(load, group_neighbours(reads.wanted), REQUESTS_AT_ONCE)
+    map_parallel(load, group_adjacent(reads.wanted), REQUESTS_AT_ONCE)
 
 
 class Reads:
@@ -127,7 +127,7 @@ class Reads:
             self._items.setdefault((piece.file, piece.begin), []).append(item)
         wanted = (piece for piece in pieces if (piece.file, piece.begin) in self._items)
         self.wanted = sorted(wanted, key=lambda piece: (piece.file, piece.begin))
-        "By their places in the files."
+        "The pieces, by their places in the files."
 
     def put(self, piece: Piece, content: torch.Tensor) -> None:
         """Copy what is needed of a piece that was read."""
@@ -138,44 +138,35 @@ class Reads:
             self._planner.resolve_tensor(item).detach().copy_(tensor)
 
 
-def group_neighbours(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Pieces, sorted by their places, in groups that one request each reads: REQUEST_BYTES, or one larger piece.
-
-    Without a checksum of its own a piece cannot be checked, but with its whole file.
-    """
+def group_adjacent(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Group pieces, sorted by their places, that one request each reads: REQUEST_BYTES, or one larger piece."""
     groups: list[list[Piece]] = []
     for piece in pieces:
         first, last = (groups[-1][0], groups[-1][-1]) if groups else (None, None)
-        near = last and piece.begin - (last.begin + last.size) <= CHUNK
-        small = first and piece.begin + piece.size - first.begin <= REQUEST_BYTES
-        if first and first.file == piece.file and (piece.crc32 is None or (near and small)):
+        near = last and piece.file == last.file and piece.begin - (last.begin + last.size) <= CHUNK
+        if first and near and piece.begin + piece.size - first.begin <= REQUEST_BYTES:
             groups[-1].append(piece)
         else:
             groups.append([piece])
     return groups
 
 
-def _read_neighbours(
-    run: Run, checkpoint: Checkpoint, pieces: list[Piece]
-) -> Iterator[tuple[Piece, bytes | bytearray]]:
-    """Each of some pieces in one file with its bytes, checked; raises `DamageError`."""
+def _read_adjacent(run: Run, checkpoint: Checkpoint, pieces: list[Piece]) -> Iterator[tuple[Piece, bytearray]]:
+    """Yield each of some pieces in one file with its bytes, checked; raises `DamageError`."""
     file, at = pieces[0].file, pieces[0].begin
-    if pieces[0].crc32 is None:
-        content = read_file(run, checkpoint, file)
-        yield from ((piece, content[piece.begin : piece.begin + piece.size]) for piece in pieces)
-        return
     key = run.key("checkpoints", checkpoint.name, file)
     with run.storage.open(key, at) as stream:
         for piece in pieces:
             _read_exactly(stream, piece.begin - at)
-            data, at = _read_exactly(stream, piece.size), piece.begin + piece.size
+            data = _read_exactly(stream, piece.size)
+            at = piece.begin + piece.size
             if zlib.crc32(data) != piece.crc32:
                 raise DamageError(f"{run.storage.locate(key)}: {piece.name} in it does not match the index of its part")
             yield piece, data
 
 
 def _read_exactly(stream: BinaryIO, size: int) -> bytearray:
-    """The next bytes of a stream; fewer at its end."""
+    """Read the next bytes of a stream; fewer at its end."""
     content = bytearray()
     while len(content) < size and (chunk := stream.read(min(CHUNK, size - len(content)))):
         content += chunk

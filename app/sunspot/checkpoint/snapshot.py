@@ -4,17 +4,11 @@ What only the optimizer changes stays as it is during forward and backward, so i
 optimizer step waits (`wait_for_copy`; on a GPU, its queue does: copying.py). Anything else in the model may change in
 the very next forward pass (batch norm's averages, a teacher that follows the weights), and is copied at once. What
 turns out to have changed while it was copied has torn that copy, which is dropped, and is copied at once from then on.
-The copy lies in the node's shared memory (memory.py). Under DDP every node has the whole state; under FSDP each worker
-copies its part, and one on the next node keeps it, too (neighbours.py). After a loss, the next worker group resumes
-from the newest copy that the surviving nodes have (sunspot/elastic/restore.py), and only without one from storage. The
-commit thread uploads the same copy (commit.py).
 """
 
-import functools
-import io
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,16 +18,17 @@ import torch
 from sunspot.background import start_thread
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.copying import Pairs, QueueWait, copy, mark_queue
-from sunspot.checkpoint.memory import NodeMemory
-from sunspot.checkpoint.neighbours import PartExchange
-from sunspot.checkpoint.slots import Slot
+from sunspot.checkpoint.memory import NodeMemory, Sidecar, Slot, Use
+from sunspot.checkpoint.replicas import PartExchange
+from sunspot.checkpoint.tensors import ALIGNMENT, in_buffer, map_tensors, parameter_names, size_of, tensors_in
 from sunspot.parallel.sharding import Place, find_places, parameters_of, part_of
 from sunspot.run.checkpoints import Checkpoint
 
-ALIGNMENT = 64
-"""Bytes, of each tensor in a slot: any dtype can be viewed there."""
-
 OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of so many bytes, as which the bits of a number are summed up."""
+
+MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
+"""Returns what else a task wants in its checkpoints, by the names of the files, given the model's state_dict."""
 
 
 class ChangeWatch:
@@ -58,6 +53,25 @@ class ChangeWatch:
         return self._final
 
 
+@dataclass(frozen=True)
+class SavedObjects:
+    """The objects whose state is saved, while training goes on to change them."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage | None = None
+    "Saved in the place of the weights."
+    more_files: MoreFiles | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state_dicts of `model` and `optimizer`, with the very tensors that are trained."""
+        return {"model": self.model.state_dict(keep_vars=True), "optimizer": self.optimizer.state_dict()}
+
+    def with_average(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state as a checkpoint has it: with the average, if there is one, for the weights."""
+        return self.average.exchange(state) if self.average else state
+
+
 @dataclass
 class Snapshot:
     """A copy of the state at one step, in host memory."""
@@ -79,11 +93,11 @@ class Snapshot:
         return bool(self.watch.changed())
 
     def release(self) -> None:
-        """Free the slot: the commit thread no longer needs it."""
-        self.slot.uploading = False
+        """Let the slot be used again: the commit thread no longer needs it."""
+        self.slot.uses.discard(Use.UPLOADING)
 
 
-class SteppedParameters:
+class OptimizerOnlyParameters:
     """The parameters that nothing but optimizer steps changes, as the second step shows: they get a gradient, and its
     forward pass leaves them alone, even through `.data`.
     """
@@ -123,19 +137,18 @@ class Snapshots:
     def __init__(
         self,
         memory: NodeMemory,
+        saved: SavedObjects,
+        stepped: OptimizerOnlyParameters,
         exchange: PartExchange | None = None,
-        agree: Callable[[bool], bool] = lambda has_slot: has_slot,
     ) -> None:
-        """Of a state in parts, `exchange` has them kept by neighbours, and `agree` says whether all workers copy theirs
-        now, given whether this one can.
-        """
-        self.memory = memory
-        self._exchange, self._agree = exchange, agree
+        """Of a state in parts, `exchange` has them kept on two nodes."""
+        self._memory, self._saved, self._stepped, self._exchange = memory, saved, stepped, exchange
+        self._names = parameter_names(saved.model, saved.optimizer) if exchange else []
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="state-copy")
         self._copying: Future[torch.cuda.Event | None] | None = None
-        "Until the training waits for it: the end of a GPU's copies."
+        "The copy that the training has to wait for; its result is the end of a GPU's copies."
         self._watch = ChangeWatch(())
-        "Of the newest copy."
+        "The newest copy's."
         self._unsteady: set[int] = set()
         "The `id` of each tensor that has torn a copy."
         self._queue_wait: QueueWait | None = None
@@ -151,91 +164,77 @@ class Snapshots:
         """Seconds of training that all snapshots so far have cost."""
         return self._charged + self._spent
 
-    def take(
-        self,
-        manifest: Checkpoint,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        extra_state: dict[str, Any],
-        beside: dict[str, Any],
-        *,
-        stepped: Collection[int],
-        needed: bool,
-        for_storage: bool,
-        average: WeightAverage | None = None,
-    ) -> Snapshot | None:
-        """Begin to copy the state, and what lies `beside` it in memory; call `wait_for_copy` before parameters change.
+    # In the training thread.
 
-        `stepped` are the ids of the parameters that only optimizer steps change. With `for_storage` the slot is kept
-        until the snapshot is released. Returns None when the copy is not `needed` and no slot is free, or the copy
-        before is not sealed yet.
+    def take(
+        self, manifest: Checkpoint, ledger: list[Any], extra_state: dict[str, Any] | None, *, needed: bool
+    ) -> Snapshot | None:
+        """Begin to copy the state; call `wait_for_copy` before parameters change.
+
+        `ledger` lies beside it in memory. With `extra_state` the snapshot is for storage, and its slot is kept until it
+        is released. Returns None when the copy is not `needed` and no slot is free, or the copy before is not sealed
+        yet.
         """
         began = time.perf_counter()
         self.wait_for_copy()
         if needed:
             self.wait_until_complete()  # then a slot is free
         elif self._sealing and not self._sealing.done():
-            self._agree(False)
+            self._all_copy(False)
             return None
-        if self._queue_wait:
-            self._spent += self._queue_wait.seconds
-            self._queue_wait = None
-        if self._spent:
-            self.costs.append(self._spent)
-            self._charged += self._spent
-            self._spent = 0.0
-        source = _state_of(model, optimizer)
-        changing = {id(tensor) for tensor in tensors_in(source["model"])}.difference(stepped) | self._unsteady
-        source = average.exchange(source) if average else source
+        self._add_up_costs()
+
+        # What to copy, and where to: all workers of a state in parts, or none.
+        source = self._saved.state()
+        changing = {id(tensor) for tensor in tensors_in(source["model"])} - (self._stepped.ids or set())
+        changing |= self._unsteady
+        source = self._saved.with_average(source)
         structure, device = self._outline(source)
-        slot = self.memory.free_slot(self.size, needed, device)
+        slot = self._memory.free_slot(self.size, needed, device)
         asked = time.perf_counter()
-        agreed = self._agree(slot is not None)
+        agreed = self._all_copy(slot is not None)
         began += time.perf_counter() - asked  # waiting for slower workers is no cost: the next gradients would
         if slot is None or not agreed:
             return None
         state, places = in_buffer(structure, slot.map), find_places(tensors_in(source))
-        at_once: Pairs = []
-        behind: Pairs = []
+
+        # What may change in the next forward pass is copied now, and the rest in the copy thread.
+        copy_now: Pairs = []
+        copy_async: Pairs = []
         watched: list[torch.Tensor] = []
-        for name in ("model", "optimizer"):
-            for target, tensor in zip(tensors_in(state[name]), tensors_in(source[name]), strict=True):
-                pair = (target, part_of(tensor.detach()))
-                if id(tensor) in changing:
-                    at_once.append(pair)
-                else:
-                    behind.append(pair)
-                    watched.append(tensor)
-        for target, tensor in at_once:
+        for target, tensor in zip(tensors_in(state), tensors_in(source), strict=True):
+            pair = (target, part_of(tensor.detach()))
+            if id(tensor) in changing:
+                copy_now.append(pair)
+            else:
+                copy_async.append(pair)
+                watched.append(tensor)
+        for target, tensor in copy_now:
             target.copy_(tensor, non_blocking=True)  # before whatever comes later in a GPU's queue
-        mark = mark_queue([*at_once, *behind])
-        slot.uploading, slot.sealing = for_storage, self.memory.shared
+        mark = mark_queue([*copy_now, *copy_async])
+        if extra_state is not None:
+            slot.uses.add(Use.UPLOADING)
         self._watch = ChangeWatch(watched)
-        self._copying = self._copies.submit(self._copy, behind, mark)
+        self._copying = self._copies.submit(self._copy, copy_async, mark)
         copied = self._copies.submit(_wait_for_end, self._copying, source)
-        if mark:  # one that was made at once; nobody waits for that
+        if mark:  # a slot that was made at once is not pinned; nobody waits for that
             self._copies.submit(self._pin, slot, mark.device)
-        if slot.sealing:
-            about = {name: value for name, value in asdict(manifest).items() if name != "files"}
-            rest = {"structure": structure, "about": about, "places": [place and tuple(place) for place in places]}
-            seal = functools.partial(self._seal, copied, self._watch, slot, manifest, rest | beside)
-            self._sealing = start_thread(seal, "state-seal")
+        snapshot = Snapshot(manifest, extra_state or {}, state, slot, copied, self._watch, places)
+
+        # Once it is copied, it is marked in memory as complete.
+        if self._memory.shared:
+            slot.uses.add(Use.SEALING)
+            fields = {name: value for name, value in asdict(manifest).items() if name != "files"}
+            plain_places = [place and tuple(place) for place in places]
+            sidecar = Sidecar(structure, fields, plain_places, ledger, self._names)
+            self._sealing = start_thread(lambda: self._seal(snapshot, sidecar), "state-seal")
         self._spent += time.perf_counter() - began
-        return Snapshot(manifest, extra_state, state, slot, copied, self._watch, places)
+        return snapshot
 
-    def reserve(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
-    ) -> None:
+    def reserve(self) -> None:
         """Begin to make room for the first copy, which then does not have to wait for it."""
-        source = _state_of(model, optimizer)
-        _, device = self._outline(average.exchange(source) if average else source)
-        self.memory.reserve(self.size, device)
-
-    def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
-        """The state to copy without its values, and the GPU that it is on, if any."""
-        structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
-        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
-        return structure, next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
+        _, device = self._outline(self._saved.with_average(self._saved.state()))
+        self._memory.reserve(self.size, device)
 
     def charge(self, seconds: float) -> None:
         """Add to the cost of the newest snapshot."""
@@ -255,6 +254,26 @@ class Snapshots:
         if self._sealing:
             self._sealing.result()
 
+    def _all_copy(self, has_slot: bool) -> bool:
+        return self._exchange.all_copy(has_slot) if self._exchange else has_slot
+
+    def _add_up_costs(self) -> None:
+        if self._queue_wait:
+            self._spent += self._queue_wait.seconds
+            self._queue_wait = None
+        if self._spent:
+            self.costs.append(self._spent)
+            self._charged += self._spent
+            self._spent = 0.0
+
+    def _outline(self, source: dict[str, Any]) -> tuple[Any, torch.device | None]:
+        """Return the state to copy without its values, and the GPU that it is on, if any."""
+        structure = map_tensors(source, lambda tensor: torch.empty_like(part_of(tensor), device="meta"))
+        self.size = max(ALIGNMENT, size_of(structure))  # a worker may have no part of anything
+        return structure, next((tensor.device for tensor in tensors_in(source) if tensor.is_cuda), None)
+
+    # In the copy thread.
+
     def _copy(self, pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
         before = time.thread_time()
         end = copy(pairs, mark)
@@ -263,16 +282,15 @@ class Snapshots:
 
     def _pin(self, slot: Slot, device: torch.device) -> None:
         with torch.cuda.device(device):
-            self.memory.pin(slot)
+            self._memory.pin(slot)
 
-    def _seal(
-        self, copied: Future[bool], watch: ChangeWatch, slot: Slot, manifest: Checkpoint, rest: dict[str, Any]
-    ) -> None:
-        on_cpu = copied.result()
+    # In the seal thread.
+
+    def _seal(self, snapshot: Snapshot, sidecar: Sidecar) -> None:
+        on_cpu = snapshot.copied.result()
         before = time.thread_time()
-        file = io.BytesIO()
-        torch.save(rest, file)
-        self.memory.complete(slot, manifest, file.getvalue(), self._exchange, watch.changed)
+        complete = self._exchange.complete if self._exchange else self._memory.complete
+        complete(snapshot.slot, snapshot.manifest, sidecar.to_bytes(), snapshot.watch.changed)
         self._charge_thread(before, on_cpu)
         if self._exchange:
             self._spent += self._exchange.cost_s
@@ -283,57 +301,8 @@ class Snapshots:
             self._spent += (time.thread_time() - before) / torch.get_num_threads()
 
 
-def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
-
-
 def _wait_for_end(copying: Future[torch.cuda.Event | None], source: Any) -> bool:
     """Return when all is copied, and whether a CPU did it; until then, the tensors of `source` are kept."""
     if end := copying.result():
         end.synchronize()
     return end is None
-
-
-# ----------------------------------------------------------------------------------------------- tensors in a slot
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested dicts, lists and tuples, with every tensor replaced by `change(tensor)`, always in one order."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor, in the order of `map_tensors`."""
-    found: list[torch.Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
-
-
-def size_of(structure: Any) -> int:
-    """Bytes of a slot that holds these tensors."""
-    return sum(padded(tensor) for tensor in tensors_in(structure))
-
-
-def in_buffer(structure: Any, buffer: Any) -> Any:
-    """`structure` with tensors of the same shapes and dtypes that lie in `buffer`, each with its own storage."""
-    offset = 0
-
-    def place(like: torch.Tensor) -> torch.Tensor:
-        nonlocal offset
-        begin, offset = offset, offset + padded(like)
-        if not like.numel():
-            return torch.empty(like.shape, dtype=like.dtype)
-        return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=begin).view(like.shape)
-
-    return map_tensors(structure, place)
-
-
-def padded(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes in a slot."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT

@@ -6,13 +6,13 @@ Resuming never needs them: they are for other programs, and for INIT_FROM.
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from sunspot.checkpoint.files import Files, unpack, upload
-from sunspot.checkpoint.snapshot import Snapshot
+from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
 from sunspot.errors import SettingsError
 from sunspot.run import Run
 from sunspot.storage import Storage
@@ -26,12 +26,8 @@ WEIGHTS_INDEX = f"model{SUFFIX}.index.json"
 """Names the file of each tensor, if there are several files."""
 
 
-MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
-"""Of a task: what else its checkpoints hold, by the names of the files, given the model's state_dict."""
-
-
 def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """The names of the tensors in each file, in their order; whole tensors, of which none needs memory (meta)."""
+    """Plan which tensors each file has, by names, in their order; the tensors may be on the meta device."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -49,7 +45,7 @@ def plan_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of a whole tensor."""
+    """Count the bytes of a whole tensor."""
     return math.prod(tensor.shape) * tensor.element_size()
 
 
@@ -74,25 +70,31 @@ def upload_index(run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> Fi
     return {WEIGHTS_INDEX: upload(run, name, WEIGHTS_INDEX, lambda writer: writer.write(content))}
 
 
-def write_with_weights(write: Callable[[Run, Snapshot], Files], run: Run, snapshot: Snapshot) -> Files:
-    """`write` a snapshot that holds the whole state; the last one of a run gets its weights as safetensors, too."""
-    files = write(run, snapshot)
-    if snapshot.manifest.finished:
+class SafetensorsWeights:
+    """Writes the weights of a snapshot that holds the whole state as safetensors, for the last one of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def files(self, snapshot: Snapshot) -> Files:
+        if not snapshot.manifest.finished:
+            return {}
         name, model = snapshot.manifest.name, snapshot.state["model"]
-        for file, names in plan_shards(model).items():
-            files[file] = upload_shard(run, name, file, {tensor: model[tensor] for tensor in names})
-        files |= upload_index(run, name, model)
-    return files
+        files = {
+            file: upload_shard(self._run, name, file, {tensor: model[tensor] for tensor in names})
+            for file, names in plan_shards(model).items()
+        }
+        return files | upload_index(self._run, name, model)
 
 
-def write_with_more(
-    write: Callable[[Run, Snapshot], Files | None], more_files: MoreFiles, run: Run, snapshot: Snapshot
-) -> Files | None:
-    """`write` a snapshot that holds the whole state, and what its task adds."""
-    files = write(run, snapshot)
-    if files is None:
-        return None
-    return {**files, **upload_more(run, snapshot.manifest.name, more_files(snapshot.state["model"]))}
+class TaskFiles:
+    """Writes what a task adds to each snapshot that holds the whole state."""
+
+    def __init__(self, run: Run, more_files: MoreFiles) -> None:
+        self._run, self._more_files = run, more_files
+
+    def files(self, snapshot: Snapshot) -> Files:
+        return upload_more(self._run, snapshot.manifest.name, self._more_files(snapshot.state["model"]))
 
 
 def upload_more(run: Run, name: str, contents: Mapping[str, bytes]) -> Files:
@@ -113,7 +115,7 @@ def refuse_other_than_tensors(model: torch.nn.Module) -> None:
 
 
 def read_weights(storage: Storage, file: str, content: bytearray) -> Any:
-    """The state_dict in a file with this `content`: of torch.save, safetensors, or the files that its index names.
+    """Return the state_dict in a file with this `content`, or in the files that are named if it is an index.
 
     Raises `ValueError` for anything else.
     """

@@ -11,10 +11,8 @@ import torch.distributed as dist
 
 import sunspot.warm
 from sunspot.checkpoint import versions
-from sunspot.checkpoint.node_parts import NodeParts, PartCopy
-from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.shared_memory import find_heartbeats, find_parts, find_snapshot
-from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot
+from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.elastic.copies import Machine, choose_copy, without_copies, without_crashing
 from sunspot.errors import ConflictError, DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sunspot.checkpoint.neighbours import ranks_by_node
-from sunspot.checkpoint.node_parts import PartCopy
-from sunspot.checkpoint.slots import MemorySnapshot
+from sunspot.checkpoint.memory import MemorySnapshot
+from sunspot.checkpoint.node_state import PartCopy
+from sunspot.checkpoint.replicas import ranks_by_node
 from sunspot.run.attempts import Attempt, lineage
 from sunspot.run.checkpoints import leads_to_newest
 from sunspot.run.incidents import TIER

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sunspot.checkpoint.sharded import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
-from sunspot.checkpoint.slots import as_bytes
-from sunspot.checkpoint.snapshot import in_buffer
+from sunspot.checkpoint.memory import as_bytes
+from sunspot.checkpoint.parts import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
+from sunspot.checkpoint.tensors import in_buffer
 from sunspot.checkpoint.weights import read_weights
 from sunspot.elastic.claim import Found, Start
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
@@ -87,21 +87,22 @@ def _load_sharded(run: Run, settings: Settings, checkpoint: Checkpoint, group: d
 
 def _load_snapshot(start: Start, found: Found) -> State:
     """The chosen snapshot, on every rank."""
-    chosen, state = start.snapshot, dict[str, Any]()
+    chosen = start.snapshot
     assert chosen
     if start.parts:
-        rest, state = found.parts.describe(), {"load_parts": found.parts.load}
+        sidecar = found.parts.describe()
+        state: dict[str, Any] = {"load_parts": found.parts.load}
     else:
-        _, data, rest, _ = found.state.share(chosen, start.snapshot_rank, found.snapshot)
-        state = in_buffer(rest["structure"], as_bytes(data))
+        data, sidecar = found.state.share(chosen, start.snapshot_rank, found.snapshot)
+        state = in_buffer(sidecar.structure, as_bytes(data))
     return State(
         **state,
         evaluated=chosen.evaluated,
-        metrics=rest["about"]["metrics"],
+        metrics=sidecar.manifest_fields["metrics"],
         taken=chosen.time,
         tier="memory",
-        total_steps=rest["about"]["total_steps"],
-        ledger=tuple(rest["ledger"]),
+        total_steps=sidecar.manifest_fields["total_steps"],
+        ledger=tuple(sidecar.ledger),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,21 @@ import torch.distributed as dist
 from sunspot.background import start_thread
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class GroupMember:
+    """A worker as a member of its group."""
+
+    group: dist.ProcessGroup | None = None
+    "Carries what workers agree on; None: a worker alone."
+    rank: int = 0
+    world_size: int = 1
+    nodes: Sequence[str] = ()
+    "The machine of each rank; empty: not known."
+
+
+ALONE = GroupMember()
 
 ROUND_S = 5.0
 """Interval at which waiting ranks tell each other that they live: far below the time limit of any collective."""

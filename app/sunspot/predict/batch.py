@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.data
 
-from sunspot.checkpoint.sharded import weights_digest
+from sunspot.checkpoint.parts import weights_digest
 from sunspot.data.source import Source, find_sources, read_rows, rows_in
 from sunspot.errors import (
     ConflictError,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sunspot.checkpoint.files import load_state, load_weights
-from sunspot.checkpoint.sharded import is_sharded, load_model
+from sunspot.checkpoint.parts import is_sharded, load_model
 from sunspot.data.images import read_images
 from sunspot.data.order import largest_pass
 from sunspot.data.source import EmptySource

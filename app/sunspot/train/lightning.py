@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 
-from sunspot.checkpoint.snapshot import map_tensors
+from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.source import Batch
 from sunspot.parallel.gradients import prepare
 from sunspot.tasks.lightning_adapter import LightningTask, defines, make_trainer

@@ -13,7 +13,8 @@ def train_loop(config: dict[str, Any]) -> None:
     with join_run(config) as worker:
         if worker:
             train(worker)
-            worker.checkpoints.close(finished=True)
+            with worker.watchdog.paused():
+                worker.checkpoints.close(finished=True)
 
 
 def train(worker: Worker) -> None:

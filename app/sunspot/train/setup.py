@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from sunspot.background import Background, start_thread
-from sunspot.checkpoint import CheckpointManager, NodeMemory
+from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.files import load_weights
-from sunspot.checkpoint.snapshot import map_tensors
+from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
@@ -37,7 +37,7 @@ from sunspot.errors import ConflictError, SettingsError, StorageError, SunspotEr
 from sunspot.log import print_logs, sent_warnings
 from sunspot.observe.output import shipped_worker_output
 from sunspot.observe.prometheus import EXPORT_EVERY_S, Telemetry
-from sunspot.parallel.collectives import gather_objects, listening_to_rounds, run_on_all_ranks
+from sunspot.parallel.collectives import GroupMember, gather_objects, listening_to_rounds, run_on_all_ranks
 from sunspot.parallel.sharding import build_without_values, has_several, shard_model, shard_optimizer_state
 from sunspot.plan import Plan
 from sunspot.ray_internals.backend import processes_up
@@ -114,7 +114,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         attempt = start.attempt
         watchdog.claimed(attempt)
         if memory:
-            memory.keep(start.snapshot.checkpoint if start.snapshot else None)
+            memory.keep_parts_of(start.snapshot.checkpoint if start.snapshot else None)
         if rank == 0:
             control.tell(ControlChannel.explain_start, first_incident(start))
             show_claim(run, first_status(start, plan))
@@ -216,22 +216,16 @@ def make_worker(
         record_left_out(start.attempt.step, journals["events"])
     if rank == 0 and (change := describe_new_length(task, attempt.step, state.total_steps, plan.total_steps)):
         log.warning(change)
+    more_files = getattr(task, "checkpoint_files", None)
     checkpoints = CheckpointManager(
         run,
         attempt,
         plan,
-        model,
-        optimizer,
-        group=group,
-        rank=rank,
-        world_size=world_size,
+        SavedObjects(model, optimizer, average, partial(more_files, model) if more_files else None),
+        member=GroupMember(group, rank, world_size, list(start.nodes.values())),
         memory=memory,
-        nodes=list(start.nodes.values()),
         windows=state.ledger,
         journals=journals,
-        average=average,
-        more_files=partial(more_files, model) if (more_files := getattr(task, "checkpoint_files", None)) else None,
-        paused=watchdog.paused,
     )
     telemetry = Telemetry(settings.run_name, rank, device, lambda: checkpoints.stall_s)
     reporter = Reporter(run, plan, start, state, control, journals, checkpoints) if rank == 0 else None

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from scripts.bench.checkpoint import Dcp, Ours, Way, nothing
 from scripts.bench.gpu.ceilings import synchronize
-from sunspot.checkpoint import CheckpointManager
+from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.plan import Plan
@@ -103,7 +103,7 @@ def manager(folder: str, training: Training) -> CheckpointManager:
     attempt = Attempt(1, "bench", None, 0)
     claim(run, read_attempts(run), attempt)
     plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((1,), 1), None, Steps(6400, 64), 100)
-    return CheckpointManager(run, attempt, plan, training.model, training.optimizer)
+    return CheckpointManager(run, attempt, plan, SavedObjects(training.model, training.optimizer))
 
 
 class TorchSave:

@@ -21,9 +21,9 @@ import torch
 
 from scripts import object_stores
 from scripts.bench.scale import Figure
-from sunspot.checkpoint.files import write_whole
+from sunspot.checkpoint.files import WholeState
+from sunspot.checkpoint.memory import Slot
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.slots import Slot
 from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
 from sunspot.run import Run
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
@@ -76,7 +76,7 @@ def _manifest(run: Run) -> Checkpoint:
 def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
     """Write a checkpoint of the state, as rank 0's thread does."""
     snapshot = Snapshot(_manifest(run), {}, state, Slot(0, None), Future(), ChangeWatch(()), [])
-    files = write_whole(run, snapshot)
+    files = WholeState(run).files(snapshot)
     write_manifest(run, checkpoint := replace(_manifest(run), files=files))
     return checkpoint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sunspot.checkpoint.neighbours
 import sunspot.checkpoint.node_state
-from sunspot.checkpoint.neighbours import PartExchange, find_keepers
+import sunspot.checkpoint.replicas
+from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, NodeMemory, Sidecar, Slot, list_snapshots
 from sunspot.checkpoint.node_state import NodeState
-from sunspot.checkpoint.slots import LoadedSnapshot, MemorySnapshot, Slot, list_snapshots
+from sunspot.checkpoint.replicas import PartExchange, find_keepers
 from sunspot.run import open_run
 from sunspot.run.attempts import checkpoint_name
 from sunspot.run.checkpoints import Checkpoint
-from sunspot.shared_pages import Pages, map_pages
+from sunspot.shared_pages import Pages
 from tests.harness.process_group import in_processes
 
 SIZES = [2500, 700, 1000]
@@ -36,32 +37,36 @@ def test_the_loss_of_any_node_takes_no_part_along(nodes: list[str]) -> None:
         assert keepers == list(range(len(nodes)))
 
 
-def test_neighbours_spread_over_the_ranks_of_a_node() -> None:
+def test_neighbors_spread_over_the_ranks_of_a_node() -> None:
     assert find_keepers(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
     assert find_keepers(["a", "b", "b", "b"]) == [1, 0, 0, 0]
 
 
-class Worker:
-    """One of three, each on a node of its own, whose `rank` has room for a neighbour's part, or none."""
+class Worker(NodeMemory):
+    """One of three, each on a node of its own, whose `rank` has room for a neighbor's part, or none."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(None)
+        world = dist.group.WORLD
+        assert world
         self.rank, self.room = dist.get_rank(), True
         self.folder = folder / str(self.rank)
         self.folder.mkdir()
-        self.exchange = PartExchange(["a", "b", "c"], self.make_slot)
-        self.slots = [Slot(SIZES[self.rank], self.folder / f"slot-{number}.data") for number in range(2)]
+        self.exchange = PartExchange(self, ["a", "b", "c"], world)
+        self.own = [Slot(SIZES[self.rank], self.folder / f"slot-{number}.data") for number in range(2)]
 
-    def make_slot(self, size: int, taken: list[Slot]) -> Slot:
+    def make_peer_slot(self, size: int, others: Sequence[Slot]) -> Slot:
         if not self.room:
             raise OSError("no room")
-        return Slot(size, self.folder / f"ward-{len(taken)}.data")
+        return Slot(size, self.folder / f"peer-{len(others)}.data")
 
     def share(self, step: int, own: bool = True) -> bool:
-        slot = self.slots[step % 2]
+        slot = self.own[step % 2]
         slot.unmark()
         slot.map[:] = bytes([16 * step + self.rank]) * slot.size
-        manifest, rest = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"rest {self.rank}".encode()
-        return self.exchange.share(slot, slot.mark(manifest, rest, self.rank, 3) if own else None, rest)
+        manifest, sidecar = Checkpoint(checkpoint_name(step, 1), step, 1, 10, 10, 1), f"sidecar {self.rank}".encode()
+        marked = slot.mark(manifest, sidecar, part=self.rank, parts=3) if own else None
+        return self.exchange.share(slot, marked, sidecar)
 
     def held(self) -> set[tuple[int, int, int, str]]:
         """Step, part, the value of its bytes, and what is beside them."""
@@ -69,41 +74,41 @@ class Worker:
         def describe(held: MemorySnapshot) -> tuple[int, int, int, str]:
             [value] = set(content := Path(held.file).read_bytes())
             assert len(content) == SIZES[held.part]
-            return held.step, held.part, value, Path(held.file).with_suffix(".rest").read_text()
+            return held.step, held.part, value, Path(held.file).with_suffix(".sidecar").read_text()
 
         return {describe(held) for held in list_snapshots(self.folder)}
 
 
 def expected(step: int, *parts: int) -> set[tuple[int, int, int, str]]:
-    return {(step, part, 16 * step + part, f"rest {part}") for part in parts}
+    return {(step, part, 16 * step + part, f"sidecar {part}") for part in parts}
 
 
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sunspot.checkpoint.neighbours, "CHUNK", 1000)
+    monkeypatch.setattr(sunspot.checkpoint.replicas, "CHUNK", 1000)
 
 
 def test_a_copy_counts_when_all_parts_are_where_they_should_be(tmp_path: Path, small_messages: None) -> None:
     def act(group: Any) -> None:
         worker = Worker(tmp_path)
-        rank, ward = worker.rank, (worker.rank - 1) % 3
+        rank, peer = worker.rank, (worker.rank - 1) % 3
         worker.room = rank != 2
         assert not worker.share(1), "rank 2 has no room"
         assert worker.held() == expected(1, rank)
         worker.room = True
         assert worker.share(2)
-        assert worker.held() == expected(2, rank, ward) | expected(1, rank)
+        assert worker.held() == expected(2, rank, peer) | expected(1, rank)
         assert not worker.share(3, own=rank != 0), "rank 0 could not mark its own"
-        assert worker.held() >= expected(2, rank, ward)
+        assert worker.held() >= expected(2, rank, peer)
         assert worker.share(4)
         assert worker.share(5)
-        assert worker.held() == expected(5, rank, ward) | expected(4, rank, ward)
-        assert worker.exchange.copies == 4
+        assert worker.held() == expected(5, rank, peer) | expected(4, rank, peer)
+        assert worker._copies == 4
 
     in_processes(tmp_path, 3, act)
 
 
-def test_a_neighbour_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_path: Path) -> None:
+def test_a_neighbor_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_path: Path) -> None:
     def act(group: Any) -> str:
         worker = Worker(tmp_path)
         assert worker.share(1)
@@ -118,22 +123,22 @@ def test_a_neighbour_that_dies_ends_the_exchange_and_leaves_what_there_is(tmp_pa
 
 
 def test_what_arrives_damaged_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt = Slot.adopt
+    accept_copy = Slot.accept_copy
 
-    def spoil(slot: Slot, snapshot: MemorySnapshot, rest: bytes) -> None:
+    def spoil(slot: Slot, snapshot: MemorySnapshot, sidecar: bytes) -> None:
         if (snapshot.part, snapshot.step) == (0, 2):
             slot.map[5:6] = b"x"
-        adopt(slot, snapshot, rest)
+        accept_copy(slot, snapshot, sidecar)
 
-    monkeypatch.setattr(Slot, "adopt", spoil)
+    monkeypatch.setattr(Slot, "accept_copy", spoil)
 
     def act(group: Any) -> None:
         worker = Worker(tmp_path)
-        ward = (worker.rank - 1) % 3
+        peer = (worker.rank - 1) % 3
         assert worker.share(1)
         assert not worker.share(2)
-        assert worker.held() >= expected(1, worker.rank, ward)
-        assert (worker.held() >= expected(2, ward)) == (ward != 0)
+        assert worker.held() >= expected(1, worker.rank, peer)
+        assert (worker.held() >= expected(2, peer)) == (peer != 0)
 
     in_processes(tmp_path, 3, act)
 
@@ -152,9 +157,9 @@ def test_a_node_that_freezes_while_it_sends_a_copy_is_not_waited_for(
 
     def act(group: Any) -> bool:
         if dist.get_rank() == 0:
-            monkeypatch.setattr(dist, "broadcast", freeze)
+            monkeypatch.setattr(dist, "isend", freeze)
         node, pages = NodeState(open_run(str(tmp_path), "run"), group, ["a", "b"]), Pages(100)
-        found = LoadedSnapshot(chosen, map_pages(pages.path, 100, shared=True), {}, pages)
+        found = LoadedSnapshot(chosen, Sidecar({}, {}, [], [], []), pages)
         with pytest.raises(RuntimeError):
             node.share(chosen, 0, found if dist.get_rank() == 0 else None)
         if dist.get_rank() == 1:

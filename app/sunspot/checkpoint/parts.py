@@ -34,11 +34,12 @@ import torch
 
 from sunspot.checkpoint.commit import CommitOrder
 from sunspot.checkpoint.files import Files, load_state, load_weights, upload, upload_state
-from sunspot.checkpoint.names import fill, keys_of, leaves_of, make_outline
 from sunspot.checkpoint.pieces import INDEX, ChecksummedWriter, Piece, make_metadata, read_index, read_into
-from sunspot.checkpoint.snapshot import Snapshot, tensors_in
-from sunspot.checkpoint.weights import MoreFiles, plan_shards, upload_index, upload_more, upload_shard
+from sunspot.checkpoint.snapshot import MoreFiles, Snapshot
+from sunspot.checkpoint.tensors import fill, keys_of, leaves_of, make_outline, tensors_in
+from sunspot.checkpoint.weights import plan_shards, upload_index, upload_more, upload_shard
 from sunspot.errors import DamageError
+from sunspot.parallel.collectives import GroupMember
 from sunspot.parallel.sharding import Place, parameters_of
 from sunspot.run import Run, to_json
 from sunspot.run.checkpoints import Checkpoint
@@ -55,87 +56,149 @@ WEIGHTS = "weights-{:05d}.json"
 
 METADATA = ".metadata"
 
-LATE_S = 60.0
+PEER_TIMEOUT_S = 60.0
 """How much longer than STORAGE_TIMEOUT_S rank 0 waits for parts: a rank whose storage fails reports that first."""
 
 POLL_EVERY_S = 0.5
-"""Between two listings while rank 0 waits for parts as large as its own."""
+"""Time between two listings while rank 0 waits for parts as large as its own."""
 
 WARN_AFTER_S = 30.0
 
 
-class PartWriter:
+class ShardWriter:
     """Writes one rank's part of each snapshot, in the commit thread; rank 0 also writes the files common to all."""
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        run: Run,
+        member: GroupMember,
         names: list[str],
         settings: Settings,
+        order: CommitOrder,
         more_files: MoreFiles | None = None,
-        order: CommitOrder | None = None,
     ) -> None:
-        """`names`: the parameters', in the optimizer's order (`parameter_names`); `more_files`: of the last one."""
-        self._more_files, self._order = more_files, order or CommitOrder()
-        self._rank, self._world_size, self._names = rank, world_size, names
-        self._timeout_s = settings.storage_timeout_s + LATE_S
+        """`names` are the parameters', in the optimizer's order (`parameter_names`); the last one has `more_files`."""
+        self._run, self._order, self._names, self._more_files = run, order, names, more_files
+        self._rank, self._world_size = member.rank, member.world_size
+        self._timeout_s = settings.storage_timeout_s + PEER_TIMEOUT_S
         self._safetensors = settings.weights == "safetensors"
         self._took_s = 0.0
         "Seconds that its own part took: the others', on slower connections, may take as long again."
         self._written: list[str] = []
         "What is in storage of the newest checkpoint: a retry does not write it again."
 
-    def __call__(self, run: Run, snapshot: Snapshot) -> Files | None:
+    def files(self, snapshot: Snapshot) -> Files:
         """Write this rank's part; on rank 0, wait for the others' and return the files of all."""
-        rank, world_size, name = self._rank, self._world_size, snapshot.manifest.name
+        name = snapshot.manifest.name
         safetensors = self._safetensors and snapshot.manifest.finished
-        self._write_once(run, name, INDEX, lambda: write_part(run, snapshot, self._names, rank))
+        self._write_once(name, INDEX, lambda: self.write_part(snapshot))
         if safetensors:
-            self._wait_for_parts(run, name)
-            self._write_once(run, name, WEIGHTS, lambda: write_weights(run, snapshot, rank, world_size))
-        if rank:
-            return None
-        self._wait_for_indexes(run, name, WEIGHTS if safetensors else INDEX)
-        files = write_common(run, snapshot, self._names, world_size, safetensors)
-        if self._more_files and snapshot.manifest.finished:
-            if safetensors:  # ranks have written the values
-                model = whole_model(read_indexes(run, name, world_size)[1])
-            else:
-                model = load_state(run, replace(snapshot.manifest, files=files), "model.pt")
+            self._wait_for_parts(name)
+            self._write_once(name, WEIGHTS, lambda: self.write_weights(snapshot))
+        if self._rank:
+            return {}
+        self._wait_for_indexes(name, WEIGHTS if safetensors else INDEX)
+        return self.write_common(snapshot)
+
+    def write_part(self, snapshot: Snapshot) -> None:
+        """Write this rank's part: the tensors, then their index, which tells that they are in storage."""
+        name, files, pieces = snapshot.manifest.name, Files(), list[Piece]()
+        tensors = zip(keys_of(snapshot.state, self._names), tensors_in(snapshot.state), snapshot.places, strict=True)
+        # What is not cut comes first: every rank reads that of rank 0, in one piece.
+        in_order = sorted(tensors, key=lambda item: item[2] is not None)
+        # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
+        mine = [
+            (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
+            for key, tensor, place in in_order
+            if self._rank == 0 or (place and tensor.numel())
+        ]
+        for number, kind in enumerate(KINDS):
+            file = f"__{self._rank}_{number}.distcp"
+
+            def write(writer: Writer, file: str = file, kind: str = kind) -> None:
+                for key, tensor, place in mine:
+                    if key.startswith(f"{kind}."):
+                        begin, checked = writer.size, ChecksummedWriter(writer)
+                        torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
+                        dtype = str(tensor.dtype).removeprefix("torch.")
+                        extent = (list(place.shape), list(place.offset), list(tensor.shape))
+                        pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin, checked.crc32))
+
+            files[file] = upload(self._run, name, file, write)
+        self._write_index(name, INDEX, {"files": files, "tensors": [piece._asdict() for piece in pieces]})
+
+    def write_weights(self, snapshot: Snapshot) -> None:
+        """Write this rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
+        run, name, written = self._run, snapshot.manifest.name, Files()
+        whole = whole_model(read_indexes(run, name, 1)[1])
+        mine = list(plan_shards(whole).items())[self._rank :: self._world_size]
+        if mine:  # there may be more ranks than files: only those that write one read what all ranks have
+            files, pieces = read_indexes(run, name, self._world_size)
+        for file, tensors in mine:
+            into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
+            wanted = [piece for piece in pieces if piece.name in into]
+            read_into(run, replace(snapshot.manifest, files=files), wanted, into)
+            written[file] = upload_shard(run, name, file, {tensor: into[f"model.{tensor}"] for tensor in tensors})
+        self._write_index(name, WEIGHTS, {"files": written})
+
+    def write_common(self, snapshot: Snapshot) -> Files:
+        """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
+
+        A finished run's last checkpoint has the whole model as one file, unless all ranks have written it.
+        """
+        run, name = self._run, snapshot.manifest.name
+        files, pieces = read_indexes(run, name, self._world_size)
+        metadata = make_metadata(pieces)
+        files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
+        outline = make_outline(snapshot.state, self._names)
+        extra_state = {**snapshot.extra_state, "state": outline}
+        files["extra_state.pt"] = upload_state(run, name, "extra_state.pt", extra_state)
+        if not snapshot.manifest.finished:
+            return files
+        if self._safetensors:
+            model: Any = whole_model(pieces)
+            files |= read_indexes(run, name, self._world_size, WEIGHTS)[0] | upload_index(run, name, model)
+        else:
+            model = _read_whole(run, replace(snapshot.manifest, files=files), Contents(pieces, outline["model"]))
+            files["model.pt"] = upload_state(run, name, "model.pt", model)
+        if self._more_files:
             files |= upload_more(run, name, self._more_files(model))
         return files
 
-    def _write_once(self, run: Run, name: str, index: str, write: Callable[[], None]) -> None:
+    def _write_index(self, name: str, index: str, content: Any) -> None:
+        self._run.storage.write(self._run.key("checkpoints", name, index.format(self._rank)), to_json(content))
+
+    def _write_once(self, name: str, index: str, write: Callable[[], None]) -> None:
         """Write what `index` lists, unless an earlier try has."""
-        own = run.key("checkpoints", name, index.format(self._rank))
+        own = self._run.key("checkpoints", name, index.format(self._rank))
         if own not in self._written:
             began = time.monotonic()
             write()
             self._took_s = time.monotonic() - began
             self._written = [own, *self._written[:1]]
 
-    def _wait_for_parts(self, run: Run, name: str) -> None:
+    def _wait_for_parts(self, name: str) -> None:
         """Return once all ranks have written their parts: rank 0 looks for them, and tells the others."""
         if self._rank == 0:
-            self._wait_for_indexes(run, name, INDEX)
+            self._wait_for_indexes(name, INDEX)
             self._order.tell_written(name)
         else:
             told = "rank 0 has not seen the parts of all ranks"
             self._wait(name, lambda: "" if self._order.is_written(name) else told)
 
-    def _wait_for_indexes(self, run: Run, name: str, index: str) -> None:
+    def _wait_for_indexes(self, name: str, index: str) -> None:
         """Return once all ranks have written their index."""
 
         def find_missing() -> str:
-            there = {entry.key.rpartition("/")[2] for entry in run.storage.list(run.key("checkpoints", name))}
+            entries = self._run.storage.list(self._run.key("checkpoints", name))
+            there = {entry.key.rpartition("/")[2] for entry in entries}
             missing = [str(rank) for rank in range(self._world_size) if index.format(rank) not in there]
             return f"no part of ranks {', '.join(missing)}" if missing else ""
 
         self._wait(name, find_missing)
 
     def _wait(self, name: str, find_missing: Callable[[], str]) -> None:
-        """Return once nothing is missing of a checkpoint."""
+        """Return once nothing is missing of a checkpoint; raises `RuntimeError` when that takes too long."""
         began, warned, limit_s = time.monotonic(), False, self._timeout_s + self._took_s
         while missing := find_missing():
             waited = time.monotonic() - began
@@ -148,53 +211,8 @@ class PartWriter:
             time.sleep(POLL_EVERY_S)
 
 
-def write_part(run: Run, snapshot: Snapshot, names: list[str], rank: int) -> None:
-    """Write one rank's part: the tensors, then their index, which tells that they are in storage."""
-    name, files, pieces = snapshot.manifest.name, {}, []
-    tensors = zip(keys_of(snapshot.state, names), tensors_in(snapshot.state), snapshot.places, strict=True)
-    # What is not cut comes first: every rank reads that of rank 0, in one piece.
-    in_order = sorted(tensors, key=lambda item: item[2] is not None)
-    # Rank 0 writes what is not cut; of a tensor with fewer rows than there are ranks, the last ranks have nothing.
-    mine = [
-        (key, tensor, place or Place(tuple(tensor.shape), (0,) * tensor.ndim))
-        for key, tensor, place in in_order
-        if rank == 0 or (place and tensor.numel())
-    ]
-    for number, kind in enumerate(KINDS):
-        file = f"__{rank}_{number}.distcp"
-
-        def write(writer: Writer, file: str = file, kind: str = kind) -> None:
-            for key, tensor, place in mine:
-                if key.startswith(f"{kind}."):
-                    begin, checked = writer.size, ChecksummedWriter(writer)
-                    torch.save(tensor, checked)  # type: ignore[arg-type]  # it needs only write()
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    extent = (list(place.shape), list(place.offset), list(tensor.shape))
-                    pieces.append(Piece(key, dtype, *extent, file, begin, writer.size - begin, checked.crc32))
-
-        files[file] = upload(run, name, file, write)
-    index = {"files": files, "tensors": [piece._asdict() for piece in pieces]}
-    run.storage.write(run.key("checkpoints", name, INDEX.format(rank)), to_json(index))
-
-
-def write_weights(run: Run, snapshot: Snapshot, rank: int, world_size: int) -> None:
-    """Write one rank's share of the whole model as safetensors, out of all ranks' parts; then their index."""
-    name, written = snapshot.manifest.name, Files()
-    whole = whole_model(read_indexes(run, name, 1)[1])
-    mine = list(plan_shards(whole).items())[rank::world_size]
-    if mine:  # there may be more ranks than files: only those that write one read what all ranks have
-        files, pieces = read_indexes(run, name, world_size)
-    for file, tensors in mine:
-        into = {f"model.{tensor}": torch.empty_like(whole[tensor], device="cpu") for tensor in tensors}
-        wanted = [piece for piece in pieces if piece.name in into]
-        read_into(run, replace(snapshot.manifest, files=files), wanted, into)
-        state = {tensor: into[f"model.{tensor}"] for tensor in tensors}
-        written[file] = upload_shard(run, name, file, state)
-    run.storage.write(run.key("checkpoints", name, WEIGHTS.format(rank)), to_json({"files": written}))
-
-
 def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """The model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
+    """Make the model's tensors, whole, without memory (meta); in the order of rank 0's part, which has of each."""
     return {
         piece.name.removeprefix("model."): torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device="meta")
         for piece in pieces
@@ -202,32 +220,10 @@ def whole_model(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
     }
 
 
-def write_common(run: Run, snapshot: Snapshot, names: list[str], world_size: int, safetensors: bool) -> Files:
-    """Write the files common to all ranks, once all theirs are there; returns the files of the whole checkpoint.
-
-    With `safetensors`, they have written the whole model, too; a finished run's last checkpoint has it as one file
-    otherwise.
-    """
-    name = snapshot.manifest.name
-    files, pieces = read_indexes(run, name, world_size)
-    if safetensors:
-        files |= read_indexes(run, name, world_size, WEIGHTS)[0] | upload_index(run, name, whole_model(pieces))
-    metadata = make_metadata(pieces)
-    files[METADATA] = upload(run, name, METADATA, lambda writer: pickle.dump(metadata, writer))  # type: ignore[arg-type]
-    outline = make_outline(snapshot.state, names)
-    extra_state = {**snapshot.extra_state, "state": outline}
-    files["extra_state.pt"] = upload_state(run, name, "extra_state.pt", extra_state)
-    if snapshot.manifest.finished and not safetensors:
-        written_so_far = replace(snapshot.manifest, files=files)
-        model = _read_whole(run, written_so_far, pieces, outline["model"])
-        files["model.pt"] = upload_state(run, name, "model.pt", model)
-    return files
-
-
 def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tuple[Files, list[Piece]]:
-    """The files of an uncommitted checkpoint that the ranks' indexes list, with these, and the pieces in them.
+    """Read the ranks' indexes of an uncommitted checkpoint: the files in them, with these, and the pieces.
 
-    Raises `DamageError` for one that has changed since.
+    Raises `DamageError` for a file that has changed since.
     """
     folder = run.key("checkpoints", name)
     listed = {entry.key.removeprefix(f"{folder}/"): entry for entry in run.storage.list(folder)}
@@ -250,7 +246,7 @@ def read_indexes(run: Run, name: str, world_size: int, index: str = INDEX) -> tu
 
 
 def is_sharded(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was written in parts."""
+    """Return whether a checkpoint was written in parts."""
     return INDEX.format(0) in checkpoint.files
 
 
@@ -263,21 +259,21 @@ class Contents(NamedTuple):
 
 
 def read_contents(run: Run, checkpoint: Checkpoint) -> Contents:
-    """What a checkpoint in parts holds: a request for each rank that wrote it. Raises `DamageError`."""
+    """Read what a checkpoint in parts holds: a request for each rank that wrote it. Raises `DamageError`."""
     return Contents(read_index(run, checkpoint), load_state(run, checkpoint, "extra_state.pt")["state"])
 
 
 def load_model(run: Run, checkpoint: Checkpoint, contents: Contents | None = None) -> Any:
-    """The model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
+    """Load the model's whole state_dict, on the CPU, from `model.pt` or from parts; raises `DamageError`."""
     if "model.pt" in checkpoint.files:
         return load_state(run, checkpoint, "model.pt")
     return load_whole(run, checkpoint, contents or read_contents(run, checkpoint), ["model"])["model"]
 
 
 def load_whole(run: Run, checkpoint: Checkpoint, contents: Contents, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
-    """The whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
+    """Load the whole state_dicts of a checkpoint in parts, by their kinds, on the CPU; raises `DamageError`."""
     pieces, outline = contents
-    return {kind: _read_whole(run, checkpoint, pieces, outline[kind]) for kind in kinds}
+    return {kind: _read_whole(run, checkpoint, Contents(pieces, outline[kind])) for kind in kinds}
 
 
 def load_parts(
@@ -287,23 +283,22 @@ def load_parts(
 
     Raises `DamageError`, or `ConflictError` when the checkpoint is of another model.
     """
-    pieces, outline = contents
 
     def read(into: dict[str, torch.Tensor]) -> None:
-        read_into(run, checkpoint, pieces, into)
+        read_into(run, checkpoint, contents.pieces, into)
 
-    load_pieces(pieces, outline, checkpoint.name, model, optimizer, read)
+    load_pieces(contents, checkpoint.name, model, optimizer, read)
 
 
 def load_pieces(
-    pieces: Sequence[Piece],
-    outline: Any,
+    contents: Contents,
     name: str,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     read: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
     """Load this rank's part of the state called `name`, of which `read` fills tensors by their names."""
+    pieces, outline = contents
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parameters = parameters_of(optimizer)
     owners = {
@@ -327,7 +322,7 @@ def load_pieces(
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
-    """A SHA-256 that identifies the weights of a checkpoint."""
+    """Return a SHA-256 that identifies the weights of a checkpoint."""
     if "model.pt" in checkpoint.files:
         return str(checkpoint.files["model.pt"]["sha256"])
     ending = f"_{KINDS.index('model')}.distcp"
@@ -335,10 +330,10 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _read_whole(run: Run, checkpoint: Checkpoint, pieces: Sequence[Piece], outline: Any) -> Any:
-    """The state that `outline` describes, with whole tensors."""
-    named = set(leaves_of(outline))
-    wanted = [piece for piece in pieces if piece.name in named]
+def _read_whole(run: Run, checkpoint: Checkpoint, contents: Contents) -> Any:
+    """Read the state that the outline describes, with whole tensors."""
+    named = set(leaves_of(contents.outline))
+    wanted = [piece for piece in contents.pieces if piece.name in named]
     tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in wanted}
     read_into(run, checkpoint, wanted, tensors)
-    return fill(outline, tensors)
+    return fill(contents.outline, tensors)

@@ -1,0 +1,176 @@
+"""Keeps each part of a sharded state (PARALLEL=fsdp) in the memory of two nodes, so that a lost one takes none along.
+
+Each worker sends its part to one on the next node. That happens in the thread that seals copies, over a process group
+of its own, beside the training; a worker that does not answer is waited for no longer than TIMEOUT_S.
+"""
+
+import itertools
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from sunspot.checkpoint.memory import Changed, MemorySnapshot, NodeMemory, Slot, Use
+from sunspot.errors import DamageError, shorten
+from sunspot.parallel.collectives import any_rank
+from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.objects import parse_verified, with_checksum
+
+CHUNK = 16 << 20
+"""Bytes of one message."""
+
+TIMEOUT_S = 60.0
+"""How long one message is waited for, and the slowest worker that is to come to it."""
+
+TRANSFER_COST = 0.1
+"""Share of a transfer's seconds that counts as lost to training, whose own messages take the same network."""
+
+SIZES = struct.Struct("<qqq")
+"""Bytes of a marker, of the sidecar, and of the slot."""
+
+
+class PeerCopy:
+    """The part of a worker on another node, which is kept here, too."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.newest: Slot | None = None
+        "The newest copy that all workers have."
+        self.next: Slot | None = None
+
+    def settle(self) -> None:
+        """Have the next copy be the newest."""
+        self.newest, self.next = self.next, self.newest
+
+
+class PartExchange:
+    """One worker's share in keeping each part on two nodes; on a single node, in knowing that all have theirs."""
+
+    def __init__(self, memory: NodeMemory, nodes: Sequence[str], group: dist.ProcessGroup) -> None:
+        """All workers make one together. `nodes` identify the machine of each rank; in `group` they agree to copy."""
+        self._memory, self._control = memory, group
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)))
+        self._rank, self._world_size = dist.get_rank(self._group), len(nodes)
+        keepers, here = find_keepers(nodes), nodes[self._rank]
+        self._keeper = keepers[self._rank]
+        self._peers = [PeerCopy(rank) for rank, keeper in enumerate(keepers) if keeper == self._rank != rank]
+        kept = sum(nodes[keeper] == here != node for node, keeper in zip(nodes, keepers, strict=True))
+        self.cost_s = 0.0
+        "What the newest transfer cost training."
+        memory.expect_copies(2 * (nodes.count(here) + kept))  # of each part, the newest and the next
+
+    def all_copy(self, has_slot: bool) -> bool:
+        """Return whether all workers copy their parts now: a state with some parts of another step is none.
+
+        All call this together, in the training thread, and tell whether they have a slot.
+        """
+        lacking, stopped = any_rank(self._control, not has_slot, not self._memory.shared)
+        if stopped:
+            self._memory.pause("a worker has none")
+        return not lacking
+
+    def complete(self, slot: Slot, manifest: Checkpoint, sidecar: bytes, changed: Changed = tuple) -> None:
+        """Mark the copy of this worker's part, like `NodeMemory.complete`, and have another node keep it.
+
+        It is the newest once all workers have theirs. They call this together, in their threads that seal copies.
+        """
+        problem = ""
+        try:
+            snapshot = slot.mark(manifest, sidecar, changed, self._rank, self._world_size)
+        except (OSError, DamageError) as error:
+            snapshot, problem = None, str(error)
+        try:
+            if not self.share(slot, snapshot, sidecar):
+                problem = problem or "a worker could not keep its part, or its neighbor's"
+            self._memory.settle(slot, manifest.step, problem)
+        except RuntimeError as error:
+            self._memory.stop(f"parts cannot be exchanged: {shorten(error)}")
+        finally:
+            slot.uses.discard(Use.SEALING)
+
+    def share(self, slot: Slot, snapshot: MemorySnapshot | None, sidecar: bytes) -> bool:
+        """Have all workers' parts kept on the next nodes, this one's as it lies in `slot`; all call this together.
+
+        `snapshot` None: this worker has none. Returns whether each part is where it should be. Raises `RuntimeError`
+        when a worker is gone, or does not answer for TIMEOUT_S.
+        """
+        marker = bytearray(with_checksum(asdict(snapshot)) if snapshot else b"")
+        sizes = {peer.rank: bytearray(SIZES.size) for peer in self._peers}
+        own = bytearray(SIZES.pack(len(marker), len(sidecar), slot.size))
+        self._pass_on([own], {rank: [size] for rank, size in sizes.items()})
+        taken: dict[int, list[Any]] = {}
+        room = True
+        for peer in self._peers:
+            *beside, size = SIZES.unpack(sizes[peer.rank])
+            try:
+                taken[peer.rank] = [*map(bytearray, beside), self._next_slot(peer, size).map]
+            except OSError:
+                room = False
+        if any_rank(self._group, not room or snapshot is None)[0]:
+            return False
+        began = time.monotonic()
+        self._pass_on([marker, bytearray(sidecar), slot.map], taken)
+        self.cost_s = TRANSFER_COST * (time.monotonic() - began)
+        accepted = [self._accept(peer, *taken[peer.rank][:2]) for peer in self._peers]
+        if any_rank(self._group, not all(accepted))[0]:
+            return False
+        for peer in self._peers:
+            peer.settle()
+        return True
+
+    def _next_slot(self, peer: PeerCopy, size: int) -> Slot:
+        if peer.next is None or peer.next.size != size:
+            peer.next = None
+            others = [slot for each in self._peers for slot in (each.newest, each.next) if slot]
+            peer.next = self._memory.make_peer_slot(size, others)
+        peer.next.unmark()
+        return peer.next
+
+    def _accept(self, peer: PeerCopy, marker: bytearray, sidecar: bytearray) -> bool:
+        """Mark what came from a peer; returns whether it is whole."""
+        assert peer.next
+        try:
+            snapshot = parse_verified(MemorySnapshot, bytes(marker), f"the marker of rank {peer.rank}")
+            peer.next.accept_copy(snapshot, bytes(sidecar))
+        except (DamageError, OSError):
+            return False
+        return True
+
+    def _pass_on(self, given: Sequence[Any], taken: Mapping[int, Sequence[Any]]) -> None:
+        """Send buffers to the keeper, while those of the peers are filled, by rank."""
+        to_keeper = _messages(given) if self._keeper != self._rank else []
+        from_peers = [[(rank, message) for message in _messages(buffers)] for rank, buffers in taken.items()]
+        together: Iterator[tuple[Any, ...]] = itertools.zip_longest(to_keeper, *from_peers)
+        for mine, *theirs in together:
+            work = [dist.irecv(message[1], group=self._group, group_src=message[0]) for message in theirs if message]
+            if mine is not None:
+                work.append(dist.isend(mine, group=self._group, group_dst=self._keeper))
+            for each in work:
+                cast(dist.Work, each).wait()
+
+
+def ranks_by_node(nodes: Iterable[str]) -> dict[str, list[int]]:
+    """List the ranks on each node, in their order; `nodes` are those of rank 0, 1, ..."""
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    return ranks
+
+
+def find_keepers(nodes: Sequence[str]) -> list[int]:
+    """Find, for each rank, the rank that keeps a copy of its part: one on the next node; on a single node, itself."""
+    ranks = ranks_by_node(nodes)
+    following = dict(zip(ranks, [*list(ranks)[1:], *list(ranks)[:1]], strict=True))
+    places = {rank: place for its in ranks.values() for place, rank in enumerate(its)}
+    return [(there := ranks[following[node]])[places[rank] % len(there)] for rank, node in enumerate(nodes)]
+
+
+def _messages(buffers: Sequence[Any]) -> list[torch.Tensor]:
+    """View the bytes of some buffers as tensors of at most CHUNK."""
+    whole = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers if len(buffer)]
+    return [message for each in whole for message in each.split(CHUNK)]
