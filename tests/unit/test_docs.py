@@ -81,6 +81,12 @@ def test_the_path_of_a_notice_names_functions_that_exist() -> None:
         assert re.search(rf"(def|class) {last}\b|^    {last}: ", sources, re.M), names
 
 
+def test_every_package_is_on_the_map() -> None:
+    page = (REPOSITORY / "docs/architecture.md").read_text()
+    for package in (REPOSITORY / "app/sunspot").glob("*/__init__.py"):
+        assert f"`{package.parent.name}/" in page, package
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (REPOSITORY / "docs/README.md").read_text()
     for page in (REPOSITORY / "docs").glob("*.md"):
