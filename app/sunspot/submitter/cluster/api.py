@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import ClusterError, SettingsError, shorten
@@ -98,6 +99,20 @@ class RefusedError(ClusterError):
         "The HTTP status."
 
 
+@dataclass(frozen=True)
+class Request:
+    """One request to the API server."""
+
+    method: str
+    path: str
+    "One of PATHS."
+    name: str = ""
+    query: Sequence[tuple[str, str]] = ()
+    body: Any = None
+    kind: str = "json"
+    read_timeout_s: float = READ_TIMEOUT_S
+
+
 class Cluster:
     """One namespace of one cluster."""
 
@@ -131,7 +146,7 @@ class Cluster:
             ("resourceVersion", version),
             ("timeoutSeconds", str(seconds)),
         ]
-        with self._send("GET", "jobs", query=query, read_timeout=seconds + CONNECT_TIMEOUT_S) as response:
+        with self._send(Request("GET", "jobs", query=query, read_timeout_s=seconds + CONNECT_TIMEOUT_S)) as response:
             for line in self._lines(response):
                 event = json.loads(line)
                 if event["type"] == "ERROR":
@@ -149,7 +164,8 @@ class Cluster:
         if dry_run:
             query.append(("dryRun", "All"))
         name = manifest["metadata"]["name"]
-        return job_view(self._ask("PATCH", "job", name=name, query=query, body=manifest, kind="apply-patch+yaml"))
+        request = Request("PATCH", "job", name, query, manifest, kind="apply-patch+yaml")
+        return job_view(self._ask(request))
 
     def delete_job(self, job: JobView) -> None:
         """Delete this RayJob and with it its cluster; no error if it is gone already."""
@@ -175,7 +191,7 @@ class Cluster:
     def create_pod(self, manifest: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
         """Create a pod with a name nobody else uses; returns it as the API server has it."""
         try:
-            return self._ask("POST", "pods", query=[("dryRun", "All")] if dry_run else [], body=manifest)
+            return self._ask(Request("POST", "pods", query=[("dryRun", "All")] if dry_run else [], body=manifest))
         except RefusedError as error:
             made = self.find("pod", manifest["metadata"]["name"]) if error.status == 409 else None
             if made is None:
@@ -216,10 +232,10 @@ class Cluster:
         """KubeRay's resources that the API server knows in the version that is rendered, such as rayjobs."""
         return {resource["name"] for resource in (self.find("ray") or {}).get("resources", ())}
 
-    def find(self, kind: str, name: str = "", query: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
+    def find(self, kind: str, name: str = "") -> dict[str, Any] | None:
         """Get the object at a path of PATHS; None if there is none. Raises `RefusedError`, 403 included."""
         try:
-            return self._ask("GET", kind, name=name, query=query)
+            return self._ask(Request("GET", kind, name))
         except RefusedError as error:
             if error.status == 404:
                 return None
@@ -249,13 +265,13 @@ class Cluster:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": attributes},
         }
-        return bool(self._ask("POST", "review", body=body)["status"].get("allowed"))
+        return bool(self._ask(Request("POST", "review", body=body))["status"].get("allowed"))
 
     # -------------------------------------------------------------------------------------------------------- transport
 
     def _delete(self, path: str, name: str, options: dict[str, Any]) -> None:
         try:
-            self._ask("DELETE", path, name=name, body=options)
+            self._ask(Request("DELETE", path, name, body=options))
         except RefusedError as error:
             if error.status not in (404, 409):  # 409: the name is another object's by now
                 raise
@@ -265,21 +281,21 @@ class Cluster:
         items: list[dict[str, Any]] = []
         rest: list[tuple[str, str]] = []
         while True:
-            answer = self._ask("GET", path, query=[*query, ("limit", str(PAGE)), *rest])
+            answer = self._ask(Request("GET", path, query=[*query, ("limit", str(PAGE)), *rest]))
             items += answer.get("items") or ()
             about = answer.get("metadata", {})
             if not about.get("continue"):
                 return items, about.get("resourceVersion", "")
             rest = [("continue", about["continue"])]
 
-    def _ask(self, method: str, path: str, **parts: Any) -> dict[str, Any]:
-        """Get the answer to a request (`parts`: see `_send`), with retries, one of them with new credentials."""
+    def _ask(self, request: Request) -> dict[str, Any]:
+        """Get the answer to a request: retried as often as allowed, once with new credentials."""
         pauses = iter(RETRY_PAUSES_S)
         renewed = False
         while True:
             api = self._api
             try:
-                with self._send(method, path, **parts) as response:
+                with self._send(request) as response:
                     return dict(json.loads(b"".join(self._chunks(response)) or b"{}"))
             except UnreachableError as error:
                 pause = next(pauses, None)
@@ -299,37 +315,28 @@ class Cluster:
                 self._api, _ = make_client(self._context)
 
     @contextlib.contextmanager
-    def _send(
-        self,
-        method: str,
-        path: str,
-        name: str = "",
-        query: Sequence[tuple[str, str]] = (),
-        body: Any = None,
-        kind: str = "json",
-        read_timeout: float = READ_TIMEOUT_S,
-    ) -> Iterator[Any]:
+    def _send(self, request: Request) -> Iterator[Any]:
         """Send one request; its answer, a success, can be read in the context."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
-        request = self._api.param_serialize(
-            method,
-            PATHS[path].format(namespace=self.namespace, name=name),
-            query_params=list(query),
-            header_params={"Accept": "application/json", "Content-Type": f"application/{kind}"},
-            body=body,
+        call = self._api.param_serialize(
+            request.method,
+            PATHS[request.path].format(namespace=self.namespace, name=request.name),
+            query_params=list(request.query),
+            header_params={"Accept": "application/json", "Content-Type": f"application/{request.kind}"},
+            body=request.body,
             auth_settings=["BearerToken"],
         )
-        if kind != "json":
-            request = (*request[:3], json.dumps(body), request[4])
+        if request.kind != "json":
+            call = (*call[:3], json.dumps(request.body), call[4])
         try:
-            response = self._api.call_api(*request, _request_timeout=(CONNECT_TIMEOUT_S, read_timeout)).response
+            response = self._api.call_api(*call, _request_timeout=(CONNECT_TIMEOUT_S, request.read_timeout_s)).response
         except (HTTPError, ApiException, OSError) as error:
             raise self._unreachable(error) from error
         try:
             if not 200 <= response.status <= 299:
-                failure = self._failure(method, path, response.status, b"".join(self._chunks(response)))
+                failure = self._failure(request.method, request.path, response.status, b"".join(self._chunks(response)))
                 after = response.headers.get("Retry-After", "")
                 if isinstance(failure, UnreachableError) and after.isdigit():
                     failure.retry_after = min(float(after), MAX_RETRY_AFTER_S)

@@ -40,7 +40,7 @@ from sunspot.submitter.manifest.profile import (
     load_profile,
     manifests,
 )
-from sunspot.submitter.manifest.shape import Shape, choose_shape
+from sunspot.submitter.manifest.shape import RESOURCES_PER_WORKER, USE_GPU, Shape, choose_shape
 from sunspot.submitter.manifest.yaml_files import read_yaml, to_yaml
 from sunspot.submitter.output import write_file
 
@@ -267,11 +267,12 @@ def _resolve(
     for variable in (PREFIX + "RUN_NAME", PREFIX + "NUM_WORKERS"):
         chosen.setdefault(variable, (every[variable], "default"))
     if shape:
-        use_gpu = PREFIX + "USE_GPU"
-        per_worker = PREFIX + "RESOURCES_PER_WORKER"
-        chosen[use_gpu] = ("true" if shape.gpus else "false", shape.why_gpu or chosen[use_gpu][1])
-        per_worker_json = json.dumps(shape.per_worker, sort_keys=True)
-        chosen[per_worker] = (per_worker_json, shape.why_resources or chosen[per_worker][1])
+        values = {
+            USE_GPU: "true" if shape.gpus else "false",
+            RESOURCES_PER_WORKER: json.dumps(shape.per_worker, sort_keys=True),
+        }
+        for variable, value in values.items():
+            chosen[variable] = (value, shape.reasons.get(variable) or chosen[variable][1])
         if len(profile.groups) > 1:
             chosen[NODE_GROUPS] = (_node_groups(profile, shape), "the profile's workers")
             chosen.setdefault(NODES_TIMEOUT, (str(deadline_s), "preRunningDeadlineSeconds"))

@@ -1,11 +1,16 @@
 """How many pods a run gets, and what share of a pod a training worker gets, from settings and profile."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sunspot.settings import READING_SHARE, Settings, WorkerRange
+from sunspot.settings import PREFIX, READING_SHARE, Settings, WorkerRange
 from sunspot.submitter.manifest.profile import DataWorkers, Profile, Worker
+
+USE_GPU = PREFIX + "USE_GPU"
+
+RESOURCES_PER_WORKER = PREFIX + "RESOURCES_PER_WORKER"
 
 SLOT = "training-worker"
 """A custom resource: a training pod offers one per worker it should hold, and each worker takes one. With CPUs alone,
@@ -29,9 +34,8 @@ class Shape:
     "Per training pod, as Ray counts them; of groups that differ, the fewest."
     per_worker: dict[str, float]
     data: DataWorkers | None
-    why_gpu: str
-    why_resources: str
-    "Empty if the setting says so itself."
+    reasons: Mapping[str, str]
+    "Why a setting has its value, by its variable; not of those that say so themselves."
     runs: int = 1
     "Concurrent trials of a search."
 
@@ -60,9 +64,9 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
         )
     offered = offers[-1]
     use_gpu = offered > 0 and settings.use_gpu != "false"
-    why_gpu = ""
+    reasons: dict[str, str] = {}
     if settings.use_gpu == "auto":
-        why_gpu = f"the profile's training pods have {offered or 'no'} GPU{'s' * (offered != 1)}"
+        reasons[USE_GPU] = f"the profile's training pods have {offered or 'no'} GPU{'s' * (offered != 1)}"
     elif settings.use_gpu == "true" and not offered:
         problems.append("SUNSPOT_USE_GPU=true: the profile has no GPU; set worker.gpus in it, or leave this at auto")
 
@@ -97,11 +101,13 @@ def choose_shape(settings: Settings, profile: Profile, base_cpus: int, at_once: 
     data = data if use_gpu and settings.loader == "ray" else None
 
     cpus = min(pod_cpus(group, base_cpus) for group in profile.groups)
-    per_worker, why_resources = _choose_resources(settings, cpus, per_pod)
+    per_worker, reason = _choose_resources(settings, cpus, per_pod)
+    if reason:
+        reasons[RESOURCES_PER_WORKER] = reason
     if use_gpu:
         per_worker = {**per_worker, "GPU": per_worker.get("GPU", 1)}
     per_worker = {**per_worker, SLOT: 1}
-    shape = Shape(pods, group_pods, gpus, cpus, per_worker, data, why_gpu, why_resources, at_once)
+    shape = Shape(pods, group_pods, gpus, cpus, per_worker, data, reasons, at_once)
     return shape, problems + _find_misfits(settings, shape, per_pod)
 
 
