@@ -43,23 +43,9 @@ ALLOWED = {
 
 SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/checkpoints/")
 
-REPEATED = {
-    *(
-        "client",
-        "failures",
-        "forward",
-        "images",
-        "memory",
-        "metrics",
-        "mnist",
-        "nodes",
-        "output",
-        "progress",
-        "ranks",
-        "render",
-    ),
-    *("search", "settings", "shown", "snapshot", "stop"),
-}
+REPEATED = set(
+    "client failures forward images metrics mnist nodes output progress render search settings shown snapshot stop".split()
+)
 """Names that two modules still have."""
 
 
