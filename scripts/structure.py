@@ -43,9 +43,10 @@ ALLOWED = {
 
 SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/checkpoints/")
 
-REPEATED = set(
-    "client failures forward images metrics mnist nodes output progress render search settings shown snapshot stop".split()
-)
+REPEATED = {
+    *("client", "failures", "forward", "images", "metrics", "mnist", "nodes", "output"),
+    *("progress", "render", "search", "settings", "shown", "snapshot", "stop"),
+}
 """Names that two modules still have."""
 
 
