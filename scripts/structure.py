@@ -18,9 +18,6 @@ from pathlib import Path
 MAX_ARGUMENTS, MAX_FIELDS = 5, 8
 
 ALLOWED = {
-    "sunspot/checkpoint/manager.py:CheckpointManager.__init__": 15,
-    "sunspot/checkpoint/sharded.py:load_pieces": 6,
-    "sunspot/checkpoint/snapshot.py:Snapshots.take": 9,
     "sunspot/client.py:submit": 7,  # what a notebook's user gives, by name
     "sunspot/elastic/claim.py:begin_attempt": 8,
     "sunspot/predict/actor.py:model_worker": 6,

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from sunspot.errors import NotFoundError, StorageError
-from sunspot.storage import bucket, open_storage, parts
+from sunspot.storage import bucket, multipart, open_storage
 from sunspot.storage.base import Storage
 from sunspot.storage.google import ComposedUpload, put
-from sunspot.storage.parts import Part
+from sunspot.storage.multipart import Part
 from tests.harness import clouds, s3
 from tests.harness.s3 import FaultProxy, Request
 
@@ -40,7 +40,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     from azure.storage.blob import ExponentialRetry
     from google.cloud.storage import retry
 
-    monkeypatch.setattr(parts, "PART", MIB)
+    monkeypatch.setattr(multipart, "PART", MIB)
     monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 0.5)
     monkeypatch.setattr(bucket, "REQUEST_TRIES", 3)
     monkeypatch.setattr(retry, "DEFAULT_RETRY", retry.DEFAULT_RETRY.with_delay(initial=0.01, maximum=0.02))
@@ -201,7 +201,7 @@ def test_other_bytes_than_were_sent_are_an_error_whatever_google_says() -> None:
 
 
 def test_parts_of_many_are_joined_in_order(google_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART", 1 << 10)
+    monkeypatch.setattr(multipart, "PART", 1 << 10)
     storage, content = open_storage(f"gs://{google_bucket}"), pattern(70 << 10)
     write(storage, content)
     assert storage.read("run/model.pt") == content

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.storage import bucket, parts
+from sunspot.storage import bucket, multipart
 from sunspot.storage.base import Entry, Errors, Unfinished
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
 from sunspot.storage.limits import record_progress
-from sunspot.storage.parts import Part, PartUpload
+from sunspot.storage.multipart import Part, PartUpload
 
 
 class AzureStorage(Bucket):
@@ -162,8 +162,8 @@ def _azure_client(url: str) -> Any:
         "retry_policy": ExponentialRetry(
             initial_backoff=1, increment_base=2, retry_total=bucket.REQUEST_TRIES - 1, random_jitter_range=0
         ),
-        "max_single_get_size": parts.PART,
-        "max_chunk_get_size": parts.PART,
+        "max_single_get_size": multipart.PART,
+        "max_chunk_get_size": multipart.PART,
     }
     connection = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
     account = os.environ.get("AZURE_STORAGE_ACCOUNT")

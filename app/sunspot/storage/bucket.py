@@ -14,15 +14,15 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from sunspot.background import start_thread
 from sunspot.errors import NotFoundError, StorageError, shorten
-from sunspot.storage import parts
+from sunspot.storage import multipart
 from sunspot.storage.base import CHUNK, RACE_PAUSE_S, RACE_TRIES, Entry, Storage, Writer, completed, map_parallel
 from sunspot.storage.limits import OPERATION_S, operation
-from sunspot.storage.parts import PartUpload, PartWriter
+from sunspot.storage.multipart import PartUpload, PartWriter
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, REQUEST_TRIES = 5, 20, 4
 """A request fails after about 4 x 20 s of silence plus the client's backoff."""
 
-CONNECTIONS = 4 * parts.PARTS_IN_FLIGHT
+CONNECTIONS = 4 * multipart.PARTS_IN_FLIGHT
 """Kept open by a client, for several files whose parts are under way at once."""
 
 
@@ -120,20 +120,20 @@ class Bucket(Storage):
             yield stream
 
     def chunks(self, key: str) -> Iterator[bytes | bytearray]:
-        first = self._begin_range(key, 0, parts.PART)
+        first = self._begin_range(key, 0, multipart.PART)
         if first is None:
             return
         version = first.version
 
         def read_part(begin: int) -> bytes | bytearray:
-            part = self._begin_range(key, begin, parts.PART, version)
+            part = self._begin_range(key, begin, multipart.PART, version)
             assert part
             return part.read()
 
-        begins = deque(range(parts.PART, first.total, parts.PART))
+        begins = deque(range(multipart.PART, first.total, multipart.PART))
         under_way = deque([start_thread(first.read, "storage-part")])
         while under_way:
-            while begins and len(under_way) < parts.PARTS_IN_FLIGHT:
+            while begins and len(under_way) < multipart.PARTS_IN_FLIGHT:
                 under_way.append(start_thread(functools.partial(read_part, begins.popleft()), "storage-part"))
             yield under_way.popleft().result()
 
@@ -250,7 +250,7 @@ class _RangeReader(io.RawIOBase):
             self._left, self._version = memoryview(begun.read()), begun.version
         self._ended = len(self._left) < self._size
         self._next += len(self._left)
-        self._size = min(2 * self._size, parts.PART)
+        self._size = min(2 * self._size, multipart.PART)
 
 
 def is_below(key: str, prefix: str) -> bool:

@@ -21,7 +21,7 @@ from sunspot.storage import bucket
 from sunspot.storage.base import Entry, Errors, Unfinished, map_parallel
 from sunspot.storage.bucket import Bucket, Page, Range
 from sunspot.storage.limits import record_progress
-from sunspot.storage.parts import Part, PartUpload
+from sunspot.storage.multipart import Part, PartUpload
 
 LISTED_AT_ONCE = 1000
 """Objects on a page of a listing, the most that the service allows."""

@@ -16,7 +16,7 @@ from sunspot.errors import StorageError
 from sunspot.storage import open_storage
 from sunspot.storage.base import Storage
 from sunspot.storage.bucket import Bucket
-from sunspot.storage.parts import PART
+from sunspot.storage.multipart import PART
 
 FOLDER = "sunspot-doctor"
 

@@ -17,7 +17,7 @@ from sunspot.errors import NotFoundError, StorageError, shorten
 from sunspot.storage import bucket
 from sunspot.storage.base import CHUNK, Entry, Errors, ObjectReader, Unfinished, map_parallel
 from sunspot.storage.bucket import Bucket, Page, Range, is_below
-from sunspot.storage.parts import Part, PartUpload
+from sunspot.storage.multipart import Part, PartUpload
 
 DELETED_AT_ONCE = 1000
 """Objects that S3 deletes in one request, at most."""
