@@ -111,18 +111,18 @@ def write_files(directory: Path, rows: Iterator[Rows], classes: list[str]) -> in
     All files have been synced to disk when this returns.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    total, writer, groups_left = 0, None, 0
-    for images, labels in _in_groups(rows):
-        if writer and not groups_left:
+    total = files = in_file = 0
+    writer = None
+    for images, labels in rows:
+        table = to_table(images, labels, {CLASS_NAMES: json.dumps(classes).encode()})
+        if writer and in_file + images.nbytes > FILE_BYTES:
             writer.close()
             writer = None
-        table = to_table(images, labels, {CLASS_NAMES: json.dumps(classes).encode()})
         if writer is None:
-            groups_left = max(1, FILE_BYTES // images.nbytes)
-            path = directory / f"part-{len(list(directory.iterdir())):05}.parquet"
-            writer = open_writer(path, table.schema, compression_level=3)
-        writer.write_table(table, row_group_size=len(table))
-        groups_left -= 1
+            writer = open_writer(directory / f"part-{files:05}.parquet", table.schema, compression_level=3)
+            files, in_file = files + 1, 0
+        writer.write_table(table, row_group_size=_rows_per_group(images[0].nbytes))
+        in_file += images.nbytes
         total += len(table)
     if writer:
         writer.close()
@@ -152,14 +152,6 @@ def open_writer(path: Path, schema: pa.Schema, compression_level: int) -> pq.Par
         use_dictionary=False,
         column_encoding=encoding,
     )
-
-
-def _in_groups(rows: Iterator[Rows]) -> Iterator[Rows]:
-    """Cut each batch into row groups; its last one may be smaller."""
-    for images, labels in rows:
-        per_group = _rows_per_group(images[0].nbytes)
-        for begin in range(0, len(images), per_group):
-            yield images[begin : begin + per_group], labels[begin : begin + per_group]
 
 
 def _rows_per_group(image_bytes: int) -> int:
