@@ -33,9 +33,9 @@ from sunspot.run.attempts import Attempt
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
+from sunspot.train.build import build_model, build_optimizer, load_rest
 from sunspot.train.learner import Learner, WorkerPlace
 from sunspot.train.loop import train
-from sunspot.train.setup import build_model, build_optimizer
 from sunspot.train.worker import Beginning, Worker
 from tests.harness.process_group import in_processes
 
@@ -127,7 +127,8 @@ def _make_worker(
     place = WorkerPlace(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), group)
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
-    optimizer, average = build_optimizer(plan.settings, task, model, state)
+    optimizer, average = build_optimizer(plan.settings, task, model)
+    load_rest(state, model, optimizer)
     idle: Any = SimpleNamespace(**dict.fromkeys(("heartbeat", "report", "took_step"), lambda *args, **options: None))
     loader: Any = Shares(plan, place.world_size, place.rank)
     learner = Learner(plan, task, place, model, optimizer, average, loader)

@@ -17,7 +17,7 @@ from tests.harness import REPOSITORY
 RANK = """
 import os, signal, sys, time
 from types import SimpleNamespace
-import ray, ray.train, torch, torch.distributed as dist
+import ray, ray.train.torch, torch, torch.distributed as dist
 import sunspot.parallel.collectives as parallel
 from sunspot.elastic import claim, watchdog as hang
 from sunspot.settings import Settings
@@ -27,6 +27,7 @@ storage, rank, freezes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "freezes"
 hang.LINGER_S, hang.REPORT_S, hang.START_S, parallel.ROUND_S = 1, 5, 0, 0.5
 ranks = {"get_world_rank": lambda: rank, "get_world_size": lambda: 2, "get_local_rank": lambda: rank}
 ray.train.get_context = lambda: SimpleNamespace(**ranks)
+ray.train.torch.get_device = lambda: torch.device("cpu")
 ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node")
 setup.processes_up = setup.launch_time = lambda: 0.0
 class Control(LocalControl):

@@ -16,9 +16,9 @@ from sunspot.run import Run
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, load_settings
 from sunspot.tasks import load_task
+from sunspot.train.build import make_loader
 from sunspot.train.driver import identify_rows
 from sunspot.train.learner import WorkerPlace
-from sunspot.train.setup import make_loader
 
 ROWS = Rows("layout-content", 100, 10, "1a2b", "NumPy 2.4.6")
 NAMES = ("seed", "dataset")

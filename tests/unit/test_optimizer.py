@@ -38,7 +38,7 @@ from sunspot.parallel.sharding import shard_model
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.tasks.defaults import MAKERS_OF_RATES, build_optimizer, can_jump, fill_in, jump, learning_rate_factor
-from sunspot.train import setup
+from sunspot.train import build
 from tests.harness.loop import train_ranks
 
 TINY = {"task": "tests.tasks.tiny", "global_batch_size": 25, "learning_rate": 0.1, "max_steps": 4}
@@ -179,7 +179,8 @@ def test_a_setting_that_would_change_nothing_is_refused(task: str, name: str, va
 def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
     model, before, today = nn.Linear(2, 2), Settings(weight_decay=0.1), Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
-    optimizer, _ = setup.build_optimizer(today, fill_in(ModuleType("mine"), today), model, State(optimizer=saved))
+    optimizer, _ = build.build_optimizer(today, fill_in(ModuleType("mine"), today), model)
+    build.load_rest(State(optimizer=saved), model, optimizer)
     found = [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
     assert found == [(0.3, 0.5, 0.5), (0.0, 0.5, 0.5)]
 
@@ -195,7 +196,8 @@ def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypat
         torch.manual_seed(0)
         model = shard_model(nn.Conv2d(3, 4, 3), settings, torch.device("cpu"))
         for _ in range(2):
-            optimizer, _ = setup.build_optimizer(settings, fill_in(module, settings), model, state)
+            optimizer, _ = build.build_optimizer(settings, fill_in(module, settings), model)
+            build.load_rest(state, model, optimizer)
             for _ in range(2):
                 optimizer.zero_grad()
                 loss = model(images).square().mean()

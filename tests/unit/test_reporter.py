@@ -21,6 +21,7 @@ from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.claim import Start
 from sunspot.elastic.messages import Incident
+from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.progress import News, Progress, _Lines, _watch, epoch_line
@@ -67,7 +68,7 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
-    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
+    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints, Phases())
     telemetry = MagicMock()
     commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False, save=False))
     worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
@@ -118,7 +119,7 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
-    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints)
+    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints, Phases())
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     agree = MagicMock()
     monkeypatch.setattr(worker, "_decisions", MagicMock(agree=agree))

@@ -23,17 +23,16 @@ from sunspot.checkpoint.average import WeightAverage
 from sunspot.data.order import Steps
 from sunspot.data.source import Batch, EmptySource
 from sunspot.elastic.messages import Command
-from sunspot.elastic.restore import State
 from sunspot.observe.metrics import MetricWindow
 from sunspot.parallel.decisions import StepActions
 from sunspot.plan import Plan
 from sunspot.settings import Settings
+from sunspot.train.build import build_optimizer
 from sunspot.train.evaluate import evaluate
 from sunspot.train.learner import WorkerPlace
 from sunspot.train.loop import take_step
 from sunspot.train.run import TrainingRun
 from sunspot.train.seeds import seed_generators
-from sunspot.train.setup import build_optimizer
 from sunspot.train.worker import Beginning, StepTaken, Worker
 from tests.harness.loop import make_worker, plan_without_evaluation
 from tests.harness.process_group import in_processes
@@ -254,7 +253,7 @@ def run_on(device: str, group: dist.ProcessGroup) -> TrainingRun:
 
     learner.loader.train = on_device
     learner.model = learner.model.to(device)
-    learner.optimizer, learner.average = build_optimizer(settings, learner.task, learner.model, State())
+    learner.optimizer, learner.average = build_optimizer(settings, learner.task, learner.model)
     worker.window = MetricWindow(group, on, worker.window.recent)
     return TrainingRun(worker)
 

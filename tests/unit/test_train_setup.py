@@ -24,6 +24,7 @@ from sunspot.data.order import Steps
 from sunspot.elastic.claim import Start
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.messages import Command, Incident
+from sunspot.elastic.receipts import Phases
 from sunspot.elastic.restore import State
 from sunspot.errors import SettingsError
 from sunspot.ray_internals.controller import GroupRestartError
@@ -34,17 +35,18 @@ from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
 from sunspot.storage.local import LocalStorage
 from sunspot.tasks.defaults import learning_rate_factor
-from sunspot.train import setup
-from sunspot.train.learner import WorkerPlace
-from sunspot.train.probe import probe_here
-from sunspot.train.setup import (
+from sunspot.train import build, setup
+from sunspot.train.build import (
+    Joined,
     describe_new_length,
     leaves_out_evaluation,
     open_journals,
     record_left_out,
     refuse_small_micro_batches,
-    round_products,
 )
+from sunspot.train.learner import WorkerPlace
+from sunspot.train.probe import probe_here
+from sunspot.train.setup import round_products
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
@@ -184,22 +186,20 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     watched, paused = Watched(), dict[str, bool]()
 
     def takes_long(name: str) -> Any:
-        return lambda *_: paused.update({name: watched.paused_now}) or (None, None)
+        return lambda *_: paused.update({name: watched.paused_now}) or MagicMock()
 
-    for name in ("load_task", "CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "Learner"):
-        monkeypatch.setattr(setup, name, anything)
-    monkeypatch.setattr(setup, "describe_new_length", lambda *_: "")
-    monkeypatch.setattr(setup, "Worker", anything)
-    monkeypatch.setattr(setup, "open_journals", anything)
-    monkeypatch.setattr("ray.train.get_context", anything)
-    monkeypatch.setattr("ray.train.torch.get_device", anything)
-    slow = ("await_device_memory", "build_model", "build_optimizer", "make_loader")
+    for name in ("CheckpointManager", "Telemetry", "Reporter", "CommandPoller", "Worker", "open_journals"):
+        monkeypatch.setattr(build, name, anything)
+    monkeypatch.setattr(build, "describe_new_length", lambda *_: "")
+    slow = ("await_device_memory", "build_learner")
     for name in slow:
-        monkeypatch.setattr(setup, name, takes_long(name))
+        monkeypatch.setattr(build, name, takes_long(name))
     plan: Any = SimpleNamespace(settings=Settings(), source=None, total_steps=10)
     start: Any = SimpleNamespace(attempt=Attempt(1, "me", None, 0), nodes={0: "node"})
-    group: Any = None
-    setup.make_worker(plan, anything(), start, State(), group, None, cast(Any, watched), None, cast(Any, None))
+    nothing: Any = None
+    place = WorkerPlace(0, 1, torch.device("cpu"), nothing)
+    joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
+    build.build_worker(joined, State(), Phases())
     assert paused == dict.fromkeys(slow, True)
     assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 
@@ -216,6 +216,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
     given = {"owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300, "warm_key": ""}
     return {**given, "plan": SimpleNamespace(settings=Settings()), "control": LocalControl()}
 
@@ -292,11 +293,11 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
     reporter: Any = SimpleNamespace(drain=anything, publisher=Background(60, journal.flush), end=anything)
     workers: list[Worker] = []
 
-    def make_this_worker(*given: Any) -> Worker:
-        workers.append(make_worker(10, None, reporter, given[-1]))
+    def make_this_worker(joined: Joined, *_: object) -> Worker:
+        workers.append(make_worker(10, None, reporter, joined.outputs))
         return workers[0]
 
-    monkeypatch.setattr(setup, "make_worker", make_this_worker)
+    monkeypatch.setattr(setup, "build_worker", make_this_worker)
     for name, value in [("open_run", run), ("agree_on_start", (start, None))]:
         monkeypatch.setattr(setup, name, lambda *_, value=value: value)
     monkeypatch.setattr(setup, "load_start", lambda *_: State())

@@ -80,10 +80,17 @@ class Telemetry:
     calls take 2 to 3 microseconds each.
     """
 
-    def __init__(self, run: str, rank: int, device: torch.device, stall_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run: str,
+        rank: int,
+        device: torch.device,
+        stall_s: Callable[[], float],
+        read_run: Callable[[], RunGauges] | None,
+    ) -> None:
+        """`stall_s` returns what copies of the state have cost; `read_run`, on rank 0, the numbers of the whole run."""
         self._rank, self._device, self._stall_s = rank, device, stall_s
-        self.run_gauges: Callable[[], RunGauges] = lambda: RunGauges({}, {})
-        "The metrics of the whole run; set on rank 0."
+        self._read_run = read_run or (lambda: RunGauges({}, {}))
         of_rank = {"run": run, "rank": str(rank)}
         self._counters = {name: _make(Counter, name, text, of_rank) for name, text in COUNTERS.items()}
         self._gauges = {name: _make(Gauge, name, text, of_rank) for name, text in GAUGES.items()}
@@ -135,7 +142,7 @@ class Telemetry:
         for name, value in {**self._memory(), "step": self._step}.items():
             if value is not None:
                 self._gauges[name].set(value)
-        of_run, incidents = self.run_gauges()
+        of_run, incidents = self._read_run()
         for name, number in of_run.items():
             self._run_gauges[name].set(number)
         for cause, times in incidents.items():

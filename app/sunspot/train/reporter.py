@@ -52,15 +52,16 @@ class Reporter:
         control: ControlClient,
         journals: dict[str, Journal],
         checkpoints: CheckpointManager,
+        phases: Phases,
     ) -> None:
+        """`phases` are the times at which this group's start came so far, for its receipt."""
         self._run, self._settings, self._start = run, plan.settings, start
         self._state = replace(state, model=None, optimizer=None)  # only its tensors are large
         self._control, self._journals, self._checkpoints = control, journals, checkpoints
         self._ranks = RankHistory(run, start.attempt.number)
         self.publisher = Background(min(self._settings.report_every_s, STATUS_EVERY_S), self.publish)
         "For the caller to enter."
-        self.phases = Phases()
-        "Of this group's start, for its receipt; the caller fills them in."
+        self._phases = phases
         self._timer = Timer()
         self._shown = 0.0
         self._heartbeat: float | None = None
@@ -203,7 +204,7 @@ class Reporter:
 
     def _close_incident(self) -> None:
         self._recovered = True
-        receipt = make_receipt(self._start, self._state, self._incident, time.time(), self.phases)
+        receipt = make_receipt(self._start, self._state, self._incident, time.time(), self._phases)
         self._journals["events"].append(receipt.record())
         self._receipts.append(receipt)
         self._control.tell(ControlChannel.close_incident)

@@ -1,0 +1,260 @@
+"""Builds what a worker trains with, from the state that its group starts from: learner, checkpoints and reports."""
+
+import logging
+import math
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch.optim import Optimizer
+
+from sunspot.checkpoint import CheckpointManager, NodeMemory, SavedObjects
+from sunspot.checkpoint.average import WeightAverage
+from sunspot.checkpoint.files import load_weights
+from sunspot.checkpoint.tensors import map_tensors
+from sunspot.data.ray_loader import RayLoader
+from sunspot.data.shared_rows import LocalWorkers
+from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
+from sunspot.elastic.claim import Start
+from sunspot.elastic.control import CommandPoller, ControlClient
+from sunspot.elastic.receipts import Phases
+from sunspot.elastic.restore import State
+from sunspot.elastic.watchdog import Watchdog
+from sunspot.errors import ConflictError, SettingsError
+from sunspot.observe.prometheus import Telemetry
+from sunspot.parallel.collectives import GroupMember, gather_objects, run_on_all_ranks
+from sunspot.parallel.sharding import build_without_values, has_several, shard_model, shard_optimizer_state
+from sunspot.plan import Plan
+from sunspot.run import Run
+from sunspot.run.attempts import Attempt
+from sunspot.run.history import Journal
+from sunspot.settings import Settings, differences
+from sunspot.tasks import Task, load_task
+from sunspot.train.device_memory import await_device_memory
+from sunspot.train.forward import compile_model
+from sunspot.train.learner import Learner, WorkerPlace
+from sunspot.train.reporter import Reporter
+from sunspot.train.worker import Beginning, Worker
+
+log = logging.getLogger(__name__)
+
+RECOMPUTED_OPTIONS = ("lr", "initial_lr", "weight_decay", "fused")
+"""Options of an optimizer's groups that settings or the device decide anew at each start of a run."""
+
+EVALUATION_TRIES = 3
+"""Worker groups that begin an evaluation before it is left out: it may take longer than there is between notices."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A process that has claimed the run with its group, and what it holds of both."""
+
+    plan: Plan
+    run: Run
+    start: Start
+    place: WorkerPlace
+    memory: NodeMemory | None
+    watchdog: Watchdog
+    control: ControlClient
+    outputs: ExitStack
+    "Closing it brings what is not there yet of log, metrics and status to storage."
+
+
+def build_worker(joined: Joined, state: State, phases: Phases) -> Worker:
+    """Build the worker of a process that has joined the run; `phases` are the times at which its group came so far."""
+    plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
+    attempt = start.attempt
+    with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
+        finish = partial(run_on_all_ranks, place.group)
+        await_device_memory(place.device, start.nodes[place.rank], joined.control, finish)
+        learner = build_learner(plan, place, attempt, state)
+    journals = open_journals(joined.run, start) if place.rank == 0 else {}
+    left_out = not state.evaluated and leaves_out_evaluation(start, plan.total_steps)
+    if place.rank == 0:
+        if left_out:
+            record_left_out(attempt.step, journals["events"])
+        change = describe_new_length(learner.task, attempt.step, state.total_steps, plan.total_steps)
+        if change:
+            log.warning(change)
+    task_files = getattr(learner.task, "checkpoint_files", None)
+    more_files = partial(task_files, learner.model) if task_files else None
+    checkpoints = CheckpointManager(
+        joined.run,
+        attempt,
+        plan,
+        SavedObjects(learner.model, learner.optimizer, learner.average, more_files),
+        member=GroupMember(place.group, place.rank, place.world_size, list(start.nodes.values())),
+        memory=joined.memory,
+        windows=state.ledger,
+        journals=journals,
+    )
+    reporter, gauges = None, None
+    if place.rank == 0:
+        phases = Phases(**phases, loaded=time.time())
+        reporter = Reporter(joined.run, plan, start, state, joined.control, journals, checkpoints, phases)
+        gauges = reporter.gauges
+    telemetry = Telemetry(plan.settings.run_name, place.rank, place.device, lambda: checkpoints.stall_s, gauges)
+    beginning = Beginning(attempt.step, state.evaluated or left_out, state.metrics)
+    commands = CommandPoller(joined.control)
+    return Worker(learner, beginning, checkpoints, commands, watchdog, telemetry, reporter, joined.outputs)
+
+
+# -------------------------------------------------------------------------------------------------------- the learner
+
+
+def build_learner(plan: Plan, place: WorkerPlace, attempt: Attempt, state: State) -> Learner:
+    """Build model, optimizer and loader, with the state that the group starts from."""
+    task = load_task(plan.settings)
+    model = build_model(plan, task, state, attempt, place)
+    optimizer, average = build_optimizer(plan.settings, task, model)
+    load_rest(state, model, optimizer)
+    return Learner(plan, task, place, model, optimizer, average, make_loader(plan, task, place))
+
+
+def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
+    """The task's model on its device, with the state's weights, or those that the seed gives it.
+
+    A state in parts has its weights loaded later, in `load_rest`.
+    """
+    settings = plan.settings
+    model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
+    if model is None:
+        torch.manual_seed(settings.seed)  # the same first weights on every worker and at any world size
+        model = task.build_model(settings, plan.source)
+    if state.model is not None:
+        load_weights(model, state.model, attempt.starts_from or settings.init_from)
+    for part in model.children() if has_several(model) else [model]:
+        if not part.training:  # as `from_pretrained` returns it; of one that trains, modules stay in their modes
+            part.train()
+    if fixed := sum(not module.training for module in model.modules()):
+        print(f"model: {fixed} of its modules stay in evaluation mode, as build_model returns them")
+    refuse_small_micro_batches(model, settings)
+    model = shard_model(model, settings, place.device)
+    compile_model(model, plan, place.world_size, place.device)
+    return model
+
+
+def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> tuple[Optimizer, WeightAverage]:
+    """Build the task's optimizer, which loads a state without its RECOMPUTED_OPTIONS, and the weights' average."""
+    optimizer = task.build_optimizer(model, settings)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    todays = [{name: group[name] for name in RECOMPUTED_OPTIONS if name in group} for group in optimizer.param_groups]
+
+    def keep_todays(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in state["param_groups"]]
+        for group, today in zip(groups, todays, strict=False):  # the optimizer itself refuses other groups
+            group.update(today)
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(keep_todays)
+    return optimizer, WeightAverage(optimizer, settings.ema)
+
+
+def load_rest(state: State, model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Load what `build_model` has not: the optimizer's state, or of a state in parts all, the weights too."""
+    if state.optimizer:
+        values = state.optimizer
+        if optimizer.param_groups[0]["params"][0].is_cpu:
+            # There the optimizer goes on with the very tensors it is given: not with pages of a whole file.
+            values = map_tensors(values, torch.clone)
+        optimizer.load_state_dict(shard_optimizer_state(optimizer, values))
+    elif state.load_parts:
+        state.load_parts(model, optimizer)
+
+
+def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> None:
+    """Refuse micro batches of 1 or 2 rows with batch norm: three rows would be split into 2 + 1."""
+    norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    if settings.micro_batch_size in (1, 2) and any(isinstance(module, norms) for module in model.modules()):
+        raise SettingsError(
+            f"SUNSPOT_MICRO_BATCH_SIZE={settings.micro_batch_size}: the model has batch norm, which needs two rows in "
+            "every forward pass; set it to 3 or more, or to 0"
+        )
+
+
+def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | RayLoader | FullBatchLoader:
+    """This worker's loader, as LOADER says; raises `ConflictError` if it would not have the driver's order of rows."""
+    if plan.order and plan.find_order() != plan.order:
+        raise ConflictError(
+            f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
+            "some would be repeated and others left out; run the same image on all nodes"
+        )
+    device = place.device
+    if plan.settings.loader == "ray":
+        return RayLoader(plan.steps, place.world_size, place.rank, device, plan.test is not None)
+    workers = LocalWorkers(
+        rank=place.rank,
+        world_size=place.world_size,
+        node=ray.get_runtime_context().get_node_id(),
+        gather=lambda mine: gather_objects(mine, place.group),
+        finish=lambda act: run_on_all_ranks(place.group, act),
+    )
+    loader = TorchLoader(plan.data, device, workers)
+    if device.type == "cuda":
+        print(f"rows: on {device}" if loader.resident else f"rows: in memory, as {device} has too little room for them")
+    return FullBatchLoader(loader) if hasattr(task, "full_batch") else loader
+
+
+# ------------------------------------------------------------------------------------------- what differs from before
+
+
+def open_journals(run: Run, start: Start) -> dict[str, Journal]:
+    """The attempt's metric history and its events, which begin with what differs from the attempt before.
+
+    That is the checkpoints it skipped, and the versions of what the run's numbers may depend on.
+    """
+    attempt = start.attempt
+    journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
+
+    def record(event: str, detail: str) -> None:
+        journals["events"].append({"step": attempt.step, "time": time.time(), "event": event, "detail": detail})
+
+    for text in attempt.skipped:
+        record("checkpoint skipped", text)
+        log.warning(f"skipped {text}")
+    before = start.before[-1].metadata.get("versions", {}) if start.before else {}
+    now = attempt.metadata.get("versions", {})
+    if changed := differences(before, {name: now[name] for name in before if name in now}):
+        record("versions changed", ", ".join(changed))
+        log.warning(f"other versions than attempt {start.before[-1].number} had: {', '.join(changed)}")
+    return journals
+
+
+def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
+    """What it does to the learning rate that the run no longer has `before` steps (0: not known); empty: nothing."""
+    if before in (0, now) or hasattr(task, "begin_schedule"):  # Lightning's schedulers are objects
+        return ""
+    old, new = (task.schedule(min(step, total - 1), total) for total in (before, now))
+    if math.isclose(old, new):
+        return ""
+    return (
+        f"{now} steps by EPOCHS and MAX_STEPS, {before} before: the learning rate goes on at {new:.3g} of its peak, "
+        f"not at {old:.3g}"
+    )
+
+
+def leaves_out_evaluation(start: Start, total_steps: int) -> bool:
+    """Whether to train on without the evaluation of the epoch that ends here: EVALUATION_TRIES groups did not end it.
+
+    The one at the end of the run is made up however often: no step waits for it.
+    """
+    here = takewhile(lambda attempt: attempt.step == start.attempt.step, reversed(start.before))
+    return start.attempt.step < total_steps and 1 + len(list(here)) >= EVALUATION_TRIES
+
+
+def record_left_out(step: int, events: Journal) -> None:
+    """Say that the epoch that ends at `step` has no evaluation."""
+    detail = (
+        f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
+        "before its evaluation did, and training goes on"
+    )
+    events.append({"step": step, "time": time.time(), "event": "evaluation left out", "detail": detail})
+    log.warning(detail)
