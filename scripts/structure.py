@@ -27,8 +27,6 @@ ALLOWED = {
     "sunspot/report/history.py:RankTotal": 10,
     "sunspot/submitter/cluster/api.py:Cluster._send": 7,
     "sunspot/train/driver.py:train": 9,
-    "sunspot/train/setup.py:make_worker": 9,
-    "sunspot/train/setup.py:record_end": 6,
     "sunspot/train/trainer.py:fit_once": 6,
     "sunspot/train/trainer.py:judge_end": 6,
     "sunspot/train/trainer.py:make_trainer": 6,

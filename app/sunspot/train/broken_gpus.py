@@ -24,11 +24,11 @@ from sunspot.train.probe import PROBE_TIMEOUT_S, Problems, ask_nodes, count_node
 
 log = logging.getLogger(__name__)
 
-OF_HARDWARE = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
-"""CUDA's codes of errors that no program makes, after which a GPU may still answer."""
+HARDWARE_ERRORS = {214: "an uncorrectable error of its memory (ECC)", 220: "an uncorrectable error of NVLink"}
+"""CUDA's codes of errors that no program causes, after which a GPU may still answer."""
 
 SUSPECT_TIMEOUT_S = 30.0
-"""How long a node may take to answer after a loss, as the others wait. Ray finds one that is gone in half of that."""
+"""How long a node may take to answer after a loss, while the others wait: Ray misses a node in half of that."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Needed:
     per_worker: dict[str, float]
     "Resources of each worker."
     least: int
-    "The fewest workers."
+    "Fewest workers that the run trains with."
 
     def refuse_loss(self, broken: Sequence[str], nodes: Sequence[Mapping[str, Any]], told: str) -> None:
         """Raise `SunspotError`, which begins with `told`, unless the run does without the broken ones of these nodes.
 
-        It cannot do without this one, the head.
+        It never does without this node, the head.
         """
         if ray.get_runtime_context().get_node_id() in broken:
             raise SunspotError(f"{told}; the head cannot be left out")
@@ -55,7 +55,7 @@ class Needed:
 
 
 def find_broken_gpus(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> Problems:
-    """What is wrong with the GPUs that these nodes promise."""
+    """Find what is wrong with the GPUs that these nodes promise."""
     promised = {str(node["NodeID"]): (ceil(gpus),) for node in nodes if (gpus := node["Resources"].get("GPU"))}
     return ask_nodes("their GPUs", find_gpu_problem, promised, 1, timeout_s)
 
@@ -79,10 +79,10 @@ def new_nodes_tried(
 ) -> Iterator[Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]:
     """Leave out nodes that join with broken GPUs while the context lasts; `nodes` have been tried before.
 
-    Yields a filter for nodes (as in `ray.nodes()`) that are reachable and have been tried: with it, a group grows by no
-    others. That costs the training nothing. A node is asked as it joins, which takes it a few seconds, while the others
-    train, and room for more workers must last as long anyway (`nodes.SETTLED_S`). A group that waits for nodes does not
-    wait for this: Ray may start it on one that turns out to be broken, and starts it again without.
+    Yields a filter for nodes (as in `ray.nodes()`) that are reachable and have been tried: a group grows by no others.
+    That costs the training nothing: a node is asked as it joins, for a few seconds, while the others train, and room
+    for more workers must last as long anyway (`nodes.SETTLED_S`). A group that waits for nodes does not wait for this:
+    Ray may start it on one that turns out to be broken, and then starts it again without.
     """
     tried = {str(node["NodeID"]) for node in nodes}
 
@@ -117,12 +117,16 @@ class BrokenInTraining:
     def __call__(self, suspects: Suspects) -> list[str]:
         """Leave out those of these nodes whose GPU is broken, and return a line on each.
 
-        An error of CUDA may be the program's, too, and a process may be lost for any reason. So the driver of such a
-        node is asked, as at the start. That takes seconds, where a process was lost and its node was not. Raises like
-        `Needed.refuse_loss`, where a GPU had an error and cannot be used any more; one that still answers is tried
-        again instead, and so is one without a word, whose node may be going.
+        An error of CUDA may be the program's, and a process may be lost for any reason. So the GPU's driver on such a
+        node is asked, as at the start, which takes seconds. Raises like `Needed.refuse_loss` where a GPU had an error
+        and cannot be used any more. One that still answers is tried again, and so is one that does not answer, whose
+        node may be going.
         """
-        told = {id: f"its GPU had {OF_HARDWARE[code]}" for id, code in suspects.items() if code and code in OF_HARDWARE}
+        told = {
+            id: f"its GPU had {HARDWARE_ERRORS[code]}"
+            for id, code in suspects.items()
+            if code and code in HARDWARE_ERRORS
+        }
         nodes, draining = ray.nodes(), draining_nodes()
         asked = [node for node in nodes if node["NodeID"] in suspects and node["NodeID"] not in draining]
         asked = reachable_nodes([node for node in asked if node["Resources"].get("GPU") or node["NodeID"] in told])

@@ -9,14 +9,14 @@ from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.formatting import as_bytes, in_words
 
 DEVICE_WAIT_S = 20.0
-"""How long a GPU's memory is waited for, as long as the host's (data/shared_rows.py). When its processes are gone,
-the driver takes seconds more for contexts of tens of GB and for registered pages of the host. What lasts longer is
-another program's."""
+"""Limit on the wait for a GPU's memory, as for the host's (data/shared_rows.py). Once its processes are gone, the GPU's
+driver takes seconds more for contexts of tens of GB and for registered pages of the host. What lasts longer is another
+program's."""
 
 LOOK_EVERY_S = 0.25
 
 SLACK = 0.02
-"""The share of a GPU's memory that need not come back: contexts of CUDA and buffers of NCCL are not always alike."""
+"""Share of a GPU's memory that need not come back: contexts of CUDA and buffers of NCCL are not always alike."""
 
 
 def await_device_memory(
@@ -24,9 +24,9 @@ def await_device_memory(
 ) -> None:
     """Return once as much of the GPU is free as when the group before began on it, or DEVICE_WAIT_S later.
 
-    For all workers together, before any of them allocates: `finish` runs a function, and returns once it has returned
-    on all. A first group waits for nothing. What another program keeps is waited for once: the next group expects no
-    more than this one has found.
+    All workers call this together, before any of them allocates: `finish` runs a function, and returns once it has
+    returned on all. The first group waits for nothing. What another program keeps is waited for once: the next group
+    expects no more than this one has found.
     """
     if device.type == "cuda":
         finish(lambda: _await(device, node, control))

@@ -1,4 +1,4 @@
-"""Ray's trainer for the library that a task trains with: torch, or another beside torch's process group."""
+"""Chooses Ray's trainer for the library that a task trains with: torch, or another beside torch's process group."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from sunspot.tasks import load_task
 
 
 def choose_trainer(plan: Plan, timeout_s: int) -> tuple[Any, dict[str, Any]]:
-    """Ray's trainer for the plan's task, and its argument with the backend. Only its own tasks need each library."""
+    """Return Ray's trainer for the plan's task, and its argument with the backend; imports only what the task needs."""
     task = load_task(plan.settings)
     find_library = getattr(task, "find_library", None)
     library = find_library(plan.settings, plan.source) if find_library else "torch"

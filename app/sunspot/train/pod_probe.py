@@ -1,4 +1,4 @@
-"""What `sunspot doctor --from-pods` runs in a pod like the run's: python -m sunspot.train.pod_probe."""
+"""`python -m sunspot.train.pod_probe`: what `sunspot doctor --from-pods` runs in a pod like the run's."""
 
 import json
 from collections.abc import Sequence

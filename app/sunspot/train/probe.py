@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 120
 """How long a node may take to answer; it starts a process for that."""
 
-PROBES_AT_ONCE = 256
-"""Nodes that are asked at once: each makes some ten small requests of the storage."""
+MAX_PROBES = 256
+"""Most nodes that are asked at once: each makes some ten small requests of the storage."""
 
-NODES_NAMED, PROBLEMS_SHOWN = 3, 3
-"""Nodes that a message names for one problem, and problems that it has; other nodes are counted."""
+MAX_NODES_NAMED, MAX_PROBLEMS_NAMED = 3, 3
+"""Most nodes that a message names for one problem, and most problems; other nodes are counted."""
 
 PROBE_KEY = re.compile(r"probe-[0-9a-f]{32}")
-"""Differs in what nodes say of the same problem."""
+"""Matches the part that differs in what nodes say of the same problem."""
 
 
 def probe_all_nodes(storage_path: str, run_name: str, nodes: list[dict[str, object]]) -> None:
@@ -62,14 +62,14 @@ def ask_nodes(
     calls: int = 0,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Problems:
-    """What `act` finds wrong on each node, given its arguments; warns of nodes that did not answer about `what`.
+    """Ask what `act` finds wrong on each node, given its arguments; warns of nodes that did not answer about `what`.
 
     A process ends after `calls` answers (0: never): what it has seen of GPUs, a worker after it would see.
     """
     task = ray.remote(num_cpus=0, max_retries=1, max_calls=calls)(act)
 
     def ask(node: str) -> tuple[str, str]:
-        """The problem of a node, and why it did not say; both empty when it has none."""
+        """Return the problem of a node, and why it did not say; both empty when it has none."""
         there: Any = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         try:
             return ray.get(there.remote(*nodes[node]), timeout=timeout_s), ""
@@ -78,7 +78,7 @@ def ask_nodes(
         except ray.exceptions.RayError as error:  # the node is gone, or about to be
             return "", shorten(error)
 
-    answers = dict(zip(nodes, map_parallel(ask, list(nodes), PROBES_AT_ONCE), strict=True))
+    answers = dict(zip(nodes, map_parallel(ask, list(nodes), MAX_PROBES), strict=True))
     silent = [node for node, (_, silence) in answers.items() if silence]
     if silent:
         why = answers[silent[0]][1]
@@ -91,23 +91,23 @@ def ask_nodes(
 
 
 def count_nodes(problems: Problems) -> int:
-    """How many nodes have one."""
+    """Count the nodes that have a problem."""
     return sum(map(len, problems.values()))
 
 
 def list_problems(problems: Problems) -> str:
-    """`1a2b, 3c4d: this; 5e6f: that`."""
-    return "; ".join(f"{_name(nodes)}: {problem}" for problem, nodes in list(problems.items())[:PROBLEMS_SHOWN])
+    """Write the problems as `1a2b, 3c4d: this; 5e6f: that`."""
+    return "; ".join(f"{_name(nodes)}: {problem}" for problem, nodes in list(problems.items())[:MAX_PROBLEMS_NAMED])
 
 
 def _name(nodes: list[str]) -> str:
-    """`1a2b, 3c4d, 5e6f and 15 others`."""
-    names, left = ", ".join(node[:12] for node in nodes[:NODES_NAMED]), len(nodes) - NODES_NAMED
+    """Name nodes as `1a2b, 3c4d, 5e6f and 15 others`."""
+    names, left = ", ".join(node[:12] for node in nodes[:MAX_NODES_NAMED]), len(nodes) - MAX_NODES_NAMED
     return names if left <= 0 else f"{names} and {plural(left, 'other')}"
 
 
 def probe_here(storage_path: str, run_name: str, key: str, content: bytes) -> str:
-    """Why this node cannot use the run's storage, in which `key` has `content`; empty when it can."""
+    """Say why this node cannot use the run's storage, in which `key` has `content`; empty when it can."""
     run = open_run(storage_path, run_name)
     try:
         if run.storage.read(key) != content:
