@@ -43,7 +43,7 @@ from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.elastic.restore import load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
-from sunspot.parallel.collectives import ALONE, GroupMember
+from sunspot.parallel.collectives import GroupMember
 from sunspot.parallel.sharding import Place
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
@@ -726,27 +726,6 @@ def test_one_rank_checks_the_parts_of_the_last_checkpoint_for_all(run: Run, two_
     assert second == ["step-00000100-attempt-0001", "part-00000.json"]
     assert set(first) == {*second, "part-00001.json"}
     assert_whole(run, [100])
-
-
-def test_a_second_try_of_a_part_writes_none_of_its_files_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, done = sunspot.checkpoint.parts, list[str]()
-
-    def write(index: str) -> Callable[..., None]:
-        def act(*_: Any) -> None:
-            done.append(index)
-            run.storage.write(run.key("checkpoints", "last", index.format(0)), b"{}")
-
-        return act
-
-    monkeypatch.setattr(ShardWriter, "write_part", write(module.INDEX))
-    monkeypatch.setattr(ShardWriter, "write_weights", write(module.WEIGHTS))
-    monkeypatch.setattr(ShardWriter, "write_common", Mock(side_effect=[StorageError("503 SlowDown"), {}]))
-    writer = ShardWriter(run, ALONE, [], Settings(weights="safetensors"), CommitOrder())
-    snapshot: Any = Mock(manifest=Checkpoint("last", 9, 1, 9, 9, 1))
-    with pytest.raises(StorageError):
-        writer.files(snapshot)
-    assert writer.files(snapshot) == {}
-    assert done == [module.INDEX, module.WEIGHTS]
 
 
 def test_a_part_that_was_changed_after_it_was_written_is_not_committed(run: Run) -> None:

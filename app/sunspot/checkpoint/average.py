@@ -20,14 +20,14 @@ class WeightAverage:
     """The average of the parameters that an optimizer trains; nothing when `decay` is 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        """To be called before the optimizer's state is loaded, and after the weights."""
+        """Make it after the weights have been loaded, and before the optimizer's state is."""
         self._decay, self._parameters = decay, parameters_of(optimizer)
         self._averages: list[torch.Tensor] = []
-        "Of each parameter; empty before the first step."
+        "One for each parameter; empty before the first step."
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def update(self, step: int) -> None:
-        """Take in the weights after `step` steps; sooner forgotten while there are few."""
+        """Take in the weights after `step` steps; while there are few, earlier ones count less."""
         if not self._decay:
             return
         if not self._averages:
@@ -38,7 +38,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self, model: torch.nn.Module) -> Iterator[None]:
-        """The model with the average for its weights."""
+        """Have the model compute with the average, until the context ends."""
         self._swap(model)
         try:
             yield
@@ -46,7 +46,7 @@ class WeightAverage:
             self._swap(model)
 
     def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A training state as a checkpoint has it: `model` with the average, `optimizer` with the weights."""
+        """Return a training state as a checkpoint has it: `model` with the average, `optimizer` with the weights."""
         if not self._averages:
             return state
         averages = {id(weight): average for weight, average in zip(self._parameters, self._averages, strict=True)}

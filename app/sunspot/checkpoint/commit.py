@@ -56,7 +56,7 @@ class CommitOrder:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group` None: a rank alone, or one that has the whole state."""
+        """`group` is None for a rank alone, or one that has the whole state."""
         self._group, self.leads = group, group is None or dist.get_rank(group) == 0
 
     def replaces(self, waiting: bool) -> bool:
@@ -114,14 +114,14 @@ class CheckpointCommitter:
         self._run, self._attempt, self._settings = run, attempt, settings
         self._writers, self._order, self._journals, self._ledger = writers, order, journals, ledger
         self._waiting: list[Snapshot] = []
-        "Those not begun, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
+        "The snapshots not begun yet, by step: one, and on other ranks than 0 those before it that rank 0 has begun."
         self._committing = self._closing = False
         self._dropped = False
         "Whether the newest snapshot that was begun is torn, and so never committed."
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._outage = RetryWindow()
-        "Since the last commit."
+        "Failed tries since the last commit."
         self._flush_requested = False
         self.newest: Checkpoint | None = None
         self.commit_s: float | None = None

@@ -1,6 +1,6 @@
-"""Copies tensors to host memory: those of a CPU at once, those of a GPU in a queue of their own.
+"""Copies tensors to host memory: those of a CPU at once, those of a GPU in a stream of their own.
 
-There no thread waits before parameters change: the queue of the training does, and the CPU goes on filling it.
+No thread waits for a GPU's copies before parameters change: the training's stream does, and the CPU goes on filling it.
 """
 
 import functools
@@ -13,7 +13,7 @@ Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def mark_queue(pairs: Pairs) -> torch.cuda.Event | None:
-    """The point that the GPU's queue has got to, at which the state is the one to copy; None without a GPU."""
+    """Mark the point in the GPU's current stream at which the state is the one to copy; None without a GPU."""
     if not any(source.is_cuda for _, source in pairs):
         return None
     mark = torch.cuda.Event()
@@ -22,7 +22,7 @@ def mark_queue(pairs: Pairs) -> torch.cuda.Event | None:
 
 
 def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None:
-    """Copy, or with a `mark` have the GPU copy what is there at that point; returns the end of its copies then.
+    """Copy, or with a `mark` have the GPU copy what is there at that point; returns the end of the GPU's copies.
 
     The sources must be kept until that end: memory that is free is given to other tensors.
     """
@@ -42,21 +42,21 @@ def copy(pairs: Pairs, mark: torch.cuda.Event | None) -> torch.cuda.Event | None
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The queue of all copies from a GPU: each has blocks of its own for tensors that it has to lay out anew."""
+    """Return the stream of all copies from a GPU: one for all, as each keeps memory of its own for what it lays out."""
     return torch.cuda.Stream(device)
 
 
 class QueueWait(NamedTuple):
-    """The training's queue waits for copies."""
+    """A wait of the training's stream for copies."""
 
     reached: torch.cuda.Event
-    "When it got to the wait."
+    "When the stream got to the wait."
     end: torch.cuda.Event
-    "Of the copies."
+    "The end of the copies."
 
     @classmethod
     def begin(cls, end: torch.cuda.Event) -> "QueueWait":
-        """Have the current queue wait for the end of the copies, and not the CPU."""
+        """Have the current stream wait for the end of the copies, and not the CPU."""
         stream = torch.cuda.current_stream(end.device)
         reached = torch.cuda.Event(enable_timing=True)
         reached.record(stream)

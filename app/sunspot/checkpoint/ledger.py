@@ -36,8 +36,8 @@ class Ledger:
     def __init__(
         self, group: dist.ProcessGroup | None, attempt: str, start: int, inherited: Sequence[Any], on: bool
     ) -> None:
-        """`group` None: one worker alone. `attempt`: its label. `inherited`: windows of earlier attempts that were not
-        in storage.
+        """`group` None: one worker alone. `attempt` is its label; `inherited` are windows of earlier attempts that were
+        not in storage.
         """
         self._group, self._attempt, self._on = group, attempt, on
         self._after = start
@@ -49,7 +49,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def add_step(self, step: int, rows: torch.Tensor | None) -> None:
-        """Count one optimizer step: the ids of this worker's `rows`, int64 [B]."""
+        """Note one optimizer step, with the ids of this worker's `rows`, int64 [B]."""
         if self._on and rows is not None:
             self._mine.append((step, rows))
 

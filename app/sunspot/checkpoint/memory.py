@@ -164,18 +164,19 @@ class Slot:
                 self.map = mmap.mmap(opened.fileno(), max(1, size))
         self._pinned = False
 
-    def pin(self) -> None:
-        """Lock its pages, so that a GPU copies into them without the CPU; raises `OSError`, once, when CUDA refuses."""
+    def pin(self) -> str:
+        """Lock its pages, once, so that a GPU copies into them without the CPU; returns why CUDA refuses."""
         if self._pinned:
-            return
+            return ""
         self._pinned = True
         address = torch.frombuffer(self.map, dtype=torch.uint8).data_ptr()
         cudart = torch.cuda.cudart()
         refusal = cudart.cudaHostRegister(address, self.size, 0)
-        if int(refusal):
-            with contextlib.suppress(RuntimeError):  # CUDA would blame the next kernel for it
-                torch.zeros(1, device="cuda")
-            raise OSError(cudart.cudaGetErrorString(refusal))
+        if not int(refusal):
+            return ""
+        with contextlib.suppress(RuntimeError):  # CUDA would blame the next kernel for it
+            torch.zeros(1, device="cuda")
+        return str(cudart.cudaGetErrorString(refusal))
 
     def unmark(self) -> None:
         """Remove its marker: its content is about to change."""
@@ -256,7 +257,7 @@ class NodeMemory:
                 self.directory, self._lock = _lock_directory(location)
                 self._inherited = _keep_newest(self.directory)
         except OSError as error:
-            log.log(self._level, f"no copies in shared memory: {error}")
+            self._tell(f"no copies in shared memory: {error}")
         self._heartbeat = self._open_heartbeat()
 
     @property
@@ -350,11 +351,8 @@ class NodeMemory:
 
     def pin(self, slot: Slot) -> None:
         """Lock a slot's pages, as far as CUDA lets us."""
-        try:
-            slot.pin()
-        except OSError as error:
-            if not self._unpinned:
-                log.log(self._level, f"copies of the state go to memory that is not pinned, and take longer: {error}")
+        if (refusal := slot.pin()) and not self._unpinned:
+            self._tell(f"copies of the state go to memory that is not pinned, and take longer: {refusal}")
             self._unpinned = True
 
     def _add(self, size: int, file: Path | None) -> Slot:
@@ -402,10 +400,9 @@ class NodeMemory:
         if problem:
             if not self._failing:
                 self._failing = True
-                log.log(
-                    self._level,
+                self._tell(
                     f"the copy at step {step} is not kept in shared memory: {problem}; "
-                    "until one is, a loss takes the run back to the copy or the checkpoint before",
+                    "until one is, a loss takes the run back to the copy or the checkpoint before"
                 )
             return
         first = not self.newest
@@ -420,19 +417,19 @@ class NodeMemory:
             _remove_others(self.directory)
         if self._failing:
             self._failing = False
-            log.log(self._level, f"copies in shared memory go on at step {step}")
+            self._tell(f"copies in shared memory go on at step {step}")
 
     def pause(self, why: str) -> None:
         """Make no copies that outlive this process for RETRY_S; those there are stay."""
         self._paused_until = max(self._paused_until, time.monotonic() + RETRY_S)
         if not self._failing:
             self._failing = True
-            log.log(self._level, f"no copies in shared memory until there is room: {why}; {GOES_BACK}")
+            self._tell(f"no copies in shared memory until there is room: {why}; {GOES_BACK}")
 
     def stop(self, why: str) -> None:
         """Make no more copies that outlive this process; those there are stay."""
         if self.shared:
-            log.log(self._level, f"no more copies in shared memory: {why}; {GOES_BACK}")
+            self._tell(f"no more copies in shared memory: {why}; {GOES_BACK}")
         self._paused_until = math.inf
 
     def keep_parts_of(self, checkpoint: str | None) -> None:
@@ -459,11 +456,11 @@ class NodeMemory:
                 os.posix_fallocate(file.fileno(), 0, HEARTBEAT.size)  # as for a slot
                 return mmap.mmap(file.fileno(), HEARTBEAT.size)
         except OSError as error:
-            log.log(
-                self._level,
-                f"steps are not recorded in shared memory, so a receipt may count too few lost ones: {error}",
-            )
+            self._tell(f"steps are not recorded in shared memory, so a receipt may count too few lost ones: {error}")
             return None
+
+    def _tell(self, text: str) -> None:
+        log.log(self._level, text)
 
 
 # ------------------------------------------------------------------------------------- what processes before have left

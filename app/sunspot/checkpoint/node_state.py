@@ -101,7 +101,7 @@ class NodeState:
     def read(self, checkpoint: Checkpoint) -> list[str]:
         """Do this rank's share in reading a checkpoint on each node, and return what is damaged, a line per fault.
 
-        Of one in parts, each rank verifies some files, as it will load others, or pieces of them, once models are
+        Of a checkpoint in parts, each rank verifies some files; it loads the pieces that it needs once models are
         sharded.
         """
         self.close()

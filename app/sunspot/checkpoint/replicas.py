@@ -86,7 +86,7 @@ class PartExchange:
             snapshot, problem = None, str(error)
         try:
             if not self.share(slot, snapshot, sidecar):
-                problem = problem or "a worker could not keep its part, or its neighbor's"
+                problem = problem or "a worker could not keep its part, or that of another node"
             self._memory.settle(slot, manifest.step, problem)
         except RuntimeError as error:
             self._memory.stop(f"parts cannot be exchanged: {shorten(error)}")

@@ -32,7 +32,7 @@ MoreFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, bytes]]
 
 
 class ChangeWatch:
-    """Tells which tensors are changed in place while they are copied; not of changes through `.data`.
+    """Tells which tensors are changed in place while they are copied, except through `.data`.
 
     It reads the count of changes by which autograd finds them (`_version`), as torch has no public name for it.
     """
@@ -42,12 +42,12 @@ class ChangeWatch:
         self._final: set[int] | None = None
 
     def changed(self) -> set[int]:
-        """The `id` of each tensor that has changed, until the watch ends; from any thread."""
+        """Return the `id` of each tensor that has changed before the watch ended; from any thread."""
         so_far = {id(tensor) for tensor, version in self._versions if tensor._version != version}
         return so_far if self._final is None else self._final  # after the end, the optimizer changes them
 
     def end(self) -> set[int]:
-        """The last `changed`."""
+        """End the watch, and return what has changed."""
         self._final = self.changed()
         self._versions = []
         return self._final
@@ -98,31 +98,31 @@ class Snapshot:
 
 
 class OptimizerOnlyParameters:
-    """The parameters that nothing but optimizer steps changes, as the second step shows: they get a gradient, and its
-    forward pass leaves them alone, even through `.data`.
+    """The parameters that nothing but optimizer steps changes: in the second step, they get a gradient and its forward
+    pass leaves them alone, even through `.data`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = parameters_of(optimizer)
         self._after_first: list[tuple[int, torch.Tensor]] = []
-        "Of each parameter after the first step (`_fingerprint`)."
+        "Each parameter's `_fingerprint` after the first step."
         self.ids: set[int] | None = None
         "Their `id`; None: not known yet."
 
     def after_step(self) -> None:
-        """To be called after each optimizer step."""
+        """Note the parameters' values; call it after each optimizer step."""
         if not self._after_first:
             self._after_first = [_fingerprint(parameter) for parameter in self._parameters]
 
     def before_step(self) -> None:
-        """To be called before each optimizer step, with its gradients; without any, it tells nothing."""
+        """Compare them; call it before each optimizer step, with its gradients."""
         if self.ids is None and self._after_first and any(p.grad is not None for p in self._parameters):
             pairs = zip(self._parameters, self._after_first, strict=True)
             self.ids = {id(p) for p, before in pairs if p.grad is not None and _fingerprint(p) == before}
 
 
 def _fingerprint(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """PyTorch's count of a parameter's changes in place, and the sum of its bits, for which no device is waited.
+    """Return PyTorch's count of a parameter's changes in place, and the sum of its bits, without waiting for a device.
 
     The count misses changes through `.data`, and the sum those that leave it as it was.
     """
