@@ -68,7 +68,7 @@ class Joined:
 
 
 def build_worker(joined: Joined, state: State, phases: Phases) -> Worker:
-    """Build the worker of a process that has joined the run; `phases` are the times at which its group came so far."""
+    """Build the worker of a process that has joined the run; `phases` says when its group reached what so far."""
     plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
     attempt = start.attempt
     with watchdog.paused():  # weights that are fetched and rows that are read take as long as they need
@@ -119,9 +119,9 @@ def build_learner(plan: Plan, place: WorkerPlace, attempt: Attempt, state: State
 
 
 def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
-    """The task's model on its device, with the state's weights, or those that the seed gives it.
+    """Build the task's model on its device, with the state's weights, or those that the seed gives it.
 
-    A state in parts has its weights loaded later, in `load_rest`.
+    The weights of a state in parts are loaded later, in `load_rest`.
     """
     settings = plan.settings
     model = build_without_values(lambda: task.build_model(settings, plan.source)) if state.load_parts else None
@@ -159,7 +159,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
 
 
 def load_rest(state: State, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load what `build_model` has not: the optimizer's state, or of a state in parts all, the weights too."""
+    """Load what `build_model` has not: the optimizer's state, and of a state in parts the weights, too."""
     if state.optimizer:
         values = state.optimizer
         if optimizer.param_groups[0]["params"][0].is_cpu:
@@ -181,7 +181,7 @@ def refuse_small_micro_batches(model: torch.nn.Module, settings: Settings) -> No
 
 
 def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | RayLoader | FullBatchLoader:
-    """This worker's loader, as LOADER says; raises `ConflictError` if it would not have the driver's order of rows."""
+    """Make this worker's loader, as LOADER says; raises `ConflictError` if its order of rows is not the driver's."""
     if plan.order and plan.find_order() != plan.order:
         raise ConflictError(
             f"{socket.gethostname()}: NumPy {np.__version__} gives another order of the rows than the driver's, so "
@@ -207,10 +207,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | Ray
 
 
 def open_journals(run: Run, start: Start) -> dict[str, Journal]:
-    """The attempt's metric history and its events, which begin with what differs from the attempt before.
-
-    That is the checkpoints it skipped, and the versions of what the run's numbers may depend on.
-    """
+    """Open the attempt's metric history and its events, which begin with skipped checkpoints and changed versions."""
     attempt = start.attempt
     journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
 
@@ -229,7 +226,7 @@ def open_journals(run: Run, start: Start) -> dict[str, Journal]:
 
 
 def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
-    """What it does to the learning rate that the run no longer has `before` steps (0: not known); empty: nothing."""
+    """Say how the rate moves as the run no longer has `before` steps (0: not known); empty if it does not."""
     if before in (0, now) or hasattr(task, "begin_schedule"):  # Lightning's schedulers are objects
         return ""
     old, new = (task.schedule(min(step, total - 1), total) for total in (before, now))
@@ -242,16 +239,16 @@ def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
 
 
 def leaves_out_evaluation(start: Start, total_steps: int) -> bool:
-    """Whether to train on without the evaluation of the epoch that ends here: EVALUATION_TRIES groups did not end it.
+    """Tell whether to train on without the evaluation of the epoch that ends here, as EVALUATION_TRIES groups failed.
 
-    The one at the end of the run is made up however often: no step waits for it.
+    The evaluation at the end of the run is begun again however often: no step waits for it.
     """
     here = takewhile(lambda attempt: attempt.step == start.attempt.step, reversed(start.before))
     return start.attempt.step < total_steps and 1 + len(list(here)) >= EVALUATION_TRIES
 
 
 def record_left_out(step: int, events: Journal) -> None:
-    """Say that the epoch that ends at `step` has no evaluation."""
+    """Record that the epoch that ends at `step` has no evaluation."""
     detail = (
         f"the epoch that ends at step {step} is not evaluated: {EVALUATION_TRIES} groups of workers in a row ended "
         "before its evaluation did, and training goes on"

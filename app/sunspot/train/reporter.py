@@ -37,7 +37,7 @@ SHOW_CLAIM_S = 20.0
 """Limit on the wait for storage to take an attempt's first status."""
 
 GOODPUT_EVERY_S = 60.0
-"""Between two computations of the exported goodput: with a thousand restarts, one takes a second."""
+"""Seconds between two computations of the exported goodput: with a thousand restarts, one takes a second."""
 
 
 class Reporter:
@@ -54,7 +54,7 @@ class Reporter:
         checkpoints: CheckpointManager,
         phases: Phases,
     ) -> None:
-        """`phases` are the times at which this group's start came so far, for its receipt."""
+        """`phases` says when this group's start reached what, for its receipt."""
         self._run, self._settings, self._start = run, plan.settings, start
         self._state = replace(state, model=None, optimizer=None)  # only its tensors are large
         self._control, self._journals, self._checkpoints = control, journals, checkpoints
@@ -86,11 +86,11 @@ class Reporter:
             journals["events"].append({"event": "node left out", "step": start.attempt.step, **asdict(node)})
 
     def due(self) -> bool:
-        """Whether a record of the metric history is due."""
+        """Tell whether a record of the metric history is due."""
         return self._timer.due(self._settings.report_every_s)
 
     def heartbeat(self) -> None:
-        """Progress was made: a step, or some rows evaluated."""
+        """Record progress: a step, or some rows evaluated."""
         self._heartbeat = time.time()
 
     def took_step(self, step: int, window: MetricWindow, epoch_ends: bool) -> None:
@@ -175,11 +175,11 @@ class Reporter:
             tidy_audit(self._run, self._start.attempt.number)
 
     def end(self) -> None:
-        """From now on, let nothing wait that can be written."""
+        """Write at once from now on."""
         self._ranks.end()
 
     def gauges(self) -> RunGauges:
-        """The whole run's figures to export; called by another thread."""
+        """Return the whole run's figures to export; called by another thread."""
         status, start, receipts = self._status, self._start, list(self._receipts)
         attempts = [*start.before, start.attempt]
         newest = self._checkpoints.newest or start.checkpoint
@@ -219,7 +219,7 @@ class Reporter:
             self._control.tell(ControlChannel.log, f"  copies in memory: {text}")
 
     def _warn_of_notice(self) -> str:
-        """The status's warning; shown once on the terminal and in the events, too."""
+        """Return the status's warning; the first time, add it to the terminal and the events, too."""
         text = warn_of_notice(self._checkpoints.commit_s, self._settings.notice_s)
         if text and not self._warned:
             self._warned = True
@@ -230,7 +230,7 @@ class Reporter:
 
 
 def warn_of_notice(save_s: float | None, notice_s: float) -> str:
-    """A warning when a save of `save_s` seconds takes longer than a notice (0: unknown); empty when it does not."""
+    """Warn of a save of `save_s` seconds that takes longer than a notice (0: unknown); empty when it does not."""
     if not exceeds_notice(save_s, notice_s):
         return ""
     return (
@@ -240,7 +240,7 @@ def warn_of_notice(save_s: float | None, notice_s: float) -> str:
 
 
 def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> float:
-    """The longest expected time between two checkpoints, in seconds.
+    """Return the longest expected time between two checkpoints, in seconds.
 
     One is due every `every_s` (0: never) and after steps that take `steps_s`; the next waits for its commit of
     `commit_s`.
@@ -249,7 +249,7 @@ def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> floa
 
 
 def first_status(start: Start, plan: Plan) -> Status:
-    """The status of a worker group that has claimed its attempt, and has not taken a step yet."""
+    """Make the status of a worker group that has claimed its attempt, and has not taken a step yet."""
     attempt = start.attempt
     before = start.status or Status(RunState.STARTING, attempt.owner)
     return replace(
@@ -270,10 +270,7 @@ def first_status(start: Start, plan: Plan) -> Status:
 
 
 def show_claim(run: Run, status: Status) -> None:
-    """Write the first status of a claimed attempt: from now on nobody looks at those of older attempts.
-
-    A failure is made up for by the reporter.
-    """
+    """Write the first status of a claimed attempt, and delete those of older ones; the reporter retries what fails."""
 
     def show() -> None:
         write_status(run, status)
