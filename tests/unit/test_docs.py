@@ -64,7 +64,7 @@ def test_settings_are_settings(page: Path) -> None:
 def test_messages_are_those_of_the_program() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "app").rglob("*.py"))
     table = (REPOSITORY / "docs/troubleshooting.md").read_text().partition("## Common messages")[2]
-    messages = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    messages = re.findall(r"^- `([^`]+)`: ", table, re.M)
     assert len(messages) >= 10
     for message in messages:
         for part in filter(None, message.removeprefix(PREFIX).removeprefix("warning: ").split("...")):
