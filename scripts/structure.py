@@ -25,7 +25,6 @@ ALLOWED = {
     "sunspot/report/charts.py:chart": 6,
     "sunspot/report/charts.py:line_chart": 7,
     "sunspot/report/history.py:RankTotal": 10,
-    "sunspot/submitter/cluster/api.py:Cluster._send": 7,
     "sunspot/train/driver.py:train": 9,
     "sunspot/train/trainer.py:fit_once": 6,
     "sunspot/train/trainer.py:judge_end": 6,
