@@ -83,7 +83,7 @@ class Ours:
 
     def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
         from sunspot.submitter.cluster.api import connect
-        from sunspot.submitter.cluster.snapshot import RunAccess
+        from sunspot.submitter.cluster.observation import RunAccess
         from sunspot.submitter.manifest.render import JobRequest, render
 
         self._rendered = render(JobRequest(profile, settings, image, namespace))
@@ -95,7 +95,7 @@ class Ours:
 
     def submit(self) -> None:
         """Through the submitter, as a user does; a run of this name that is there goes on."""
-        from sunspot.submitter.cluster.progress import print_submission
+        from sunspot.submitter.cluster.progress_lines import print_submission
         from sunspot.submitter.cluster.start import submit
 
         print_submission(submit(self._cluster, self._rendered), as_json=False)

@@ -10,15 +10,15 @@ from sunspot.errors import SettingsError
 from sunspot.run import Run as StoredRun
 from sunspot.run.logs import read_stream
 from sunspot.submitter.cluster.completion import wait_for_end
-from sunspot.submitter.cluster.progress import print_state, print_submission, show_progress
+from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.progress_lines import print_state, print_submission, show_progress
 from sunspot.submitter.cluster.run_record import gather, summarize
-from sunspot.submitter.cluster.snapshot import reach_run
 from sunspot.submitter.cluster.start import render_for_cluster
 from sunspot.submitter.cluster.start import submit as start_rendered
 from sunspot.submitter.cluster.stopping import stop_run
 from sunspot.submitter.manifest.render import JobRequest, with_place
 from sunspot.submitter.metric_tables import to_table, with_ranks
-from sunspot.submitter.output import warn
+from sunspot.submitter.printing import warn
 from sunspot.submitter.runs import Target, find_run, find_stream
 
 if TYPE_CHECKING:

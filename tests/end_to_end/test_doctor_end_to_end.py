@@ -16,7 +16,7 @@ import pytest
 from sunspot.cgroup import GROUPS, Throttling
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import each_rank_record, to_rows
-from sunspot.submitter.cluster.snapshot import RunAccess
+from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis, Finding
 from tests.harness import REPOSITORY

@@ -24,7 +24,7 @@ from sunspot.run.incidents import Cause, describe, read_receipts
 from sunspot.run.logs import list_streams
 from sunspot.run.overview import read_state, read_view
 from sunspot.run.status import RunState, read_status
-from sunspot.submitter.cluster.snapshot import RunAccess
+from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis
 from sunspot.train.probe import probe_all_nodes

@@ -12,7 +12,7 @@ from sunspot.run.attempts import read_attempts
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.run.status import RunState, read_status
 from sunspot.submitter.cluster.deletion import deletion_order
-from sunspot.submitter.cluster.snapshot import RunAccess
+from sunspot.submitter.cluster.observation import RunAccess
 from sunspot.submitter.doctor.diagnose import examine
 from sunspot.submitter.findings import Diagnosis
 from tests.harness.finished_run import STEPS, FinishedRun, driver_output

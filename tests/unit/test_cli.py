@@ -25,7 +25,7 @@ from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_faults
 from sunspot.run.incidents import Cause
 from sunspot.storage.base import Entry
 from sunspot.storage.local import LocalStorage
-from sunspot.submitter.output import progress_note
+from sunspot.submitter.printing import progress_note
 from tests.harness.commands import StorageCommand, process
 from tests.harness.runs import (
     BATCH,
@@ -143,7 +143,7 @@ def test_a_verb_that_needs_no_cluster_takes_its_options_all_the_same(sunspot: St
 def test_what_takes_long_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_note("reading"):
         pass
-    monkeypatch.setattr("sunspot.submitter.output.SILENT_S", 0.01)
+    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0.01)
     with progress_note("waiting"):
         time.sleep(0.5)
     assert capsys.readouterr() == ("", "waiting ...\n")

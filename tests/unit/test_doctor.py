@@ -734,7 +734,7 @@ def test_storage_that_is_away_leaves_the_cluster(
     def refuse(*words: Any) -> None:
         raise StorageError("the bucket is gone")
 
-    monkeypatch.setattr("sunspot.submitter.cluster.snapshot.read_fresh_status", refuse)
+    monkeypatch.setattr("sunspot.submitter.cluster.observation.read_fresh_status", refuse)
     cluster.pods = [head(phase="Pending", **unschedulable("2 Insufficient memory"))]
     assert "insufficient resources" in findings(sunspot)
     assert any("the bucket is gone" in text for text in sunspot.json["unseen"])

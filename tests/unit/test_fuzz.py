@@ -42,7 +42,7 @@ from sunspot.storage.local import LocalStorage
 from sunspot.submitter.manifest.profile import manifests
 from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.manifest.render import render as render_manifest
-from sunspot.submitter.output import print_table, write_file
+from sunspot.submitter.printing import print_table, write_file
 from sunspot.submitter.runs import find_run, find_storage
 from tests.harness.datasets import random_images
 from tests.harness.fuzz import COMMANDS, damaged, effort, ends_well, hostile_text

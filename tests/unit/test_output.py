@@ -11,7 +11,7 @@ import pytest
 from sunspot.errors import SettingsError, StorageError
 from sunspot.run import Run
 from sunspot.run.status import RunState
-from sunspot.submitter.output import print_json, print_json_line, print_table, print_text, warn, write_file
+from sunspot.submitter.printing import print_json, print_json_line, print_table, print_text, warn, write_file
 from tests.harness.commands import Command, StorageCommand
 from tests.harness.runs import begin, commit, report, set_status, start
 

@@ -25,7 +25,7 @@ from sunspot.run.attempts import Attempt, checkpoint_name, claim
 from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.snapshot import RunAccess
+from sunspot.submitter.cluster.observation import RunAccess
 
 PODS = [
     Pod("head", "n0", "10.0.0.1", True),

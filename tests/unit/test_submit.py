@@ -88,7 +88,7 @@ def test_a_new_run_is_recorded_and_applied(cluster: FakeCluster, sunspot: Comman
 def test_the_steps_are_announced_on_stderr(
     cluster: FakeCluster, sunspot: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sunspot.submitter.output.SILENT_S", 0)
+    monkeypatch.setattr("sunspot.submitter.printing.SILENT_S", 0)
     assert sunspot.submit("--json") == 0
     assert sunspot.err.splitlines()[0] == "checking the cluster and the storage ..."
     assert f"applying {sunspot.json['job']} ..." in sunspot.err

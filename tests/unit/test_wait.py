@@ -26,8 +26,8 @@ from sunspot.run.status import RunState, Status
 from sunspot.run.submissions import owner_of, record_submission
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, Follower, StorageRead
-from sunspot.submitter.cluster.progress import ProgressLines
-from sunspot.submitter.cluster.snapshot import ClusterPart, RunAccess, RunSnapshot, StoragePart
+from sunspot.submitter.cluster.observation import ClusterPart, RunAccess, RunSnapshot, StoragePart
+from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.state import StoredRecord
 from sunspot.submitter.cluster.views import job_view
 from tests.harness.commands import Command
@@ -165,7 +165,7 @@ def test_an_end_is_believed_only_when_storage_has_been_read_after_it(
     monkeypatch.setattr("sunspot.submitter.cluster.follow.STORAGE_WAIT_S", 0.0)
     read = read_fresh_status
     monkeypatch.setattr(
-        "sunspot.submitter.cluster.snapshot.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1]
+        "sunspot.submitter.cluster.observation.read_fresh_status", lambda run: (time.sleep(0.5), read(run))[1]
     )
     when(running=lambda: (set_status(run, RunState.STOPPED), cluster.set_status(job, "Complete", "SUCCEEDED")))
     assert sunspot("wait", "run", "--json") == 0

@@ -6,8 +6,8 @@ The way of `sunspot submit`, which `sunspot.client.submit` goes too but for its 
     manifest/render.py       render(JobRequest) -> Rendered: the manifest and the settings; pure
     cluster/preflight.py     check: what of the cluster or the storage would keep the run from starting
     cluster/start.py         start_job(RunAccess, PreparedJob) -> Submission: attach, refuse, or replace and apply
-    cluster/snapshot.py      RunAccess.observe() -> RunSnapshot: what cluster and storage say of the run
+    cluster/observation.py   RunAccess.observe() -> RunSnapshot: what cluster and storage say of the run
     cluster/state.py         judge: that as one state, with the reason; pure
     cluster/completion.py    wait_for_end: follows the run, and starts one again whose head was given up
-    cluster/progress.py      prints what was done, and how the run goes on
+    cluster/progress_lines.py  prints what was done, and how the run goes on
 """

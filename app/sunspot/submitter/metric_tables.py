@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import each_rank_record, read_journal, to_rows
-from sunspot.submitter.output import warn
+from sunspot.submitter.printing import warn
 
 if TYPE_CHECKING:
     import pyarrow

@@ -22,7 +22,7 @@ from sunspot.run.identity import read_identity
 from sunspot.run.incidents import find_gaps, read_receipts
 from sunspot.run.objects import MAX_NUMBER
 from sunspot.storage.base import map_parallel
-from sunspot.submitter.output import progress_note, warn
+from sunspot.submitter.printing import progress_note, warn
 
 if TYPE_CHECKING:
     import pyarrow

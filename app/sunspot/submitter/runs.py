@@ -13,7 +13,7 @@ from sunspot.run.logs import list_streams
 from sunspot.run.overview import list_runs, run_exists
 from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Unfinished
-from sunspot.submitter.output import warn
+from sunspot.submitter.printing import warn
 
 MAX_NAMED = 5
 """Other runs named when the one asked for does not exist, the nearest names first."""

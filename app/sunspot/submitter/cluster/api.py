@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import ClusterError, SettingsError, shorten
-from sunspot.submitter.cluster.forward import PROTOCOL, PodConnection
 from sunspot.submitter.cluster.kubeconfig import make_client
+from sunspot.submitter.cluster.port_forward import PROTOCOL, PodConnection
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent, job_view, pod_view, warning_event
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.profile import NAMESPACE_PATTERN

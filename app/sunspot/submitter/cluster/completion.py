@@ -5,10 +5,10 @@ import time
 from sunspot.errors import ConflictError, GaveUpError, SunspotError
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.follow import Follower, OutageReporter
-from sunspot.submitter.cluster.progress import ProgressLines
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, warn_of_hidden
+from sunspot.submitter.cluster.progress_lines import ProgressLines
 from sunspot.submitter.cluster.restart import HeadRestarts, head_given_up, start_again
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot, warn_of_hidden
-from sunspot.submitter.output import warn
+from sunspot.submitter.printing import warn
 
 
 def wait_for_end(access: RunAccess, timeout: float | None, show: ProgressLines) -> RunState:

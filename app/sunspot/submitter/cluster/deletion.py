@@ -33,11 +33,11 @@ from sunspot.run.search import read_results
 from sunspot.settings import PREFIX
 from sunspot.storage.base import Entry, Unfinished
 from sunspot.submitter.cluster.api import Cluster
-from sunspot.submitter.cluster.snapshot import STORAGE_PATH, RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import STORAGE_PATH, RunAccess, RunSnapshot
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import settings_of
-from sunspot.submitter.output import progress_note, warn
+from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import list_unfinished
 
 MAX_ROUNDS = 3

@@ -18,9 +18,9 @@ from sunspot.run.incidents import Receipt, describe, read_receipts
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import UnreachableError
 from sunspot.submitter.cluster.follow import OutageReporter
-from sunspot.submitter.cluster.snapshot import RunAccess, require_answers, stored_arguments
+from sunspot.submitter.cluster.observation import RunAccess, require_answers, stored_arguments
 from sunspot.submitter.cluster.views import PodView
-from sunspot.submitter.output import print_json_line, print_text, warn
+from sunspot.submitter.printing import print_json_line, print_text, warn
 
 LOOK_EVERY_S = 2.0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from sunspot.errors import ClusterError, StorageError
 from sunspot.formatting import in_words
 from sunspot.submitter.cluster.api import RefusedError, UnreachableError, newest_first
-from sunspot.submitter.cluster.snapshot import (
+from sunspot.submitter.cluster.observation import (
     ClusterPart,
     RunAccess,
     RunSnapshot,
@@ -18,7 +18,7 @@ from sunspot.submitter.cluster.snapshot import (
     read_storage,
 )
 from sunspot.submitter.cluster.views import JobView, job_view
-from sunspot.submitter.output import warn
+from sunspot.submitter.printing import warn
 
 WATCH_S = 5
 """One watch of the RayJobs; pods and their warnings, which the Role may only list, are listed between two."""

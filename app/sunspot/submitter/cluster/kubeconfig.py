@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sunspot.errors import ClusterError, shorten
-from sunspot.submitter.output import progress_note
+from sunspot.submitter.printing import progress_note
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient, Configuration

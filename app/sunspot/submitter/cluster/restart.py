@@ -15,12 +15,12 @@ from sunspot.run.submissions import newest_submission
 from sunspot.settings import PREFIX, Settings
 from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.follow import MAX_OUTAGE_S, TICK_S
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import HEAD_GIVEN_UP
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.manifest.render import settings_of
 from sunspot.submitter.manifest.yaml_files import parse_yaml
-from sunspot.submitter.output import progress_note, warn
+from sunspot.submitter.printing import progress_note, warn
 
 MAX_STARTS = PREFIX + "MAX_DRIVER_STARTS"
 

@@ -9,10 +9,10 @@ from sunspot.run.history import measured
 from sunspot.run.overview import RunView, read_view
 from sunspot.run.status import RunState
 from sunspot.settings import PREFIX
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import count_workers
 from sunspot.submitter.manifest.render import settings_of
-from sunspot.submitter.output import progress_note
+from sunspot.submitter.printing import progress_note
 
 NUM_WORKERS = PREFIX + "NUM_WORKERS"
 

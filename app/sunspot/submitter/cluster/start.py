@@ -13,12 +13,12 @@ from sunspot.run.status import RunState
 from sunspot.run.submissions import owner_of, record_submission
 from sunspot.settings import PREFIX, differences
 from sunspot.submitter.cluster.api import Cluster, connect
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot, require_answers
 from sunspot.submitter.cluster.preflight import check, check_identity
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot, require_answers
 from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs
 from sunspot.submitter.cluster.views import JobView, job_view
 from sunspot.submitter.manifest.render import JobRequest, Rendered, render, settings_of
-from sunspot.submitter.output import progress_note, warn
+from sunspot.submitter.printing import progress_note, warn
 
 STOPPED_WITHIN_S = 180.0
 """How long a run that is being stopped may take to save and end."""

@@ -10,9 +10,9 @@ from sunspot.run.requests import request_stop
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.api import Cluster
 from sunspot.submitter.cluster.follow import TICK_S, Follower
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.views import JobView
-from sunspot.submitter.output import progress_note
+from sunspot.submitter.printing import progress_note
 
 GONE_WITHIN_S = 180.0
 """How long a deleted RayJob and its pods may take to go: more than any profile's grace period."""

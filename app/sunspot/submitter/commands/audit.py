@@ -5,7 +5,7 @@ import argparse
 from sunspot.errors import DamageError, NotFoundError
 from sunspot.run import Run
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import print_json, print_table, warn
+from sunspot.submitter.printing import print_json, print_table, warn
 from sunspot.submitter.proof import COLUMNS, Proof, prove
 from sunspot.submitter.runs import find_run
 

@@ -5,10 +5,10 @@ import time
 
 from sunspot.errors import SettingsError
 from sunspot.submitter.cluster.faults import FaultInjector, make_plan
-from sunspot.submitter.cluster.snapshot import reach_run
+from sunspot.submitter.cluster.observation import reach_run
 from sunspot.submitter.commands.arguments import add_run, count, run_target
 from sunspot.submitter.commands.audit import NO_ROWS, conclude, print_epochs
-from sunspot.submitter.output import print_json_line, warn
+from sunspot.submitter.printing import print_json_line, warn
 from sunspot.submitter.proof import prove
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from sunspot.errors import ClusterError, NotFoundError, StorageError
 from sunspot.submitter.cluster.api import Cluster, RefusedError, UnreachableError
-from sunspot.submitter.cluster.forward import LocalPort
-from sunspot.submitter.cluster.snapshot import RunAccess, reach_run, stored_arguments
+from sunspot.submitter.cluster.observation import RunAccess, reach_run, stored_arguments
+from sunspot.submitter.cluster.port_forward import LocalPort
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.commands.arguments import add_run, count, run_target
-from sunspot.submitter.output import print_json_line, print_text, progress_note, warn
+from sunspot.submitter.printing import print_json_line, print_text, progress_note, warn
 
 PORT = 8265
 """Ray's default, on the head."""

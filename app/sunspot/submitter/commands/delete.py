@@ -7,9 +7,9 @@ from typing import Any
 from sunspot.errors import SettingsError, SunspotError
 from sunspot.formatting import as_bytes, plural
 from sunspot.submitter.cluster.deletion import RunContents, delete_run, find_contents, find_left
-from sunspot.submitter.cluster.snapshot import RunAccess, reach_run
+from sunspot.submitter.cluster.observation import RunAccess, reach_run
 from sunspot.submitter.commands.arguments import add_run, run_target
-from sunspot.submitter.output import print_json, print_table, print_text, warn
+from sunspot.submitter.printing import print_json, print_table, print_text, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

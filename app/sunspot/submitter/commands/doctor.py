@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sunspot.errors import ClusterError, SettingsError, StorageError
 from sunspot.submitter.commands.arguments import run_target
-from sunspot.submitter.output import print_json, print_text, warn
+from sunspot.submitter.printing import print_json, print_text, warn
 
 if TYPE_CHECKING:
     from sunspot.submitter.cluster.api import Cluster
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.profile or args.image or args.from_pods:
         raise SettingsError("--profile, --image, --from-pods: leave out RUN, or these: they are for no run yet")
-    from sunspot.submitter.cluster.snapshot import reach_run
+    from sunspot.submitter.cluster.observation import reach_run
     from sunspot.submitter.doctor.diagnose import examine
 
     access = reach_run(run_target(args))

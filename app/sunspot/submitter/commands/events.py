@@ -13,7 +13,7 @@ from sunspot.run.history import read_journal
 from sunspot.run.incidents import TIER, describe, read_receipts
 from sunspot.run.objects import read_verified
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import print_json, print_table, print_text, progress_note, warn
+from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 

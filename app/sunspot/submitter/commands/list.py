@@ -13,13 +13,13 @@ from sunspot.run.status import Status
 from sunspot.run.submissions import owner_of
 from sunspot.storage.base import Storage
 from sunspot.submitter.cluster.api import Cluster, try_connect
-from sunspot.submitter.cluster.snapshot import STORAGE_PATH
+from sunspot.submitter.cluster.observation import STORAGE_PATH
 from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, judge
 from sunspot.submitter.cluster.views import JobView
 from sunspot.submitter.commands.arguments import add_limit
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import settings_of
-from sunspot.submitter.output import print_json, print_table, progress_note, warn
+from sunspot.submitter.printing import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_storage
 
 add_arguments = add_limit

@@ -15,7 +15,7 @@ from sunspot.run.logs import list_streams, read_pieces
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import print_json_line, print_text, warn
+from sunspot.submitter.printing import print_json_line, print_text, warn
 from sunspot.submitter.runs import find_run, find_stream, streams_of
 
 StateReader = Callable[[Run], tuple[RunState, str]]
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     state: StateReader = read_state
     if args.follow:
         from sunspot.submitter.cluster.api import try_connect
-        from sunspot.submitter.cluster.snapshot import RunAccess
+        from sunspot.submitter.cluster.observation import RunAccess
 
         cluster, _ = try_connect(args.context, args.namespace)
         state = (lambda run: RunAccess(run, cluster).observe().state()) if cluster else read_state

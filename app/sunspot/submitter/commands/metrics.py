@@ -12,7 +12,7 @@ from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.history import read_journal
 from sunspot.submitter.commands.arguments import add_run
 from sunspot.submitter.metric_tables import MARK, to_table, with_ranks
-from sunspot.submitter.output import print_json, print_table, print_text, progress_note, write_file
+from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, write_file
 from sunspot.submitter.runs import find_run
 
 LEFT_OUT_OF_TABLE = {"time", "steps", "rows", "seconds", "step_time_p95_s", "memory_mib", "gpu_memory_mib"}

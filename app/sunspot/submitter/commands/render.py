@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from sunspot.errors import SettingsError
 from sunspot.submitter.commands.arguments import add_render_options, job_request
-from sunspot.submitter.output import print_json, print_table, print_text, warn
+from sunspot.submitter.printing import print_json, print_table, print_text, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from sunspot.report.page import POLICY
 from sunspot.report.search import gather_search, render_search
 from sunspot.run.overview import read_state
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import print_json, print_text, progress_note, write_file
+from sunspot.submitter.printing import print_json, print_text, progress_note, write_file
 from sunspot.submitter.runs import find_run
 
 

@@ -5,9 +5,9 @@ import argparse
 from sunspot.errors import ClusterError
 from sunspot.run.requests import clear_stop
 from sunspot.run.submissions import newest_submission
-from sunspot.submitter.cluster.progress import print_state, print_submission
+from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.progress_lines import print_state, print_submission
 from sunspot.submitter.cluster.restart import parse_submission
-from sunspot.submitter.cluster.snapshot import reach_run
 from sunspot.submitter.cluster.start import PreparedJob, start_job
 from sunspot.submitter.commands.arguments import add_run, run_target
 

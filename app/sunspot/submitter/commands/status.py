@@ -6,10 +6,10 @@ from typing import Any
 from sunspot.formatting import as_time, in_words, plural
 from sunspot.run.history import in_digits
 from sunspot.run.overview import RunView
+from sunspot.submitter.cluster.observation import reach_run, warn_of_hidden
 from sunspot.submitter.cluster.run_record import gather, summarize
-from sunspot.submitter.cluster.snapshot import reach_run, warn_of_hidden
 from sunspot.submitter.commands.arguments import add_run, run_target
-from sunspot.submitter.output import print_json, print_text, warn
+from sunspot.submitter.printing import print_json, print_text, warn
 
 add_arguments = add_run
 

@@ -2,8 +2,8 @@
 
 import argparse
 
-from sunspot.submitter.cluster.progress import print_state
-from sunspot.submitter.cluster.snapshot import reach_run
+from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.progress_lines import print_state
 from sunspot.submitter.cluster.stopping import stop_run
 from sunspot.submitter.commands.arguments import add_run, run_target, seconds
 

@@ -4,7 +4,7 @@ import argparse
 
 from sunspot.errors import SettingsError
 from sunspot.submitter.cluster.completion import wait_for_end
-from sunspot.submitter.cluster.progress import print_submission, show_progress
+from sunspot.submitter.cluster.progress_lines import print_submission, show_progress
 from sunspot.submitter.cluster.start import render_for_cluster, submit
 from sunspot.submitter.commands.arguments import add_render_options, job_request, seconds
 

@@ -3,8 +3,8 @@
 import argparse
 
 from sunspot.submitter.cluster.completion import wait_for_end
-from sunspot.submitter.cluster.progress import show_progress
-from sunspot.submitter.cluster.snapshot import reach_run
+from sunspot.submitter.cluster.observation import reach_run
+from sunspot.submitter.cluster.progress_lines import show_progress
 from sunspot.submitter.commands.arguments import add_run, run_target, seconds
 
 

@@ -7,8 +7,8 @@ from sunspot.run.attempts import lineage
 from sunspot.run.failures import read_failures
 from sunspot.run.history import newest_rank_records
 from sunspot.run.status import RunState
+from sunspot.submitter.cluster.observation import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.run_record import gather
-from sunspot.submitter.cluster.snapshot import RunAccess, RunSnapshot
 from sunspot.submitter.cluster.state import JobInCluster
 from sunspot.submitter.doctor.pending import find_pending
 from sunspot.submitter.doctor.training import Case, diagnose, figures

@@ -18,7 +18,7 @@ from sunspot.submitter.cluster.api import Cluster, UnreachableError
 from sunspot.submitter.cluster.views import pod_view
 from sunspot.submitter.manifest.pods import RUN_LABEL
 from sunspot.submitter.manifest.render import Rendered
-from sunspot.submitter.output import warn
+from sunspot.submitter.printing import warn
 
 LABEL = "sunspot/doctor"
 

@@ -42,7 +42,7 @@ from sunspot.submitter.manifest.profile import (
 )
 from sunspot.submitter.manifest.shape import RESOURCES_PER_WORKER, USE_GPU, Shape, choose_shape
 from sunspot.submitter.manifest.yaml_files import read_yaml, to_yaml
-from sunspot.submitter.output import write_file
+from sunspot.submitter.printing import write_file
 
 STORAGE_PATH = PREFIX + "STORAGE_PATH"
 

@@ -25,7 +25,7 @@ from sunspot.run.checkpoints import (
 from sunspot.run.overview import read_state
 from sunspot.run.status import RunState
 from sunspot.submitter.commands.arguments import add_run, count
-from sunspot.submitter.output import print_json, print_table, print_text, progress_note, warn
+from sunspot.submitter.printing import print_json, print_table, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run, list_unfinished
 
 

@@ -14,7 +14,7 @@ from sunspot.run import Run
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, choose
 from sunspot.storage.base import CHUNK
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import print_json, print_text, progress_note, warn
+from sunspot.submitter.printing import print_json, print_text, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 FILES_AT_ONCE = 4

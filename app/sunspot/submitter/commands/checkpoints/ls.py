@@ -9,7 +9,7 @@ from sunspot.run import Run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import MANIFEST, Checkpoint, classify, list_directories, verify
 from sunspot.submitter.commands.arguments import add_limit, add_run
-from sunspot.submitter.output import print_json, print_table, progress_note, warn
+from sunspot.submitter.printing import print_json, print_table, progress_note, warn
 from sunspot.submitter.runs import find_run
 
 

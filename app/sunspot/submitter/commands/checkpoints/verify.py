@@ -8,7 +8,7 @@ from sunspot.run.checkpoints import classify, list_directories, refuse_if_absent
 from sunspot.run.overview import find_gone
 from sunspot.run.status import read_status
 from sunspot.submitter.commands.arguments import add_run
-from sunspot.submitter.output import print_json, print_table, progress_note
+from sunspot.submitter.printing import print_json, print_table, progress_note
 from sunspot.submitter.runs import find_run
 
 

@@ -18,7 +18,7 @@ from sunspot.submitter.cluster.api import Cluster, RefusedError, newest_first, t
 from sunspot.submitter.cluster.state import JobInCluster, StoredRecord, is_of, judge
 from sunspot.submitter.cluster.views import JobView, PodView, WarningEvent
 from sunspot.submitter.manifest.render import settings_of
-from sunspot.submitter.output import progress_note, warn
+from sunspot.submitter.printing import progress_note, warn
 from sunspot.submitter.runs import Target, named_run
 
 STORAGE_PATH = PREFIX + "STORAGE_PATH"

@@ -9,9 +9,9 @@ from typing import Any
 from sunspot.formatting import in_words
 from sunspot.run import Run
 from sunspot.run.status import RunState
-from sunspot.submitter.cluster.snapshot import RunSnapshot, stored_arguments
+from sunspot.submitter.cluster.observation import RunSnapshot, stored_arguments
 from sunspot.submitter.cluster.start import Submission
-from sunspot.submitter.output import print_json, print_json_line, print_text
+from sunspot.submitter.printing import print_json, print_json_line, print_text
 
 PROGRESS_EVERY_S = 10.0
 """How often progress is printed when nothing else changes."""
