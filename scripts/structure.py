@@ -38,8 +38,8 @@ ALLOWED = {
 SAME_SUBJECT = ("run/", "report/", "submitter/commands/", "submitter/commands/checkpoints/")
 
 REPEATED = {
-    *("client", "failures", "forward", "images", "metrics", "mnist", "nodes", "output"),
-    *("progress", "render", "search", "settings", "shown", "snapshot", "stop"),
+    *("client", "failures", "images", "metrics", "mnist", "nodes", "output"),
+    *("render", "search", "settings", "shown", "stop"),
 }
 """Names that two modules still have."""
 
