@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from sunspot.report.charts import HEIGHT, LEFT, WIDTH, Line, Point, key, line_chart, linear_axis
+from sunspot.report.charts import HEIGHT, LEFT, WIDTH, Drawing, Line, Point, key, linear_axis
 
 RESULTS = "results.jsonl"
 
@@ -119,7 +119,7 @@ def plot(results: Sequence[Result]) -> str:
         f"{r.name}: {r.reached} steps in {r.wall_s / 60:.1f} min." for r in drawn
     )
     label = "minutes since the first step; dotted: a loss (n: with notice)"
-    chart = line_chart(said, x, label, y, lines, (), marks)
+    chart = Drawing(said, x, label, y, lines, (), marks).svg()
     style = files("sunspot.report").joinpath("style.css").read_text()
     style += "svg:root { width: 720px; background: var(--paper); font-family: system-ui, sans-serif; }"
     added = [f"<style>{style}</style>"]

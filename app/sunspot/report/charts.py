@@ -57,6 +57,14 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Band:
+    """A named sequence of ranges."""
+
+    name: str
+    ranges: Sequence[Range]
+
+
+@dataclass(frozen=True)
 class Line:
     """A named sequence of points."""
 
@@ -126,26 +134,25 @@ def points_of(across: XAxis, values: Sequence[float | None]) -> list[Point]:
     ]
 
 
-def chart(
-    title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Sequence[Range] = (), band_name: str = ""
-) -> Html:
+def chart(title: str, across: XAxis, y: Axis, lines: Sequence[Line], band: Band | None = None) -> Html:
     """Return a figure: title and legend, then the drawing."""
     name = f"{title} over {across.label.partition(',')[0]}"
     lines = [line for line in lines if line.points]
     if not lines:
         return element("figure", element("figcaption", f"{name}: nothing is recorded"))
     known = [(line.style, line.name) for line in lines]
-    known += [("band", band_name)] if band else []
+    band = band if band and band.ranges else None
+    known += [("band", band.name)] if band else []
     known += [("mark", "restart, and its attempt")] if across.marks else []
     said = [f"{name}; across: {across.label}.", *(_describe(line) for line in lines)]
     if band:
-        low, high = min(item.low for item in band), max(item.high for item in band)
-        said.append(f"{band_name.capitalize()}: {low:.4g} to {high:.4g}.")
+        low, high = min(item.low for item in band.ranges), max(item.high for item in band.ranges)
+        said.append(f"{band.name.capitalize()}: {low:.4g} to {high:.4g}.")
     said += [f"{plural(len(across.marks), 'restart')}."] if across.marks else []
     places = [point.x for line in lines for point in line.points] + [place for place, _ in across.marks]
     x = linear_axis(places, from_zero=True, tight=True)
-    drawing = line_chart(" ".join(said), x, across.label, y, lines, band, across.marks)
-    return figure(name, known, drawing)
+    drawing = Drawing(" ".join(said), x, across.label, y, lines, band.ranges if band else (), across.marks)
+    return figure(name, known, drawing.svg())
 
 
 def figure(title: str, legend: Sequence[tuple[str, str]], drawing: str) -> Html:
@@ -167,30 +174,49 @@ def _describe(line: Line) -> str:
 # -------------------------------------------------------------------------------------------------------------- drawing
 
 
-def line_chart(
-    description: str,
-    x: Axis,
-    x_label: str,
-    y: Axis,
-    lines: Sequence[Line],
-    band: Sequence[Range] = (),
-    marks: Sequence[tuple[float, str]] = (),
-) -> str:
-    """Return the SVG. `description` is its text alternative; `marks` are x positions with a short label."""
-    across, down = _scale(x, LEFT, WIDTH - RIGHT), _scale(y, HEIGHT - BOTTOM, TOP)
-    parts = [*_grid(x, x_label, y, across, down)]
-    parts += _marks([(across(place), label) for place, label in marks])
-    if band:
-        parts.append(f'<path class="band" d="{_area(thin_ranges(band), across, down)}"/>')
-    for line in lines:
-        points = downsample(line.points)
-        parts.append(f'<path class="line {line.style}" d="{_path(points, across, down)}"/>')
-        dotted = points if line.style == "b" and len(points) <= MAX_DOTS else _alone(points)
-        parts += [
-            f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>' for p in dotted
-        ]
-    label = escape(description, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+@dataclass(frozen=True)
+class Drawing:
+    """Lines over an x axis."""
+
+    description: str
+    "Its text alternative."
+    x: Axis
+    x_label: str
+    y: Axis
+    lines: Sequence[Line]
+    band: Sequence[Range] = ()
+    marks: Sequence[tuple[float, str]] = ()
+    "X positions with a short label."
+
+    def svg(self) -> str:
+        """Return the SVG."""
+        across, down = _scale(self.x, LEFT, WIDTH - RIGHT), _scale(self.y, HEIGHT - BOTTOM, TOP)
+        parts = [*self._grid(across, down), *_marks([(across(place), label) for place, label in self.marks])]
+        if self.band:
+            parts.append(f'<path class="band" d="{_area(thin_ranges(self.band), across, down)}"/>')
+        for line in self.lines:
+            points = downsample(line.points)
+            parts.append(f'<path class="line {line.style}" d="{_path(points, across, down)}"/>')
+            dotted = points if line.style == "b" and len(points) <= MAX_DOTS else _alone(points)
+            parts += [
+                f'<circle class="dot {line.style}" cx="{across(p.x):.1f}" cy="{down(p.y):.1f}" r="2.6"/>'
+                for p in dotted
+            ]
+        label = escape(self.description, quote=True)
+        return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+    def _grid(self, across: Callable[[float], float], down: Callable[[float], float]) -> Iterable[str]:
+        floor = HEIGHT - BOTTOM
+        for value, text in self.y.ticks:
+            place = down(value)
+            yield f'<path class="grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>'
+            yield f'<text x="{LEFT - 5}" y="{place + 3.5:.1f}" class="end">{escape(text)}</text>'
+        for value, text in self.x.ticks:
+            place = across(value)
+            anchor = "end" if place > WIDTH - RIGHT - 8 else "mid"
+            yield f'<path class="grid" d="M{place:.1f} {floor}v4"/>'
+            yield f'<text x="{place:.1f}" y="{floor + 15}" class="{anchor}">{escape(text)}</text>'
+        yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" class="mid name">{escape(self.x_label)}</text>'
 
 
 def key(style: str) -> str:
@@ -320,22 +346,6 @@ def _area(ranges: Sequence[Range], across: Callable[[float], float], down: Calla
         back = [f"{across(r.x):.1f} {down(r.low):.1f}" for r in reversed(members)]
         outlines.append(f"M{'L'.join(there + back)}Z")
     return "".join(outlines)
-
-
-def _grid(
-    x: Axis, x_label: str, y: Axis, across: Callable[[float], float], down: Callable[[float], float]
-) -> Iterable[str]:
-    floor = HEIGHT - BOTTOM
-    for value, text in y.ticks:
-        place = down(value)
-        yield f'<path class="grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>'
-        yield f'<text x="{LEFT - 5}" y="{place + 3.5:.1f}" class="end">{escape(text)}</text>'
-    for value, text in x.ticks:
-        place = across(value)
-        anchor = "end" if place > WIDTH - RIGHT - 8 else "mid"
-        yield f'<path class="grid" d="M{place:.1f} {floor}v4"/>'
-        yield f'<text x="{place:.1f}" y="{floor + 15}" class="{anchor}">{escape(text)}</text>'
-    yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" class="mid name">{escape(x_label)}</text>'
 
 
 def _marks(marks: Sequence[tuple[float, str]]) -> Iterable[str]:

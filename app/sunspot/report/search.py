@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sunspot.errors import NotFoundError
-from sunspot.report.charts import MIN_DRAWN, Axis, Line, Point, figure, line_chart, linear_axis, log_axis
+from sunspot.report.charts import MIN_DRAWN, Axis, Drawing, Line, Point, figure, linear_axis, log_axis
 from sunspot.report.history import can_draw
 from sunspot.report.html import Html, Number, element, join, paragraph, result, table, whole
 from sunspot.report.page import STATES, footer, whole_page
@@ -116,7 +116,7 @@ def _scatter(results: Results, name: str, trials: Sequence[Trial], y: Axis) -> H
     drawn = zip(trials, values, strict=True)
     said = "; ".join(f"{trial.run}: {_shown(value)}, {trial.best:.4g}" for trial, value in drawn)
     title = f"{_name(results)} over {name}"
-    drawing = line_chart(f"{title}. {said}.", x, name, y, [Line("others", others, "c"), Line("best", best, "a")])
+    drawing = Drawing(f"{title}. {said}.", x, name, y, [Line("others", others, "c"), Line("best", best, "a")]).svg()
     return figure(title, [("dot c", "trial")] + [("dot a", "best") for _ in best], drawing)
 
 
@@ -150,7 +150,7 @@ def _learning(results: Results, curves: Curves) -> Html:
     last = "; ".join(f"{run}: {points[-1].y:.4g} at step {points[-1].x:.0f}" for run, points in drawn.items())
     x = linear_axis([point.x for point in every], from_zero=True, tight=True)
     title = f"{_name(results)} over steps{' on a logarithmic axis' if log else ''}"
-    drawing = line_chart(f"{title}. {last}.", x, "steps", y, [*lines, *best])
+    drawing = Drawing(f"{title}. {last}.", x, "steps", y, [*lines, *best]).svg()
     legend = [("c", "trial")] + [("a", f"best: {line.name}") for line in best]
     return figure(title, legend, drawing)
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from sunspot.report.charts import Line, Point, Range, chart, linear_axis, over_time, points_of
+from sunspot.report.charts import Band, Line, Point, Range, chart, linear_axis, over_time, points_of
 from sunspot.report.history import RankTotal
 from sunspot.report.html import Html, duration, element, join, paragraph, percent, rate, size, table, text, whole
 from sunspot.report.model import Report
@@ -54,7 +54,7 @@ def _spread(title: str, report: Report, name: str) -> Html:
     band = [Range(x, low, high, group) for x, low, _, high, group in known]
     mean = [Point(x, value, group) for x, _, value, _, group in known]
     y = linear_axis((edge for item in band for edge in (item.low, item.high)), from_zero=True)
-    return chart(title, across, y, [Line("mean of the ranks", mean)], band, "lowest to highest rank")
+    return chart(title, across, y, [Line("mean of the ranks", mean)], Band("lowest to highest rank", band))
 
 
 def _ranks(report: Report) -> Html:
