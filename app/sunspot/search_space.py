@@ -48,7 +48,7 @@ FUNCTIONS = {
 
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\((.*)", re.DOTALL)
 
-LARGEST_INTEGER = 2**53
+MAX_INTEGER = 2**53
 """Larger bounds of `randint` have neighbours that a draw cannot tell apart."""
 
 DIGITS = 4
@@ -272,7 +272,7 @@ def _parse_value(word: str) -> Any:
 
 def _parse_integer(word: str) -> int:
     number = int(word)
-    if abs(number) > LARGEST_INTEGER:
+    if abs(number) > MAX_INTEGER:
         raise ValueError
     return number
 

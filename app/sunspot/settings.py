@@ -33,7 +33,7 @@ RUN_NAME_LENGTH = 38
 
 RUN_NAME = r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?"
 
-LONGEST_VALUE = 200
+MAX_VALUE_LENGTH = 200
 """Characters shown of a wrong value."""
 
 READING_SHARE = 0.25
@@ -86,17 +86,17 @@ def _check_origin(value: str) -> str:
     return value
 
 
-DEEPEST = 50
+MAX_DEPTH = 50
 """Levels of a JSON object in a setting; with a thousand, Python's own functions fail."""
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of at most DEEPEST levels; raises `ValueError`."""
+    """Parse JSON of at most MAX_DEPTH levels; raises `ValueError`."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
-    _refuse_depth(value, DEEPEST)
+    _refuse_depth(value, MAX_DEPTH)
     return value
 
 
@@ -222,7 +222,7 @@ class Settings(BaseModel):
     "Steps over which the rate first rises to its peak; for a task without a schedule of its own."
 
     weight_decay: float = _setting(0, "a number from 0, e.g. 0.1", ge=0, allow_inf_nan=False)
-    "Of AdamW, on matrices only; for a task without an optimizer of its own."
+    "Decay of AdamW, on matrices only; for a task without an optimizer of its own."
 
     clip_norm: float = _setting(0, "a number from 0 (0: off), e.g. 1", ge=0, allow_inf_nan=False)
     "Largest norm of a step's gradient; a larger one is scaled down to it."
@@ -336,7 +336,7 @@ class SettingInfo(NamedTuple):
 
     variable: str
     default: str
-    "As the variable would hold it; may be empty."
+    "The value as the variable would hold it; may be empty."
     takes: str
     meaning: str
 
@@ -410,7 +410,7 @@ def _explain(problem: Any) -> str:
 def cut(value: Any) -> str:
     """Shorten a wrong value for messages."""
     text = str(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}... ({len(text)} characters)"
 
 
 def _as_text(value: Any) -> str:

@@ -7,7 +7,7 @@ from sunspot.settings import load_settings
 
 READS = ["task", "run_name", "task_args", "storage_path", "dataset", "test_dataset", "data_root", "use_gpu"]
 READS += ["epochs", "max_steps", "global_batch_size", "learning_rate", "seed"]
-"""Of the settings, besides what the task reads."""
+"""The settings that it reads, besides those that the task reads."""
 
 
 def main() -> int:

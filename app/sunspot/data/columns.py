@@ -46,7 +46,7 @@ class Column:
     dtype: str = "float32"
     "One of DTYPES. Those of whole numbers take integers and booleans, the others any number but NaN and infinity."
     shape: tuple[int, ...] = ()
-    "Of each value: () for a number, (3,) for lists of three, (2, 3) for lists of lists."
+    "Shape of each value: () for a number, (3,) for lists of three, (2, 3) for lists of lists."
     longest: int = 0
     "For lists of any length up to this one: they are padded to it, and NAME_length has their lengths, int64 [n]."
     fill: float = 0

@@ -18,7 +18,7 @@ FORMATS = ("PNG", "JPEG")
 """Pillow knows forty more, and one of them hands the file to Ghostscript."""
 
 MAX_BYTES = 10**9
-"""Of a file. A device may have no end, and of more the model would be handed too much at once."""
+"""Largest file that is read. A device may have no end, and of more the model would be handed too much at once."""
 
 GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N", "F"}
 """Pillow's modes without colour."""
@@ -158,7 +158,7 @@ class Resized:
 
     @property
     def fingerprint(self) -> str:
-        """Of the pixels that come out."""
+        """What identifies the pixels that come out."""
         return f"resized to {self.shape}"
 
     def __call__(self, stored: Any) -> np.ndarray:

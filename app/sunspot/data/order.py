@@ -160,7 +160,7 @@ class Order:
         return rows
 
     def checksum(self) -> str:
-        """Of the first epoch's windows and the rows of the first of them.
+        """Return a digest of the first epoch's windows and of the rows of the first of them.
 
         The seed gives other rows when this changes: NumPy does not promise the same shuffle in all of its versions.
         """

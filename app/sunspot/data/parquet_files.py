@@ -202,4 +202,4 @@ CLIENTS: dict[str, tuple[Callable[..., fs.FileSystem], tuple[str, ...]]] = {
     "az": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
     "abfs": (_azure, ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY")),
 }
-"""By the scheme of a URL: its file system, and the variables it is made by, so that a change makes another."""
+"""File system by the scheme of a URL, and the variables it is made by: when they change, another is made."""

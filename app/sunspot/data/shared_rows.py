@@ -82,7 +82,7 @@ def load_shared(sources: list[Source], workers: LocalWorkers) -> list[Batch]:
 
 
 def _plan_columns(source: Source) -> list[_Column]:
-    """By the first row of a source."""
+    """Plan the columns by the first row of a source."""
     group = next(number for number, rows in enumerate(source.row_groups) if rows)
     first = source.read(group, np.zeros(1, np.int64))
     return [_Column(name, (rows_in(source), *values.shape[1:]), values.dtype) for name, values in first.items()]

@@ -210,7 +210,7 @@ class _FileSummary(NamedTuple):
     size: int
     "Bytes."
     digest: str
-    "Of its labels and the sizes of its column chunks."
+    "Digest of its labels and the sizes of its column chunks."
     classes: int
 
 

@@ -34,7 +34,7 @@ class TextSource:
     "The offset of row 0 in the text."
     rows: int
     fingerprint: str
-    "Of the text and of how it is cut into rows."
+    "Digest of the text and of how it is cut into rows."
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,13 +13,13 @@ class Tokenizer:
     """A `Column.decode` for text. Holds the file's content, so that no node needs the file."""
 
     content: bytes
-    "Of tokenizer.json."
+    "Content of tokenizer.json."
     end: int | None = None
     "The id put behind each text, if any."
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokens that come out."""
+        """What identifies the tokens that come out."""
         return f"tokens of {hashlib.sha256(self.content).hexdigest()[:16]}, end {self.end}"
 
     def __call__(self, text: str) -> list[int]:

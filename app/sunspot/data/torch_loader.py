@@ -17,7 +17,7 @@ from sunspot.data.shared_rows import LocalWorkers, load_shared
 from sunspot.data.source import Batch, DataPlan, Source, read_rows, rows_in
 
 GPU_SHARE = 0.2
-"""Of a GPU's free memory, that rows may take: the training needs most of it, and says how much only while it runs."""
+"""Share of a GPU's free memory that rows may take: training needs most, and says how much only while it runs."""
 
 
 class TorchLoader:
@@ -90,7 +90,7 @@ class EpochShares:
 
     @classmethod
     def of(cls, order: np.ndarray, steps: Steps, world_size: int, rank: int) -> "EpochShares":
-        """From the order of all rows; all steps but the last are alike."""
+        """Cut the order of all rows into shares; all steps but the last are alike."""
         full = steps.per_epoch - 1
         mine, rest = slice(*steps.share(0, world_size, rank)), slice(*steps.share(full, world_size, rank))
         alike = order[: full * steps.batch].reshape(full, steps.batch)[:, mine]

@@ -42,7 +42,7 @@ READ_ROWS, READ_BYTES, PARTS_AT_ONCE = 1024, 16 << 20, 2
 """Most rows and bytes sent to the model at a time, and how many such parts are in flight."""
 
 MAX_CLASSES = 1000
-"""With more, nothing is stored: the confusion matrix alone would be megabytes."""
+"""With more classes, nothing is stored: the confusion matrix alone would be megabytes."""
 
 SAMPLE_PLACES = 4
 """Samples come from so many places spread over the training rows, which may be sorted by label."""

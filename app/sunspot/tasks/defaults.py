@@ -27,7 +27,7 @@ OF_STEP = (
 """PyTorch's schedulers that know the rate of a step without those before it; what is derived from one may not."""
 
 MAKERS_OF_RATES = (lr_scheduler.CyclicLR, lr_scheduler.OneCycleLR)
-"""Those that set the optimizer's rate when they are made: in a sequence, the steps before them are taken from it."""
+"""Schedulers that set the optimizer's rate when they are made: in a sequence, the steps before start from it."""
 
 
 def fill_in(module: ModuleType, settings: Settings) -> SimpleNamespace:

@@ -86,7 +86,7 @@ class FineTuned(nn.Module):
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # two overloads there
-        """Of a model that trains as a whole, the state_dict that transformers knows; else what trains."""
+        """Return the state_dict that transformers knows, of a model that trains as a whole; else what trains."""
         if not self.adapted:
             return self.model.state_dict(*args, **kwargs)  # type: ignore[no-any-return]
         state = super().state_dict(*args, **kwargs)
@@ -276,5 +276,5 @@ def _adapt(model: Any, base: Base, arguments: dict[str, Any]) -> Any:
 
 
 def _first(ids: Any) -> int | None:
-    """Of one id, or of a list of them."""
+    """Return an id, or the first of a list of them."""
     return ids[0] if isinstance(ids, list) and ids else ids

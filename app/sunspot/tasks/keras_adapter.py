@@ -83,7 +83,7 @@ class KerasModule(torch.nn.Module):
         return to_torch(self._loss(batch["label"].numpy(force=True), outputs.numpy()))
 
     def get_extra_state(self) -> dict[str, list[torch.Tensor]]:
-        """Of the model and of the optimizer, in Keras's order."""
+        """Variables of the model and of the optimizer, in Keras's order."""
         return {kind: [to_torch(each.value) for each in variables] for kind, variables in self._variables().items()}
 
     def set_extra_state(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
@@ -111,7 +111,7 @@ class KerasTask:
         return getattr(self._module, name)
 
     def find_library(self, settings: Settings, source: Source) -> str:
-        """By whose trainer of Ray's it trains."""
+        """Whose trainer of Ray's it trains by."""
         return "tensorflow"
 
     def build_model(self, settings: Settings, source: Source) -> KerasModule:

@@ -18,7 +18,7 @@ from sunspot.storage import open_storage
 from sunspot.storage.base import map_parallel
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-"""Of the files of a model: its configuration, weights and tokenizer. Pickled weights are none of them."""
+"""Files of a model that are taken: its configuration, weights and tokenizer. Pickled weights are none of them."""
 
 READ_AT_ONCE = 2
 """Weight files hashed at once: SHA-256 takes a core for each."""
@@ -29,7 +29,7 @@ class Base:
     """A model whose files are on this machine."""
 
     location: str
-    "As it was given."
+    "The location as it was given."
     folder: Path
 
     @cached_property
@@ -39,7 +39,7 @@ class Base:
 
     @cached_property
     def sha256(self) -> str:
-        """Of its configuration and its weights; each byte is read."""
+        """Digest of its configuration and its weights; each byte is read."""
         files = [self.folder / "config.json", *self.weights]
         digests = dict(zip((file.name for file in files), map_parallel(_digest, files, READ_AT_ONCE), strict=True))
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()

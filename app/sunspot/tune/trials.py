@@ -162,7 +162,7 @@ class HistoryReplay:
         self._values: list[tuple[int, float]] = []
         "Rows and metric of the records since the last result."
         self._segments: set[Segment] = set()
-        "Those of the history that have been read: a long run has many."
+        "Segments of the history that have been read: a long run has many."
 
     def new(self) -> list[dict[str, float]]:
         """Return the results since the last call; a small listing and a read if there are none."""
