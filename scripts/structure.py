@@ -19,16 +19,11 @@ MAX_ARGUMENTS, MAX_FIELDS = 5, 8
 
 ALLOWED = {
     "sunspot/client.py:submit": 7,  # what a notebook's user gives, by name
-    "sunspot/elastic/claim.py:begin_attempt": 8,
     "sunspot/predict/actor.py:model_worker": 6,
     "sunspot/predict/batch.py:predict_dataset": 6,
     "sunspot/report/charts.py:chart": 6,
     "sunspot/report/charts.py:line_chart": 7,
     "sunspot/report/history.py:RankTotal": 10,
-    "sunspot/train/driver.py:train": 9,
-    "sunspot/train/trainer.py:fit_once": 6,
-    "sunspot/train/trainer.py:judge_end": 6,
-    "sunspot/train/trainer.py:make_trainer": 6,
     "sunspot/tune/search.py:train_and_promote": 6,
     "sunspot/tune/trials.py:run_trials": 7,
     "scripts/failures/result.py:Result": 9,

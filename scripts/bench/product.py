@@ -7,6 +7,7 @@ from sunspot.plan import make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import new_owner
 from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.claimant import Claimant
 from sunspot.run.identity import keep_identity
 from sunspot.run.incidents import Receipt
 from sunspot.settings import IDENTITY, Settings
@@ -21,7 +22,7 @@ def train(settings: Settings) -> tuple[Run, Checkpoint]:
     run = open_run(settings.storage_path, settings.run_name)
     keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))  # for the audit
     with redirect_stdout(io.StringIO()):
-        return run, fit(plan, run, new_owner(run, ""))
+        return run, fit(plan, Claimant(run, new_owner(run, "")))
 
 
 def phases_of(receipt: Receipt, signal: float) -> dict[str, float]:

@@ -22,6 +22,7 @@ from sunspot.run import Run, open_run, to_json
 from sunspot.run.attempts import fatal_error, lineage, read_attempts, record_error
 from sunspot.run.audit import read_audit
 from sunspot.run.checkpoints import find_newest_good, list_checkpoints
+from sunspot.run.claimant import Claimant
 from sunspot.run.failures import Failure, record_failure
 from sunspot.run.history import Journal
 from sunspot.run.identity import read_identity
@@ -310,9 +311,9 @@ def quietly(act: Callable[[], Any]) -> str:
 def begin_again(run: Run) -> None:
     """What a driver reads and writes before and after it trains; a damaged status must not keep it from that."""
     with contextlib.suppress(SunspotError):
-        fatal_error(run, "job")
+        fatal_error(Claimant(run, "job"))
         newest, _ = find_newest_good(run, read_attempts(run))
-        with recorded_outcome(run, "job", DRIVER, newest, 20):
+        with recorded_outcome(Claimant(run, "job", DRIVER), newest, 20):
             pass
     with report_result(run, DRIVER):
         pass

@@ -25,7 +25,7 @@ from sunspot.checkpoint.memory import Sidecar, as_bytes, find_parts, find_snapsh
 from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Steps
 from sunspot.data.source import read_rows
-from sunspot.elastic.copies import Machine, choose_copy, without_copies
+from sunspot.elastic.copies import NodeInventory, choose_copy, without_copies
 from sunspot.parallel.collectives import GroupMember, any_rank, gather_objects
 from sunspot.parallel.gradients import prepare
 from sunspot.parallel.sharding import shard_model
@@ -161,11 +161,13 @@ def train_in_memory(root: str, name: str, nodes: str, rank: int) -> None:
     first = Attempt(1, "me", None, 0)
     node_memory, node_parts = NodeMemory("run"), NodeParts(world, list(nodes))
     dist.barrier()
-    machines = gather_objects(Machine(nodes[rank], nodes[rank], None, [], find_parts("run")), world)
-    _, held, chosen = choose_copy([first], machines)
-    if faulty := [copy for copies in gather_objects(node_parts.read(chosen), world) for copy in copies]:
-        _, held, chosen = choose_copy([first], without_copies(machines, faulty))
-        assert not node_parts.read(chosen)
+    machines = gather_objects(NodeInventory(nodes[rank], nodes[rank], None, [], find_parts("run")), world)
+    chosen = choose_copy([first], machines)
+    mine = node_parts.read(chosen.parts if chosen else ())
+    if faulty := [copy for copies in gather_objects(mine, world) for copy in copies]:
+        chosen = choose_copy([first], without_copies(machines, faulty))
+        assert not node_parts.read(chosen.parts if chosen else ())
+    held = chosen and chosen.snapshot
     step = held.step if held else 0
     node_memory.keep_parts_of(held and held.checkpoint)
     assert {part.step for part in find_parts("run")} <= {step}

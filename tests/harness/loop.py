@@ -22,14 +22,15 @@ from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.checkpoint.average import WeightAverage
 from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.source import Batch, read_rows, rows_in
-from sunspot.elastic.claim import Found, begin_attempt
-from sunspot.elastic.copies import Machine
-from sunspot.elastic.restore import State, load_start
+from sunspot.elastic.claim import LocalState, Readers, begin_attempt
+from sunspot.elastic.copies import NodeInventory
+from sunspot.elastic.restore import TrainingState, load_start
 from sunspot.parallel.collectives import GroupMember
 from sunspot.parallel.sharding import part_of
 from sunspot.plan import Plan, make_plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt
+from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
@@ -67,17 +68,17 @@ class Shares:
 def make_worker(plan: Plan, group: dist.ProcessGroup) -> Worker:
     """A rank at the beginning of a run that is kept nowhere, on the CPU."""
     idle: Any = SimpleNamespace(**dict.fromkeys(("save", "took_step", "wait_for_copy"), lambda *args, **options: None))
-    return _make_worker(plan, group, Attempt(1, "me", None, 0), State(), lambda *_: idle)
+    return _make_worker(plan, group, Attempt(1, "me", None, 0), TrainingState(), lambda *_: idle)
 
 
 def join_run(plan: Plan, run: Run, owner: str, group: dist.ProcessGroup) -> Worker:
     """A rank that goes on from the run's newest checkpoint in storage, and saves its own there."""
     nodes = ["node"] * dist.get_world_size(group)
     node = NodeState(run, group, nodes)
-    machines = [Machine("host", "node", None, []) for _ in nodes]
-    start = begin_attempt(run, owner, plan.settings, machines, group=group, read=node.read)
+    machines = [NodeInventory("host", "node", None, []) for _ in nodes]
+    start = begin_attempt(Claimant(run, owner), plan.settings, machines, group=group, readers=Readers(node.read))
     assert start
-    state = load_start(run, plan.settings, start, Found(None, node, NodeParts(group, nodes)), group)
+    state = load_start(run, plan.settings, start, LocalState(None, node, NodeParts(group, nodes)), group)
 
     def keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage) -> CheckpointManager:
         task = load_task(plan.settings)
@@ -122,7 +123,7 @@ def _take_part(plan: Plan, run: Run, killed_at: int, group: dist.ProcessGroup) -
 
 
 def _make_worker(
-    plan: Plan, group: dist.ProcessGroup, attempt: Attempt, state: State, keep: Callable[..., CheckpointManager]
+    plan: Plan, group: dist.ProcessGroup, attempt: Attempt, state: TrainingState, keep: Callable[..., CheckpointManager]
 ) -> Worker:
     place = WorkerPlace(dist.get_rank(group), dist.get_world_size(group), torch.device("cpu"), group)
     task = load_task(plan.settings)

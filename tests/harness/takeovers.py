@@ -25,14 +25,15 @@ from sunspot.checkpoint.memory import find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState
 from sunspot.data.order import Order, Steps
 from sunspot.data.source import EmptySource
-from sunspot.elastic.claim import Found, begin_attempt
-from sunspot.elastic.copies import Machine
+from sunspot.elastic.claim import LocalState, Readers, begin_attempt
+from sunspot.elastic.copies import NodeInventory
 from sunspot.elastic.restore import load_start
 from sunspot.errors import SupersededError
 from sunspot.plan import Plan
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import lineage, read_attempts
 from sunspot.run.checkpoints import find_faults, find_newest_good, in_lineage, list_checkpoints
+from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.settings import IDENTITY, Settings
 from sunspot.submitter.proof import prove
@@ -78,12 +79,12 @@ def train(storage: str, owner: str, has_memory: bool) -> int:
     settings, run = make_settings(storage), open_run(storage, "run")
     keep_identity(run, settings.environment(), IDENTITY, Rows("", ROWS, ROWS // BATCH, "", ""))
     found = find_snapshot(run.location) if has_memory else None
-    machines = [Machine("host", owner, found.held if found else None, [])]
+    machines = [NodeInventory("host", owner, found.held if found else None, [])]
     node = NodeState(run, None, [owner])
-    start = begin_attempt(run, owner, settings, machines, read=node.read)
+    start = begin_attempt(Claimant(run, owner), settings, machines, readers=Readers(node.read))
     if start is None:
         return SUPERSEDED
-    state = load_start(run, settings, start, Found(found, node, NodeParts(None, [owner])), None)  # a worker alone
+    state = load_start(run, settings, start, LocalState(found, node, NodeParts(None, [owner])), None)  # a worker alone
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
     if state.model:

@@ -22,6 +22,7 @@ import sunspot.parallel.collectives as parallel
 from sunspot.elastic import claim, watchdog as hang
 from sunspot.settings import Settings
 from sunspot.train import setup
+from sunspot.train.config import WorkerConfig
 from tests.harness.control import LocalControl
 storage, rank, freezes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "freezes"
 hang.LINGER_S, hang.REPORT_S, hang.START_S, parallel.ROUND_S = 1, 5, 0, 0.5
@@ -49,7 +50,7 @@ setup.load_start = load_start
 dist.init_process_group("gloo", init_method=f"file://{storage}/init", rank=rank, world_size=2)
 settings = Settings(storage_path=storage, run_name="run", hang_timeout_s=3)
 plan = SimpleNamespace(settings=settings, total_steps=1, steps=SimpleNamespace(per_epoch=1))
-config = {"plan": plan, "control": Control(), "owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300}
+config = WorkerConfig(plan, "me", "", Control(), threads=1, warm_key="", collective_timeout_s=300)
 with setup.join_run(config):
     pass
 """

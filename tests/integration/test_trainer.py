@@ -10,15 +10,17 @@ import pytest
 import ray
 from ray.train import TrainingFailedError
 
-from sunspot.elastic.control import ControlChannel, ControlClient
+from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.stop import StopRequest
 from sunspot.errors import SettingsError
 from sunspot.plan import make_plan
 from sunspot.run import open_run
+from sunspot.run.claimant import Claimant
 from sunspot.settings import Settings
 from sunspot.tasks import load_task
 from sunspot.train import trainer
+from sunspot.train.config import WorkerConfig
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -27,12 +29,12 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
 ) -> None:
     settings = Settings(task="tests.tasks.tiny", storage_path=str(tmp_path), resources_per_worker={"CPU": 1})
 
-    def make_trainer(plan: Any, owner: str, driver: str, resources: Any, control: ControlClient, scratch: str) -> Any:
+    def make_trainer(config: WorkerConfig, resources: Any, scratch: str) -> Any:
         def fit() -> None:
             if gone:
-                ray.kill(control._actor)
+                ray.kill(config.control._actor)
             else:
-                control.ask(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
+                config.control.ask(ControlChannel.set_fatal_error, SettingsError("what a worker found"))
             raise TrainingFailedError("what Ray knows")
 
         return SimpleNamespace(fit=fit)
@@ -40,4 +42,4 @@ def test_a_lost_control_channel_does_not_hide_how_training_ended(
     monkeypatch.setattr(trainer, "make_trainer", make_trainer)
     plan = make_plan(settings, load_task(settings))
     with pytest.raises(TrainingFailedError if gone else SettingsError):
-        trainer.fit_once(plan, open_run(str(tmp_path), "run"), "me", "driver", StopRequest(), Incident())
+        trainer.fit_once(plan, Claimant(open_run(str(tmp_path), "run"), "me", "driver"), StopRequest(), Incident())

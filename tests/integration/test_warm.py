@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from sunspot.warm import keeper
+from sunspot.warm import fork_server
 
 
 @ray.remote(num_cpus=0)
@@ -32,9 +32,9 @@ def test_ray_knows_and_ends_forked_workers(ray_address: str, monkeypatch: pytest
     raylet = psutil.Process(cold["process"]).ppid()
     for name, value in {"RAY_JOB_ID": context.get_job_id(), "RAY_RAYLET_PID": str(raylet)}.items():
         monkeypatch.setenv(name, value)  # as in a worker: Ray reads them as it is imported
-    key, node = keeper.new_key(), context.get_node_id()
-    assert keeper.begin_server(key, node, raylet, ["ray", "sunspot.warm"]) == ""
-    runtime_env = {"py_executable": keeper.executable(key), "env_vars": {"GIVEN": "1"}}
+    key, node = fork_server.new_key(), context.get_node_id()
+    assert fork_server.begin_server(key, node, raylet, ["ray", "sunspot.warm"]) == ""
+    runtime_env = {"py_executable": fork_server.executable(key), "env_vars": {"GIVEN": "1"}}
     ends: dict[str, Callable[[Any, psutil.Process], object]] = {
         "by Ray": lambda worker, _: ray.kill(worker),
         "by itself": lambda worker, _: worker.leave.remote(),
@@ -55,7 +55,7 @@ def test_ray_knows_and_ends_forked_workers(ray_address: str, monkeypatch: pytest
         assert not process.is_running()
         assert not clients[0].is_running()
         servers.add(server)
-    keeper.end_server(key, node)
+    fork_server.end_server(key, node)
     [server] = servers
     server.wait(20)
     assert printed == 3

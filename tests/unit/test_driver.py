@@ -16,13 +16,14 @@ import pytest
 
 from sunspot.background import TokenBucket
 from sunspot.elastic.claim import begin_attempt
-from sunspot.elastic.copies import Machine
+from sunspot.elastic.copies import NodeInventory
 from sunspot.elastic.stop import StopRequest, watch_stop
 from sunspot.errors import ConflictError, SettingsError, SunspotError, SupersededError, TerminatedError, run_and_exit
 from sunspot.formatting import as_bytes
 from sunspot.observe.output import shipped_driver_output
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
+from sunspot.run.claimant import Claimant
 from sunspot.run.failures import read_failures
 from sunspot.run.logs import (
     BURST,
@@ -62,22 +63,22 @@ def state(run: Run) -> tuple[RunState, str]:
 
 def test_a_driver_leaves_how_it_ended(run: Run) -> None:
     assert read_status(run) is None
-    with recorded_outcome(run, "job", new_driver(), None, 10) as outcome:
+    with recorded_outcome(Claimant(run, "job", new_driver()), None, 10) as outcome:
         assert state(run)[0] is RunState.STARTING
         outcome.finishing()
         assert state(run) == (RunState.FINISHING, "all steps are taken; the driver predicts and reports")
         outcome.state = RunState.STOPPED
     assert state(run)[0] is RunState.STOPPED
-    with pytest.raises(SunspotError, match="no luck"), recorded_outcome(run, "job", new_driver(), None, 10):
+    with pytest.raises(SunspotError, match="no luck"), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
         raise SunspotError("no luck")
     assert state(run) == (RunState.FAILED, "no luck")
-    with pytest.raises(ZeroDivisionError), recorded_outcome(run, "job", new_driver(), None, 10):
+    with pytest.raises(ZeroDivisionError), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
         raise ZeroDivisionError("a defect")
     assert state(run) == (RunState.FAILED, "a defect")
     [failure] = read_failures(run)
     assert (failure.rank, failure.type, failure.message) == (None, "ZeroDivisionError", "a defect")
     assert (failure.file, failure.function) == (__file__, "test_a_driver_leaves_how_it_ended")
-    with pytest.raises(KeyboardInterrupt), recorded_outcome(run, "job", new_driver(), None, 10):
+    with pytest.raises(KeyboardInterrupt), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
         raise KeyboardInterrupt
     assert state(run)[0] is RunState.STOPPED
 
@@ -91,8 +92,8 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
     before = Status(found, "job", "because", attempt=attempt.number, driver=new_driver(), step=7)
     write_status(run, before)
     run.storage.write(run.key("report.html"), b"of the run")
-    driver = new_driver()
-    with pytest.raises(type(error)), report_result(run, driver), recorded_outcome(run, "another", driver, None, 10):  # noqa: PT012
+    claimant = Claimant(run, "another", driver := new_driver())
+    with pytest.raises(type(error)), report_result(run, driver), recorded_outcome(claimant, None, 10):  # noqa: PT012
         shown = state(run)[0]
         raise error
     assert shown is (RunState.RUNNING if found is RunState.RUNNING else RunState.STARTING)
@@ -105,7 +106,7 @@ def test_a_start_that_fails_before_its_claim_leaves_the_run_as_it_was(
 
 def test_a_start_that_fails_after_its_claim_is_how_the_run_ended(run: Run) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
-    with pytest.raises(SettingsError), recorded_outcome(run, "another", driver := new_driver(), None, 10):  # noqa: PT012
+    with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "another", driver := new_driver()), None, 10):  # noqa: PT012
         status = read_status(run, driver)
         assert status
         write_status(run, replace(status, attempt=start(run, "another").number, state=RunState.RUNNING))
@@ -116,7 +117,7 @@ def test_a_start_that_fails_after_its_claim_is_how_the_run_ended(run: Run) -> No
 def test_the_failure_of_a_retry_is_how_the_run_ended(run: Run) -> None:
     start(run, "job")
     for reason in ("first", "second"):
-        with pytest.raises(SunspotError), recorded_outcome(run, "job", new_driver(), None, 10):
+        with pytest.raises(SunspotError), recorded_outcome(Claimant(run, "job", new_driver()), None, 10):
             raise SunspotError(reason)
         assert state(run) == (RunState.FAILED, reason)
 
@@ -126,14 +127,14 @@ def test_a_first_start_that_fails_makes_no_run_but_that_which_was_submitted(tmp_
     for submitted in (False, True):
         if submitted:
             record_submission(run, "typo-1", "a: 1")
-        with pytest.raises(SettingsError), recorded_outcome(run, "typo-1#1", new_driver(), None, 10):
+        with pytest.raises(SettingsError), recorded_outcome(Claimant(run, "typo-1#1", new_driver()), None, 10):
             raise SettingsError("a typo")
         assert (read_status(run) is not None) == bool(list_runs(run.storage)) == submitted
 
 
 def test_a_start_shows_itself_once_the_other_one_is_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, Status(RunState.RUNNING, "job", attempt=start(run, "job").number, driver=new_driver()))
-    with recorded_outcome(run, "another", new_driver(), None, 10):
+    with recorded_outcome(Claimant(run, "another", new_driver()), None, 10):
         assert state(run)[0] is RunState.RUNNING
         monkeypatch.setattr("sunspot.run.outcome.SILENT_S", -1.0)
     assert state(run)[0] is RunState.SUCCEEDED
@@ -147,19 +148,19 @@ def test_a_driver_that_thaws_does_not_take_the_run_from_one_that_began_later(
     """`claimed`: the older one was frozen after its first claim; `owner`: of the newer one."""
 
     def may_claim(owner: str, driver: str) -> bool:
-        machine = Machine("host", "node", None, [])
-        return begin_attempt(run, owner, Settings(global_batch_size=BATCH), [machine], driver) is not None
+        machine = NodeInventory("host", "node", None, [])
+        return begin_attempt(Claimant(run, owner, driver), Settings(global_batch_size=BATCH), [machine]) is not None
 
     older, newer, newest = (new_driver() for _ in range(3))
     with ExitStack() as stack:
-        stack.enter_context(recorded_outcome(run, "job", older, None, 10))
+        stack.enter_context(recorded_outcome(Claimant(run, "job", older), None, 10))
         if claimed:
             assert may_claim("job", older)
-        stack.enter_context(recorded_outcome(run, owner, newer, None, 10))
+        stack.enter_context(recorded_outcome(Claimant(run, owner, newer), None, 10))
         assert may_claim(owner, newer)
         assert not may_claim("job", older)
-        assert isinstance(fatal_error(run, "job", older), SupersededError)
-        stack.enter_context(recorded_outcome(run, owner, newest, None, 10))
+        assert isinstance(fatal_error(Claimant(run, "job", older)), SupersededError)
+        stack.enter_context(recorded_outcome(Claimant(run, owner, newest), None, 10))
         assert may_claim(owner, newer), "until the newest claims"
         assert may_claim(owner, newest)
         assert not may_claim(owner, newer)
@@ -167,12 +168,12 @@ def test_a_driver_that_thaws_does_not_take_the_run_from_one_that_began_later(
 
 def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> None:
     new = Status(RunState.RUNNING, "new", attempt=1, driver=new_driver())
-    with pytest.raises(SupersededError), recorded_outcome(run, "old", new_driver(), None, 10):  # noqa: PT012
+    with pytest.raises(SupersededError), recorded_outcome(Claimant(run, "old", new_driver()), None, 10):  # noqa: PT012
         write_status(run, new)
         raise SupersededError("taken over")
     assert state(run)[0] is RunState.RUNNING
     write_status(run, replace(new, state=RunState.SUCCEEDED, attempt=2))
-    with recorded_outcome(run, "old", new_driver(), None, 10):
+    with recorded_outcome(Claimant(run, "old", new_driver()), None, 10):
         write_status(run, replace(new, attempt=3))
     assert state(run)[0] is RunState.RUNNING
 
@@ -180,14 +181,14 @@ def test_a_superseded_driver_leaves_the_status_to_its_successor(run: Run) -> Non
 def test_starts_without_a_new_checkpoint_are_bounded(run: Run) -> None:
     attempt = start(run, "job")
     for _ in range(2):
-        with recorded_outcome(run, "job", new_driver(), None, 2):
+        with recorded_outcome(Claimant(run, "job", new_driver()), None, 2):
             pass
     with (
         pytest.raises(SunspotError, match="started 2 times without a new checkpoint"),
-        recorded_outcome(run, "job", new_driver(), None, 2),
+        recorded_outcome(Claimant(run, "job", new_driver()), None, 2),
     ):
         raise AssertionError("it trained")
-    with recorded_outcome(run, "job", new_driver(), commit(run, attempt, 5), 2):
+    with recorded_outcome(Claimant(run, "job", new_driver()), commit(run, attempt, 5), 2):
         pass  # a checkpoint later, the count begins anew
     status = read_status(run)
     assert status
@@ -226,7 +227,7 @@ def test_sigterm_stops_a_run_as_ctrl_c_does_but_on_a_cluster(
 
     def train() -> int:
         control, request = LocalControl(), StopRequest()
-        with recorded_outcome(run, "me", new_driver(), None, 10):
+        with recorded_outcome(Claimant(run, "me", new_driver()), None, 10):
             with watch_stop(run, control, request):
                 signal.raise_signal(number)
                 wait_until(lambda: control.channel.command().stop, seconds=20)

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from sunspot.checkpoint.tensors import map_tensors
-from sunspot.elastic.restore import State
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SettingsError
 from sunspot.parallel.gradients import clip_gradients
 from sunspot.parallel.sharding import shard_model
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
     model, before, today = nn.Linear(2, 2), Settings(weight_decay=0.1), Settings(weight_decay=0.3, learning_rate=0.5)
     saved = build_optimizer(model, before).state_dict()
     optimizer, _ = build.build_optimizer(today, fill_in(ModuleType("mine"), today), model)
-    build.load_rest(State(optimizer=saved), model, optimizer)
+    build.load_rest(TrainingState(optimizer=saved), model, optimizer)
     found = [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
     assert found == [(0.3, 0.5, 0.5), (0.0, 0.5, 0.5)]
 
@@ -189,7 +189,7 @@ def test_a_run_goes_on_with_the_rate_and_decay_of_today() -> None:
 def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints have plain tensors, and a fused optimizer takes one layout only."""
     monkeypatch.setattr("sunspot.parallel.sharding.CHANNELS_LAST", ("cpu",))
-    module, settings, state = ModuleType("mine"), Settings(), State()
+    module, settings, state = ModuleType("mine"), Settings(), TrainingState()
     module.build_optimizer = lambda m, _: torch.optim.AdamW(m.parameters(), 0.1, fused=fused)
     images, losses = torch.rand(5, 3, 8, 8), []
     for resumes in (False, True):
@@ -206,8 +206,8 @@ def test_a_state_is_laid_out_as_the_parameters_are(fused: bool | None, monkeypat
             saved = optimizer.state_dict()
             if resumes:
                 saved = map_tensors(saved, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
-            state = State(optimizer=saved)
-        state = State()
+            state = TrainingState(optimizer=saved)
+        state = TrainingState()
         assert model.weight.is_contiguous(memory_format=torch.channels_last)
         assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
         assert optimizer.param_groups[0]["fused"] is fused

@@ -42,8 +42,8 @@ from sunspot.checkpoint.files import read_file, upload
 from sunspot.checkpoint.ledger import Ledger
 from sunspot.checkpoint.memory import LoadedSnapshot, NodeMemory, Sidecar, find_snapshot
 from sunspot.checkpoint.snapshot import ChangeWatch, Snapshot
-from sunspot.elastic.claim import Start, begin_attempt
-from sunspot.elastic.copies import Machine
+from sunspot.elastic.claim import StartPoint, begin_attempt
+from sunspot.elastic.copies import NodeInventory
 from sunspot.errors import ConflictError, DamageError, NotFoundError, StorageError, SupersededError
 from sunspot.run import Run
 from sunspot.run.attempts import (
@@ -62,6 +62,7 @@ from sunspot.run.checkpoints import (
     list_directories,
     read_manifest,
 )
+from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.incidents import TIER
 from sunspot.run.requests import DELETION, deletion_begun, refuse_if_deleted
@@ -272,12 +273,13 @@ class Protocol(RuleBasedStateMachine):
         memory = NodeMemory(run.location)
         process.at_end.append(memory._lock.close)
         found = find_snapshot(run.location)
-        machines = [Machine(f"host-{node}", f"node-{node}", found.held if found else None, [])]
+        machines = [NodeInventory(f"host-{node}", f"node-{node}", found.held if found else None, [])]
         limit_s = SETTINGS.storage_timeout_s
         try:
             refuse_if_deleted(run)
             keep_identity(run, SETTINGS.environment(), IDENTITY, IDENTITY_OF_ROWS)
-            start = retry_storage(lambda: begin_attempt(run, owner, SETTINGS, machines), limit_s, "beginning")
+            claimant = Claimant(run, owner)
+            start = retry_storage(lambda: begin_attempt(claimant, SETTINGS, machines), limit_s, "beginning")
         except (ConflictError, StorageError, NotFoundError):  # taken over, without storage, or just being deleted
             return
         if not start:
@@ -297,9 +299,9 @@ class Protocol(RuleBasedStateMachine):
         except SupersededError:
             process.superseded = True
 
-    def restore(self, run: Run, start: Start, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
+    def restore(self, run: Run, start: StartPoint, found: LoadedSnapshot | None) -> tuple[list[int], Any]:
         """The state to go on from, and its rows that are not in storage."""
-        if start.snapshot:
+        if start.copy:
             assert found
             return json.loads(bytes(found.data.numpy())), found.sidecar.ledger
         if not (checkpoint := start.checkpoint):
@@ -418,12 +420,12 @@ class Protocol(RuleBasedStateMachine):
         if not base or find_faults(self.run, base):
             self.violations.append(f"attempt {newest.number} starts from {newest.starts_from}, which is gone")
 
-    def lost_base(self, start: Start, error: Exception) -> None:
+    def lost_base(self, start: StartPoint, error: Exception) -> None:
         newest = read_attempts(self.run)[-1:]
         if newest == [start.attempt] and not deletion_begun(self.run):
             self.violations.append(f"attempt {start.attempt.number} lost its base: {error}")
 
-    def restored(self, process: Process, start: Start, state: list[int]) -> None:
+    def restored(self, process: Process, start: StartPoint, state: list[int]) -> None:
         """What was restored is what the attempt claims to start from, and every step of it counts."""
         attempt = start.attempt
         if len(state) != attempt.step:

@@ -19,10 +19,10 @@ import sunspot.observe.progress
 import sunspot.train.worker
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
-from sunspot.elastic.claim import Start
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases
-from sunspot.elastic.restore import State
+from sunspot.elastic.restore import TrainingState
 from sunspot.observe.metrics import MetricWindow, RecentMeans
 from sunspot.observe.progress import News, Progress, _Lines, _watch, epoch_line
 from sunspot.parallel.decisions import StepActions
@@ -61,14 +61,14 @@ def test_each_report_is_on_the_curve_and_its_ranks_are_apart(
     for first in (1, 4):  # left unmerged by one before it
         record_audit(run, Attempt(0, "job", None, 0), consumed(first, first + 2))
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 12)
-    begun = Start(attempt, [], None, None, 0, {0: "node"}, [], [], None)
+    begun = StartPoint(attempt, nodes={0: "node"})
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     checkpoints.due.return_value = StepActions()
     journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
     control.channel.add_left_out(["node a left out: GPU 3 cannot be used"])
-    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints, Phases())
+    reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
     telemetry = MagicMock()
     commands: Any = SimpleNamespace(poll=lambda: SimpleNamespace(stop=False, restart=False, save=False))
     worker = make_worker(plan, group, checkpoints, commands, telemetry, reporter)
@@ -114,12 +114,12 @@ def test_a_step_has_one_loss_wherever_it_is_shown(
     run = begin(open_run(str(tmp_path), "run"))
     attempt = start(run, "job", world_size=1, tier="beginning")
     plan = Plan(Settings(), EmptySource((2,), 8), None, Steps(8, 2), 4)
-    begun = Start(attempt, [], None, None, 0, {0: "node"}, [], [], None)
+    begun = StartPoint(attempt, nodes={0: "node"})
     checkpoints = MagicMock(newest=None, commit_s=None, interval_steps=0, save_every_s=60.0, memory_summary="")
     journals = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
     control = LocalControl()
     control.channel.explain_start(Incident(Cause.BEGIN))
-    reporter = Reporter(run, plan, begun, State(), control, journals, checkpoints, Phases())
+    reporter = Reporter(run, plan, begun, TrainingState(), control, journals, checkpoints, Phases())
     worker = make_worker(plan, group, checkpoints, MagicMock(), MagicMock(), reporter)
     agree = MagicMock()
     monkeypatch.setattr(worker, "_decisions", MagicMock(agree=agree))

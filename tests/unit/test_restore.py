@@ -25,11 +25,11 @@ import sunspot.elastic.restore
 from sunspot.checkpoint.memory import MemorySnapshot, NodeMemory, Sidecar, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
 from sunspot.checkpoint.tensors import in_buffer, map_tensors, size_of
-from sunspot.elastic.claim import Found, Start, begin_attempt
-from sunspot.elastic.copies import Machine, choose_copy, choose_parts, choose_snapshot
+from sunspot.elastic.claim import LocalState, Past, Readers, StartPoint, begin_attempt
+from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, choose_parts, choose_snapshot
 from sunspot.elastic.messages import Incident
 from sunspot.elastic.receipts import Phases, first_incident, make_receipt
-from sunspot.elastic.restore import State, choose_init, load_init, load_start, read_init
+from sunspot.elastic.restore import TrainingState, choose_init, load_init, load_start, read_init
 from sunspot.errors import ConflictError, DamageError, SettingsError, StorageError, SupersededError
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, checkpoint_name, ensure_owner, lineage, read_attempts, read_error
@@ -41,6 +41,7 @@ from sunspot.run.checkpoints import (
     read_manifest,
     write_manifest,
 )
+from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause, Receipt, describe
 from sunspot.run.status import RunState, Status, write_status
 from sunspot.settings import Settings
@@ -48,6 +49,8 @@ from sunspot.storage.limits import retry_storage
 from sunspot.storage.local import LocalStorage
 from sunspot.train.reporter import warn_of_notice
 from tests.harness.runs import begin, commit, start
+
+SETTINGS = Settings(global_batch_size=5)
 
 
 @pytest.fixture
@@ -59,12 +62,12 @@ def copy(attempt: int, step: int, evaluated: bool = True, crc32: int = 1, nonce:
     return MemorySnapshot(attempt, step, evaluated, 0.0, 100, crc32, "file", nonce)
 
 
-def machines(*copies: MemorySnapshot | None) -> list[Machine]:
-    return [Machine(f"host-{rank}", f"node-{rank}", copy, []) for rank, copy in enumerate(copies)]
+def machines(*copies: MemorySnapshot | None) -> list[NodeInventory]:
+    return [NodeInventory(f"host-{rank}", f"node-{rank}", copy, []) for rank, copy in enumerate(copies)]
 
 
-def begun(run: Run, *copies: MemorySnapshot | None) -> Start:
-    found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(*(copies or [None])))
+def begun(run: Run, *copies: MemorySnapshot | None) -> StartPoint:
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(*(copies or [None])))
     assert found
     return found
 
@@ -73,26 +76,30 @@ def test_the_newest_of_storage_and_memory_is_taken(run: Run) -> None:
     first = start(run, "me")
     commit(run, first, 5)
     found = begun(run, None, copy(1, 7), copy(1, 9))
-    assert (found.attempt.step, found.attempt.starts_from, found.snapshot_rank) == (9, checkpoint_name(9, 1), 2)
+    assert (found.attempt.step, found.attempt.starts_from, found.copy and found.copy.rank) == (
+        9,
+        checkpoint_name(9, 1),
+        2,
+    )
     assert found.attempt.metadata["tier"] == "memory"
     assert found.checkpoint is None
     assert read_attempts(run)[-1] == found.attempt
     # What the second attempt did before it had a copy of its own is lost; the copy that it came from still leads on.
     found = begun(run, copy(1, 9), None)
-    assert (found.attempt.number, found.attempt.step, found.snapshot_rank) == (3, 9, 0)
+    assert (found.attempt.number, found.attempt.step, found.copy and found.copy.rank) == (3, 9, 0)
     found = begun(run, None)
     assert (found.attempt.step, found.attempt.metadata["tier"]) == (5, "storage")
     # From here on, step 9 of the first attempt is outside the lineage.
     found = begun(run, copy(1, 9))
-    assert (found.attempt.step, found.snapshot) == (5, None)
+    assert (found.attempt.step, found.copy) == (5, None)
 
 
 def part(number: int, of: int, step: int, file: str = "file") -> MemorySnapshot:
     return replace(copy(1, step), part=number, parts=of, file=file)
 
 
-def holders(*nodes: tuple[MemorySnapshot, ...]) -> list[Machine]:
-    return [Machine("host", f"node-{rank}", None, [], parts) for rank, parts in enumerate(nodes)]
+def holders(*nodes: tuple[MemorySnapshot, ...]) -> list[NodeInventory]:
+    return [NodeInventory("host", f"node-{rank}", None, [], parts) for rank, parts in enumerate(nodes)]
 
 
 OLD, NEW = [[part(number, 2, step) for number in range(2)] for step in (7, 9)]
@@ -120,20 +127,22 @@ def test_a_state_in_parts_counts_when_all_parts_are_there(
         assert not read_attempts(run)[-1].chosen, "not before it is known to be whole"
         return [each for each in parts if each.rank in damaged and each.held.step == 9]
 
-    found = begin_attempt(run, "me", Settings(global_batch_size=5), holders(*nodes), read_parts=read)
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, holders(*nodes), readers=Readers(parts=read))
     assert found
     assert (found.attempt.step, found.attempt.starts_from) == (step, checkpoint_name(step, 1))
     assert found.attempt.metadata["tier"] == ("memory" if ranks else "storage")
-    assert [each.rank for each in found.parts] == ranks
-    assert {each.held.step for each in found.parts} <= {step}
+    parts = found.copy.parts if found.copy else ()
+    assert [each.rank for each in parts] == ranks
+    assert {each.held.step for each in parts} <= {step}
 
 
 def test_of_a_whole_state_and_one_in_parts_the_newer_is_taken(run: Run) -> None:
     attempts = [start(run, "me")]
     for whole, expected in [(8, (1, 9, 1)), (9, (0, 9, 0)), (10, (0, 10, 0))]:
-        machines = [Machine("a", "a", copy(1, whole), []), Machine("b", "b", None, [], (part(0, 1, 9),))]
-        rank, held, parts = choose_copy(attempts, machines)
-        assert (rank, held and held.step, len(parts)) == expected
+        machines = [NodeInventory("a", "a", copy(1, whole), []), NodeInventory("b", "b", None, [], (part(0, 1, 9),))]
+        chosen = choose_copy(attempts, machines)
+        assert chosen
+        assert (chosen.rank, chosen.snapshot.step, len(chosen.parts)) == expected
 
 
 @given(st.data(), st.integers(1, 4), st.lists(st.sampled_from("abc"), min_size=1, max_size=5))
@@ -143,9 +152,11 @@ def test_the_newest_state_is_taken_of_which_every_part_is_left(
     each = st.tuples(st.integers(1, 3), st.integers(0, parts - 1), st.sampled_from(nodes))
     left = data.draw(st.sets(each, max_size=20))
     machines = [
-        Machine(node, node, None, [], tuple(part(p, parts, s, f"{s}-{p}") for s, p, n in sorted(left) if n == node))
+        NodeInventory(
+            node, node, None, [], tuple(part(p, parts, s, f"{s}-{p}") for s, p, n in sorted(left) if n == node)
+        )
         if nodes.index(node) == rank
-        else Machine(node, node, None, [])
+        else NodeInventory(node, node, None, [])
         for rank, node in enumerate(nodes)
     ]
     whole = [step for step in (1, 2, 3) if {p for s, p, _ in left if s == step} == set(range(parts))]
@@ -188,7 +199,7 @@ def test_what_any_rank_finds_damaged_is_passed_over_by_all(run: Run, monkeypatch
         return [mine, ["optimizer.pt has 1 bytes instead of 2"] if reads[-1] == names[2] else []]
 
     monkeypatch.setattr("sunspot.elastic.claim.gather_objects", gather)
-    found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(None, None), read=read)
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None, None), readers=Readers(read))
     assert found
     assert reads == names[::-1]
     assert (found.attempt.step, found.checkpoint and found.checkpoint.name) == (5, names[0])
@@ -203,7 +214,7 @@ def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pyt
     commit(run, start(run, "me"), 5)
     opened: list[str] = []
     monkeypatch.setattr(LocalStorage, "digest", lambda *arguments: opened.append(arguments[1]) or (0, ""))
-    found = begin_attempt(run, "me", Settings(global_batch_size=5), machines(None), read=lambda _: [])
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, machines(None), readers=Readers(lambda _: []))
     assert found
     assert found.attempt.step == 5
     assert opened == []
@@ -211,8 +222,8 @@ def test_a_checkpoint_is_not_read_before_it_is_loaded(run: Run, monkeypatch: pyt
 
 def test_storage_wins_at_the_same_step_when_only_it_is_evaluated(run: Run) -> None:
     commit(run, start(run, "me"), 5)
-    assert begun(run, copy(1, 5, evaluated=False)).snapshot is None
-    assert begun(run, copy(1, 5, evaluated=True)).snapshot
+    assert begun(run, copy(1, 5, evaluated=False)).copy is None
+    assert begun(run, copy(1, 5, evaluated=True)).copy
 
 
 def test_the_base_cannot_be_deleted_while_it_is_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +270,8 @@ def test_a_process_that_dies_before_its_choice_costs_no_step(run: Run, monkeypat
 def test_a_copy_of_a_run_that_was_deleted_and_begun_again_is_left(run: Run) -> None:
     first = begun(run).attempt
     ours = copy(1, 3, nonce=first.nonce)
-    assert begun(run, copy(1, 500, nonce="00000000"), ours).snapshot == ours
-    assert begun(run, copy(1, 500)).snapshot is None
+    assert begun(run, copy(1, 500, nonce="00000000"), ours).copy == ChosenCopy(1, ours)
+    assert begun(run, copy(1, 500)).copy is None
 
 
 def test_the_process_before_a_new_beginning_neither_commits_nor_owns_the_run(run: Run) -> None:
@@ -279,7 +290,7 @@ def test_the_process_before_a_new_beginning_neither_commits_nor_owns_the_run(run
 def test_a_run_begun_again_with_other_settings_is_left(run: Run) -> None:
     """The process was frozen between comparing its settings and its claim."""
     with pytest.raises(ConflictError, match="SUNSPOT_GLOBAL_BATCH_SIZE: 5 -> 7"):
-        begin_attempt(run, "me", Settings(global_batch_size=7), machines(None))
+        begin_attempt(Claimant(run, "me"), Settings(global_batch_size=7), machines(None))
     assert not read_attempts(run)[-1].chosen
 
 
@@ -300,9 +311,9 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(run: Run) -> None:
         begun(run)
     assert [attempt.chosen for attempt in read_attempts(run)] == [True, False]
     assert isinstance(read_error(run, 2), DamageError), "a retry of the job ends at once"
-    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    assert begin_attempt(Claimant(run, "me"), SETTINGS, machines(None)) is None
     with pytest.raises(DamageError, match="no whole checkpoint any more"):
-        begin_attempt(run, "you", Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
+        begin_attempt(Claimant(run, "you"), Settings(global_batch_size=5, accept="loss-of-another"), machines(None))
 
 
 def test_what_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +326,7 @@ def test_what_is_being_deleted_is_not_damaged(run: Run, monkeypatch: pytest.Monk
         return find(*words, **more)
 
     monkeypatch.setattr("sunspot.elastic.claim.find_newest_good", find_while_deleted)
-    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    assert begin_attempt(Claimant(run, "me"), SETTINGS, machines(None)) is None
     assert read_error(run, 2) is None
 
 
@@ -325,13 +336,13 @@ def test_a_state_comes_with_what_is_still_to_do_for_it(run: Run) -> None:
     write_manifest(run, checkpoint)
     node: Any = SimpleNamespace(load=lambda checkpoint: {}, close=lambda: None)
     group: Any = None
-    restored = load_start(run, Settings(), begun(run), Found(None, node, NodeParts(None, ["me"])), group)
+    restored = load_start(run, Settings(), begun(run), LocalState(None, node, NodeParts(None, ["me"])), group)
     assert not restored.evaluated
 
     sidecar = Sidecar(None, {"metrics": {}, "total_steps": 10}, [], [(6, 7, "rows")], [])
     held: Any = SimpleNamespace(describe=lambda: sidecar, load=None)
-    in_memory = replace(a_start(at(2, 0.0)), snapshot=copy(1, 7), parts=[PartCopy(0, copy(1, 7))])
-    restored = load_start(run, Settings(), in_memory, Found(None, node, held), group)
+    in_memory = replace(a_start(at(2, 0.0)), copy=ChosenCopy(0, copy(1, 7), [PartCopy(0, copy(1, 7))]))
+    restored = load_start(run, Settings(), in_memory, LocalState(None, node, held), group)
     assert restored.ledger == ((6, 7, "rows"),)
 
 
@@ -343,7 +354,9 @@ def test_a_run_whose_checkpoints_are_damaged_goes_on_from_memory(run: Run) -> No
 
 def test_a_run_is_begun_anew_when_the_loss_of_its_checkpoints_is_accepted(run: Run) -> None:
     newest = damaged_run(run)
-    found = begin_attempt(run, "me", Settings(global_batch_size=5, accept=f"loss-of-{newest}"), machines(None))
+    found = begin_attempt(
+        Claimant(run, "me"), Settings(global_batch_size=5, accept=f"loss-of-{newest}"), machines(None)
+    )
     assert found
     assert (found.attempt.step, found.attempt.starts_from) == (0, None)
     assert newest in found.attempt.skipped[0]
@@ -355,11 +368,13 @@ def test_checkpoints_that_somebody_removed_are_missed(run: Run) -> None:
     assert begun(run).attempt.starts_from == name
     delete_checkpoint(run, name)
     with pytest.raises(DamageError, match=f"{name}: gone, attempt 2 started from it(?s:.)*ACCEPT=loss-of-{name}"):
-        begin_attempt(run, "you", Settings(global_batch_size=5), machines(None))
-    found = begin_attempt(run, "they", Settings(global_batch_size=5, accept=f"loss-of-{name}"), machines(None))
+        begin_attempt(Claimant(run, "you"), SETTINGS, machines(None))
+    found = begin_attempt(
+        Claimant(run, "they"), Settings(global_batch_size=5, accept=f"loss-of-{name}"), machines(None)
+    )
     assert found
     assert found.attempt.starts_from is None
-    assert begin_attempt(run, "they", Settings(global_batch_size=5), machines(None)), "asked for once"
+    assert begin_attempt(Claimant(run, "they"), SETTINGS, machines(None)), "asked for once"
 
 
 def test_what_was_never_committed_is_not_missed(run: Run) -> None:
@@ -380,7 +395,7 @@ def test_a_run_that_is_deleted_while_a_start_is_chosen_is_not_damaged(
         return find(*arguments, **options)
 
     monkeypatch.setattr(sunspot.elastic.claim, "find_newest_good", find_later)
-    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    assert begin_attempt(Claimant(run, "me"), SETTINGS, machines(None)) is None
 
 
 def test_a_lost_claim_is_tried_again_with_the_next_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +419,7 @@ def test_no_start_is_recorded_in_a_run_that_is_deleted_meanwhile(run: Run, monke
         return create(storage, key, data)
 
     monkeypatch.setattr(LocalStorage, "create", create_late)
-    assert begin_attempt(run, "me", Settings(global_batch_size=5), machines(None)) is None
+    assert begin_attempt(Claimant(run, "me"), SETTINGS, machines(None)) is None
     assert run.storage.list(run.key("attempts")) == []
 
 
@@ -442,9 +457,11 @@ def test_what_came_with_the_state_comes_back(
             files[f"{kind}.pt"] = {"size": writer.size, "sha256": writer.sha256}
         write_manifest(run, replace(manifest, files=files))
     found, node = find_snapshot(run.location), NodeState(run, None, ["node"])
-    chosen = begin_attempt(run, "me", Settings(global_batch_size=5), machines(found and found.held), read=node.read)
+    chosen = begin_attempt(Claimant(run, "me"), SETTINGS, machines(found and found.held), readers=Readers(node.read))
     assert chosen
-    state = load_start(run, Settings(), chosen, Found(found, node, NodeParts(None, ["node"])), None)  # a worker alone
+    state = load_start(
+        run, Settings(), chosen, LocalState(found, node, NodeParts(None, ["node"])), None
+    )  # a worker alone
     assert state.model["weight"].tolist() == [1, 1]
     assert (state.tier, state.evaluated, state.metrics) == (tier, False, metrics)
     assert state.ledger == (windows if tier == "memory" else ())
@@ -463,7 +480,7 @@ def test_a_copy_that_no_group_gets_going_from_is_passed_over(ends: str, step: in
     nodes = machines(copy(1, 9), None)
     heartbeats = []
     for number in (2, 3):
-        found = begin_attempt(run, "me", Settings(global_batch_size=5), nodes)
+        found = begin_attempt(Claimant(run, "me"), SETTINGS, nodes)
         assert found
         assert (found.attempt.number, found.attempt.step) == (number, 9), "one may have been unlucky"
         if ends == "after a step":
@@ -471,7 +488,7 @@ def test_a_copy_that_no_group_gets_going_from_is_passed_over(ends: str, step: in
         if ends == "with its node":
             nodes[1] = nodes[1]._replace(host=f"new-{number}")
         nodes[0] = nodes[0]._replace(heartbeats=heartbeats)
-    found = begin_attempt(run, "me", Settings(global_batch_size=5), nodes)
+    found = begin_attempt(Claimant(run, "me"), SETTINGS, nodes)
     assert found
     assert found.attempt.step == step
     passed_over = f"{checkpoint_name(9, 1)} in memory: the last two groups that started from it took no step"
@@ -482,15 +499,15 @@ def at(number: int, time: float, world_size: int = 2, step: int = 0) -> Attempt:
     return Attempt(number, "me", None, step, time=time, metadata={"world_size": world_size})
 
 
-def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | None = None) -> Start:
-    return Start(attempt, list(before), None, None, 0, {}, [(1, 14, 99.0)], events or [], None)
+def a_start(attempt: Attempt, *before: Attempt, events: list[dict[str, Any]] | None = None) -> StartPoint:
+    return StartPoint(attempt, before, past=Past([(1, 14, 99.0)], events or []))
 
 
 def test_a_receipt_says_what_a_restart_cost() -> None:
     begin_receipt = Receipt(1, 0, Cause.BEGIN, "", None, None, None, 10, 12, 10, 0, 0, "beginning", 0, 2)
     now = a_start(at(2, 105, 1, step=12), at(1, 10), events=[{**begin_receipt.record(), "attempt": 1}])
     incident = Incident(Cause.PREEMPTED, "node x", noticed=100.0, committed=101.0, last_step=13)
-    receipt = make_receipt(now, State(taken=98.0, tier="memory"), incident, first_step=110.0)
+    receipt = make_receipt(now, TrainingState(taken=98.0, tier="memory"), incident, first_step=110.0)
     assert (receipt.since, receipt.cause, receipt.replayed) == (1, Cause.PREEMPTED, 2)
     assert receipt.recovery_s == 10
     assert receipt.worker_seconds_lost == pytest.approx(2 * 7 + 1 * 5)
@@ -498,10 +515,10 @@ def test_a_receipt_says_what_a_restart_cost() -> None:
 
 def test_a_pause_is_not_lost() -> None:
     ended = Status(RunState.FAILED, "me", time=50.0, step=14)
-    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), other=ended)
+    now = replace(a_start(claimed_by("new", at(2, 1000, step=14)), at(1, 10)), past=Past(other=ended))
     incident = first_incident(now)
     assert incident.cause is Cause.RESUMED
-    receipt = make_receipt(now, State(taken=40.0), incident, 1010.0)
+    receipt = make_receipt(now, TrainingState(taken=40.0), incident, 1010.0)
     assert receipt.paused_s == 950
     assert receipt.worker_seconds_lost == pytest.approx(2 * 10 + 2 * 10)
 
@@ -532,13 +549,13 @@ def test_a_run_that_is_taken_over_from_a_live_start_has_lost_no_driver(
         os.utime(Path(run.storage.locate(status.key)), (moment, moment))
     start(run, of, at=10.0, world_size=2, driver="1" * 8, tier="beginning")
     commit(run, read_attempts(run)[0], 15)
-    found = begin_attempt(run, "new-2", Settings(global_batch_size=5), machines(None, None), "2" * 8)
+    found = begin_attempt(Claimant(run, "new-2", "2" * 8), SETTINGS, machines(None, None))
     assert found
     now = replace(found, attempt=replace(found.attempt, time=70.0))
     incident = first_incident(now)
     assert (incident.cause, incident.detail) == (cause, detail)
     phases = Phases(launched=52.0, up=58.0, formed=66.0, loaded=72.0)
-    receipt = make_receipt(now, State(taken=62.0), incident, 75.0, phases)
+    receipt = make_receipt(now, TrainingState(taken=62.0), incident, 75.0, phases)
     assert receipt.replayed == (5 if last_word else 0)
     assert all(at >= 0 for at in receipt.phases.values()), "processes began before the last step of the old group"
     assert ("first step 5.0 s after the start" in describe(receipt)) == (cause is Cause.TAKEN_OVER)
@@ -553,8 +570,8 @@ def test_a_first_start_is_no_incident(run: Run) -> None:
 def test_a_loss_while_workers_make_way_is_a_loss() -> None:
     now = a_start(at(2, 105), at(1, 10))
     growth = Incident(Cause.SCALE_UP, "2 -> 3 workers", noticed=100.0)
-    assert make_receipt(now, State(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
-    receipt = make_receipt(now, State(taken=98.0), replace(growth, loss="rank 1: died"), 110.0)
+    assert make_receipt(now, TrainingState(taken=98.0), growth, 110.0).cause is Cause.SCALE_UP
+    receipt = make_receipt(now, TrainingState(taken=98.0), replace(growth, loss="rank 1: died"), 110.0)
     assert (receipt.cause, receipt.detail) == (Cause.WORKER_LOST, "rank 1: died")
 
 

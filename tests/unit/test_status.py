@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from sunspot.elastic.claim import begin_attempt
-from sunspot.elastic.copies import Machine
+from sunspot.elastic.copies import NodeInventory
 from sunspot.errors import StorageError, SupersededError, TrackingError
 from sunspot.predict.held_out import save_predictions
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, read_attempts, refuse_if_superseded
+from sunspot.run.claimant import Claimant
 from sunspot.run.outcome import DriverStatusWriter
 from sunspot.run.overview import RunSummary, list_runs, read_state, read_statuses, state_from_storage
 from sunspot.run.predictions import Predictions, read_predictions
@@ -130,15 +131,14 @@ def test_the_workers_of_a_frozen_driver_do_not_claim_the_run_back(run: Run) -> N
     start(run, "job", driver="aaaaaaaa")
     attempts = read_attempts(run)
     refuse_if_superseded(attempts, "job", "aaaaaaaa")
-    begun = begin_attempt(run, "job", Settings(global_batch_size=5), [Machine("b", "node-b", None, [])], "bbbbbbbb")
+    settings = Settings(global_batch_size=5)
+    begun = begin_attempt(Claimant(run, "job", "b" * 8), settings, [NodeInventory("b", "node-b", None, [])])
     assert begun
     assert (begun.attempt.number, begun.attempt.driver) == (3, "bbbbbbbb")
-    assert (
-        begin_attempt(run, "job", Settings(global_batch_size=5), [Machine("a", "node-a", None, [])], "aaaaaaaa") is None
-    )
-    assert isinstance(fatal_error(run, "job", "aaaaaaaa"), SupersededError)
-    assert fatal_error(run, "job", "bbbbbbbb") is None
-    assert fatal_error(run, "job") is None, "the job goes on, in another start"
+    assert begin_attempt(Claimant(run, "job", "a" * 8), settings, [NodeInventory("a", "node-a", None, [])]) is None
+    assert isinstance(fatal_error(Claimant(run, "job", "aaaaaaaa")), SupersededError)
+    assert fatal_error(Claimant(run, "job", "bbbbbbbb")) is None
+    assert fatal_error(Claimant(run, "job")) is None, "the job goes on, in another start"
     with pytest.raises(SupersededError, match="attempt 3 of job owns the run"):
         start(run, "job", driver="aaaaaaaa")
 

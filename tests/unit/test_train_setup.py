@@ -21,15 +21,16 @@ import torch.distributed as dist
 import sunspot.train.worker
 from sunspot.background import Background
 from sunspot.data.order import Steps
-from sunspot.elastic.claim import Start
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel
 from sunspot.elastic.messages import Command, Incident
 from sunspot.elastic.receipts import Phases
-from sunspot.elastic.restore import State
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import SettingsError
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt
+from sunspot.run.claimant import Claimant
 from sunspot.run.history import Journal, read_journal
 from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
@@ -44,6 +45,7 @@ from sunspot.train.build import (
     record_left_out,
     refuse_small_micro_batches,
 )
+from sunspot.train.config import WorkerConfig
 from sunspot.train.learner import WorkerPlace
 from sunspot.train.probe import probe_here
 from sunspot.train.setup import round_products
@@ -66,7 +68,7 @@ def test_other_versions_than_before_are_an_event(tmp_path: Path, warned: list[st
         run = open_run(str(tmp_path / uuid.uuid4().hex), "run")
         versions = [*before, {"numpy": "2.4.6", "torch": "2.9.0", "ray": "2.60.0"}]
         attempts = [Attempt(n, "me", None, 0, metadata={"versions": v}) for n, v in enumerate(versions, start=1)]
-        start = Start(attempts[-1], attempts[:-1], None, None, 0, {}, [], [], None)
+        start = StartPoint(attempts[-1], attempts[:-1])
         open_journals(run, start)["events"].flush()
         return [(record["event"], record["detail"]) for record in read_journal(run, "events")]
 
@@ -93,7 +95,7 @@ def test_an_evaluation_that_is_always_cut_short_does_not_keep_the_run_from_train
 ) -> None:
     """But for the last one: nothing comes after it."""
     attempts = [Attempt(number, "me", None, step) for number, step in enumerate(before, start=1)]
-    start = Start(Attempt(9, "me", None, 20), attempts, None, None, 0, {}, [], [], None)
+    start = StartPoint(Attempt(9, "me", None, 20), attempts)
     assert leaves_out_evaluation(start, total) == left_out
 
 
@@ -199,17 +201,18 @@ def test_reading_rows_and_building_a_model_is_no_hang(monkeypatch: pytest.Monkey
     nothing: Any = None
     place = WorkerPlace(0, 1, torch.device("cpu"), nothing)
     joined = Joined(plan, anything(), start, place, None, cast(Any, watched), nothing, nothing)
-    build.build_worker(joined, State(), Phases())
+    build.build_worker(joined, TrainingState(), Phases())
     assert paused == dict.fromkeys(slow, True)
     assert next(iter(paused)) == "await_device_memory", "before anything is allocated"
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     """What `join_run` gets, without Ray and a group."""
-    names = ("open_run", "quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
+    names = ("quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
     for name in names:
         monkeypatch.setattr(setup, name, anything)
+    monkeypatch.setattr(WorkerConfig, "claimant", lambda _: SimpleNamespace(run=anything()))
     monkeypatch.setattr(setup, "first_incident", lambda _: Incident())
     monkeypatch.setattr(setup, "open_memory", lambda *_: None)
     monkeypatch.setattr(setup, "Watchdog", lambda *_: Watched())
@@ -217,13 +220,13 @@ def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("torch.distributed.barrier", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
     monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
-    given = {"owner": "me", "driver": "", "threads": 1, "collective_timeout_s": 300, "warm_key": ""}
-    return {**given, "plan": SimpleNamespace(settings=Settings()), "control": LocalControl()}
+    plan: Any = SimpleNamespace(settings=Settings())
+    return WorkerConfig(plan, "me", "", LocalControl(), threads=1, warm_key="", collective_timeout_s=300)
 
 
-@pytest.mark.parametrize("snapshot", [None, "a copy in a node's memory"])
+@pytest.mark.parametrize("copy", [None, "a copy in a node's memory"])
 def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
-    snapshot: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    copy: Any, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it agrees on where to start, sends its copy, or reads from storage, which has a limit of its own."""
     watched, seen = Watched(), list[bool]()
@@ -234,7 +237,7 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
 
     def agree_on_start(*_: object) -> Any:
         seen.append(watched.entered and not watched.paused_now)
-        return SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=snapshot), None
+        return StartPoint(Attempt(1, "me", None, 0), copy=copy), None
 
     monkeypatch.setattr(setup, "agree_on_start", agree_on_start)
     monkeypatch.setattr(setup, "shipped_worker_output", lambda *_: contextlib.nullcontext())
@@ -246,7 +249,7 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
 
 
 def test_the_driver_hears_what_a_worker_is_warned_of(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def agree_on_start(*_: object) -> Any:
         logging.getLogger("sunspot.storage").warning("no answer from storage for 31 s")
@@ -256,7 +259,7 @@ def test_the_driver_hears_what_a_worker_is_warned_of(
     with pytest.raises(SettingsError), setup.join_run(config):
         pytest.fail("it went on")
     logging.getLogger("sunspot.storage").warning("after the run")
-    assert config["control"].ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
+    assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
     assert "warning: no answer from storage for 31 s\n" in capsys.readouterr().out, "and its own log has it"
 
 
@@ -285,11 +288,11 @@ def make_worker(left_s: float | None, group: Any, reporter: Any, outputs: contex
 
 
 def test_a_restart_takes_the_last_lines_and_metrics_along(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: WorkerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray kills all workers as soon as one has ended."""
     run = Run(SlowStorage(tmp_path, 0.3), "run")
-    journal, start = Journal(run, "metrics", 1), SimpleNamespace(attempt=Attempt(1, "me", None, 0), snapshot=None)
+    journal, start = Journal(run, "metrics", 1), StartPoint(Attempt(1, "me", None, 0))
     reporter: Any = SimpleNamespace(drain=anything, publisher=Background(60, journal.flush), end=anything)
     workers: list[Worker] = []
 
@@ -298,9 +301,10 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
         return workers[0]
 
     monkeypatch.setattr(setup, "build_worker", make_this_worker)
-    for name, value in [("open_run", run), ("agree_on_start", (start, None))]:
+    monkeypatch.setattr(WorkerConfig, "claimant", lambda _: Claimant(run, "me"))
+    for name, value in [("agree_on_start", (start, None))]:
         monkeypatch.setattr(setup, name, lambda *_, value=value: value)
-    monkeypatch.setattr(setup, "load_start", lambda *_: State())
+    monkeypatch.setattr(setup, "load_start", lambda *_: TrainingState())
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
     stored: list[Any] = []
 

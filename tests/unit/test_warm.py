@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from sunspot.ray_internals.workers import NODE
-from sunspot.warm import client, keeper, server
+from sunspot.warm import client, fork_server, server
 from tests.harness import REPOSITORY
 from tests.harness.waiting import wait_until
 
@@ -54,17 +54,17 @@ class Node:
     """Starts workers as the Ray of a node does, which `raylet` stands for."""
 
     def __init__(self, folder: Path) -> None:
-        self.key, self.node = keeper.new_key(), "0" * 56
+        self.key, self.node = fork_server.new_key(), "0" * 56
         self.script = folder / "worker.py"
         self.script.write_text(SCRIPT)
         self.suspended: psutil.Process | None = None
         self.raylet = subprocess.Popen(["sleep", "1000"])
 
     def serve(self, *modules: str, linger_s: float = 60.0) -> str:
-        return keeper.begin_server(self.key, self.node, self.raylet.pid, list(modules), linger_s)
+        return fork_server.begin_server(self.key, self.node, self.raylet.pid, list(modules), linger_s)
 
     def command(self, code: str) -> list[str]:
-        return [*shlex.split(keeper.executable(self.key)), str(self.script), f"{NODE}{self.node}", code]
+        return [*shlex.split(fork_server.executable(self.key)), str(self.script), f"{NODE}{self.node}", code]
 
     def start(self, code: str, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -85,7 +85,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     if node.suspended and node.suspended.is_running():
         node.suspended.resume()
-    keeper.end_server(node.key, node.node)
+    fork_server.end_server(node.key, node.node)
     node.raylet.kill()
     node.raylet.wait()
 
@@ -210,7 +210,7 @@ def test_a_server_ends_with_the_run_once_its_workers_have(node: Node) -> None:
         assert started.stdout
         told = json.loads(started.stdout.readline())
         server = psutil.Process(told["parent"])
-        keeper.end_server(node.key, node.node)
+        fork_server.end_server(node.key, node.node)
         assert not node.run()[0]["forked"], "the run is over"
         os.kill(told["process"], signal.SIGKILL)
         assert started.wait(WAIT_S) == -9
@@ -228,7 +228,9 @@ def test_a_server_ends_with_ray(node: Node) -> None:
 def test_a_server_ends_when_nobody_is_left(modules: list[str], node: Node, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\nopen('begun', 'w').write('')\ntime.sleep(2)")
     path, order = [str(REPOSITORY), "."], (node.key, node.node, node.raylet.pid, modules, 0.5)
-    code = f"import sys; sys.path[:0] = {path}; from sunspot.warm import keeper; keeper.begin_server(*{order})"
+    code = (
+        f"import sys; sys.path[:0] = {path}; from sunspot.warm import fork_server; fork_server.begin_server(*{order})"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}; print(flush=True); input()"],
         cwd=tmp_path,
@@ -242,7 +244,7 @@ def test_a_server_ends_when_nobody_is_left(modules: list[str], node: Node, tmp_p
             starter.stdout.readline()
             assert node.run()[0]["forked"]
             time.sleep(1)
-            assert keeper.serves(node.key, node.node), "the process that began it lives"
+            assert fork_server.serves(node.key, node.node), "the process that began it lives"
         starter.kill()
     wait_until(lambda: not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)])
 
@@ -271,11 +273,11 @@ def test_a_process_unfit_to_fork_does_not_serve(node: Node, tmp_path: Path, monk
 
 
 def test_a_server_leaves_memory_to_the_training(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "memory_left", lambda: 700_000_000)
+    monkeypatch.setattr(fork_server, "memory_left", lambda: 700_000_000)
     assert node.serve() == "700 MB of memory is left there, of 1 GB that it wants"
-    assert not keeper.serves(node.key, node.node)
+    assert not fork_server.serves(node.key, node.node)
 
 
 def test_a_job_with_a_python_of_its_own_is_started_cold() -> None:
-    assert keeper.find_hindrance({"env_vars", "working_dir"}) == ""
-    assert keeper.find_hindrance({"env_vars", "pip", "conda"}) == "the job's runtime environment has conda, pip"
+    assert fork_server.why_unsupported({"env_vars", "working_dir"}) == ""
+    assert fork_server.why_unsupported({"env_vars", "pip", "conda"}) == "the job's runtime environment has conda, pip"

@@ -7,7 +7,7 @@ A preemption, from the notice to the first step of the new worker group:
  3. nodes.NodeMonitor.check               reads ray_internals.nodes.draining_nodes twice a second -> find_preempted
  4. control.ControlChannel.restart_group  notes the incident, and sets Command.restart with its deadline
  5. control.CommandPoller.poll            brings the command to rank 0, after a step (train.worker.Worker.wanted)
- 6. parallel.decisions.StepDecisionBroadcast.agree  brings it to all ranks, for the same step (Worker.finish_step)
+ 6. parallel.decisions.StepDecisionBroadcast.agree  brings it to all ranks (train.worker.Worker.finish_step)
  7. checkpoint.CheckpointManager.save     copies the state to shared memory, and begins to commit it to storage
  8. checkpoint.CheckpointManager.drain    waits for that commit, but no longer than a second before the deadline
  9. train.worker.Worker.restart_group     raises GroupRestartError and exits: the node is idle, and ends
@@ -18,6 +18,6 @@ A preemption, from the notice to the first step of the new worker group:
 
 Scaling up, and moving to better nodes, differ in step 3: NodeMonitor finds them. Without a notice, a restart begins at
 step 10, after `nodes.find_lost` and `receipts.FailureRecorder` have noted the loss, or `watchdog.Watchdog` has
-ended a hung rank. When the head is told to go, step 4 is `control.ControlChannel.save`: the workers save, and
+ended a hung rank. When the head is told to go, step 4 is `control.ControlChannel.request_save`: the workers save, and
 train on until the head takes them with it and a new driver begins.
 """

@@ -3,7 +3,7 @@
 import functools
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import ray
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import sunspot.warm
 from sunspot.checkpoint import versions
-from sunspot.checkpoint.memory import LoadedSnapshot, MemorySnapshot, find_heartbeats, find_parts, find_snapshot
+from sunspot.checkpoint.memory import LoadedSnapshot, find_heartbeats, find_parts, find_snapshot
 from sunspot.checkpoint.node_state import NodeParts, NodeState, PartCopy
-from sunspot.elastic.copies import Machine, choose_copy, without_copies, without_crashing
+from sunspot.elastic.copies import ChosenCopy, NodeInventory, choose_copy, without_copies, without_crashing
 from sunspot.errors import ConflictError, DamageError, SupersededError
 from sunspot.parallel.collectives import broadcast_from_rank0, gather_objects, run_on_all_ranks
 from sunspot.run import Run
@@ -44,6 +44,7 @@ from sunspot.run.checkpoints import (
     leads_to_newest,
     list_directories,
 )
+from sunspot.run.claimant import Claimant
 from sunspot.run.history import read_journal
 from sunspot.run.identity import refuse_other_settings
 from sunspot.run.incidents import FORKED, TIER
@@ -56,7 +57,19 @@ from sunspot.storage.limits import retry_storage
 Result = TypeVar("Result")
 
 
-class Found(NamedTuple):
+class Readers(NamedTuple):
+    """Read, on one rank, what a group may start from, and return what is damaged."""
+
+    checkpoint: Callable[[Checkpoint], list[str]] | None = None
+    "The faults that it saw; None: every byte is compared."
+    parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: []
+    "The damaged ones among these copies."
+
+
+ANY_READERS = Readers()
+
+
+class LocalState(NamedTuple):
     """What a rank found on its node, and read, for the start that was chosen."""
 
     snapshot: LoadedSnapshot | None
@@ -65,107 +78,109 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where a worker group starts; the same on every rank."""
+class Past:
+    """What storage and the nodes tell of the attempts so far."""
 
-    attempt: Attempt
-    before: list[Attempt]
-    "The attempts of the run so far, oldest first."
-    checkpoint: Checkpoint | None
-    "In storage; None if `snapshot` is newer."
-    snapshot: MemorySnapshot | None
-    "In shared memory; of a state in parts, the first."
-    snapshot_rank: int
-    "The lowest rank whose node has `snapshot`."
-    nodes: dict[int, str]
-    "Ray's id of each rank's node."
-    heartbeats: list[tuple[int, int, float]]
+    heartbeats: Sequence[tuple[int, int, float]] = ()
     "The last steps that earlier processes are known to have taken: attempt, step, seconds since the epoch."
-    events: list[dict[str, Any]]
-    "Of the attempts so far."
-    status: Status | None
+    events: Sequence[dict[str, Any]] = ()
+    status: Status | None = None
     "Of this start of the driver."
     other: Status | None = None
     "Of who trained before, as it stood at the claim."
-    parts: Sequence[PartCopy] = ()
-    "Of the state that `snapshot` is the first part of."
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """Where a worker group starts; the same on every rank."""
+
+    attempt: Attempt
+    before: Sequence[Attempt] = ()
+    "The attempts of the run so far, oldest first."
+    checkpoint: Checkpoint | None = None
+    "In storage; None if `copy` is newer."
+    copy: ChosenCopy | None = None
+    "In shared memory."
+    nodes: dict[int, str] = field(default_factory=dict)
+    "Ray's id of each rank's node."
+    past: Past = Past()
 
 
 def agree_on_start(
-    run: Run, owner: str, settings: Settings, group: dist.ProcessGroup, driver: str = ""
-) -> tuple[Start | None, Found]:
+    claimant: Claimant, settings: Settings, group: dist.ProcessGroup
+) -> tuple[StartPoint | None, LocalState]:
     """Claim the next attempt, from the newest good state in storage or on any node; all workers call this together.
 
     Also returns what this rank found and read. The start is None when this job may not train on. Raises like
     `begin_attempt`.
     """
+    location = claimant.run.location
     node = ray.get_runtime_context().get_node_id()
     nodes = gather_objects(node, group)
-    state, node_parts = NodeState(run, group, nodes), NodeParts(group, nodes)
+    state, parts = NodeState(claimant.run, group, nodes), NodeParts(group, nodes)
     looks = settings.snapshot_cost and state.reads
-    found = run_on_all_ranks(group, lambda: find_snapshot(run.location) if looks else None)  # which reads it
-    parts = find_parts(run.location) if looks and settings.parallel == "fsdp" else ()
-    held = found.held if found else None
-    mine = Machine(socket.gethostname(), node, held, find_heartbeats(run.location), parts, sunspot.warm.forked)
-    machines = gather_objects(mine, group)
-    start = begin_attempt(run, owner, settings, machines, driver, group, state.read, node_parts.read)
-    return start, Found(found, state, node_parts)
+    found = run_on_all_ranks(group, lambda: find_snapshot(location) if looks else None)  # which reads it
+    inventory = NodeInventory(
+        host=socket.gethostname(),
+        node=node,
+        snapshot=found.held if found else None,
+        heartbeats=find_heartbeats(location),
+        parts=find_parts(location) if looks and settings.parallel == "fsdp" else (),
+        forked=sunspot.warm.forked,
+    )
+    inventories = gather_objects(inventory, group)
+    start = begin_attempt(claimant, settings, inventories, Readers(state.read, parts.read), group)
+    return start, LocalState(found, state, parts)
 
 
 def begin_attempt(
-    run: Run,
-    owner: str,
+    claimant: Claimant,
     settings: Settings,
-    machines: list[Machine],
-    driver: str = "",
+    inventories: list[NodeInventory],
+    readers: Readers = ANY_READERS,
     group: dist.ProcessGroup | None = None,
-    read: Callable[[Checkpoint], list[str]] | None = None,
-    read_parts: Callable[[Sequence[PartCopy]], list[PartCopy]] = lambda parts: [],
-) -> Start | None:
-    """Claim the next attempt, given each rank's machine, and choose its start; None when this job may not train on.
+) -> StartPoint | None:
+    """Claim the next attempt, given what is on each rank's node, and choose its start; None if this job may not train.
 
-    A checkpoint is chosen by its manifest and the listing, and found to be whole or damaged by whoever loads it: `read`
-    does so for a rank, and returns the faults that it saw (default: compares every byte). One that any rank finds
-    damaged is passed over by all of them, and so is the copy of a part of which `read_parts` returns that it is. All
+    A checkpoint is chosen by its manifest and the listing, and found to be whole or damaged by whoever loads it: the
+    `readers`. One that any rank finds damaged is passed over by all of them, and so is a damaged copy of a part. All
     workers of `group` (None: one alone) call this together. Rank 0 raises `StorageError` when storage refuses for
     longer than `storage_timeout_s`, `ConflictError` when the run was begun anew with other settings meanwhile, and
     `DamageError` like `refuse_to_begin_anew`.
     """
-    limit_s = settings.storage_timeout_s
+    run, limit_s = claimant.run, settings.storage_timeout_s
 
     def on_rank_0(act: Callable[[], Result]) -> Result:
         return broadcast_from_rank0(group, lambda: retry_storage(act, limit_s, "beginning an attempt"))
 
     def find_damage(checkpoint: Checkpoint) -> list[str]:
-        return retry_storage(
-            lambda: read(checkpoint) if read else find_faults(run, checkpoint), limit_s, "reading a checkpoint"
-        )
+        read = readers.checkpoint or functools.partial(find_faults, run)
+        return retry_storage(lambda: read(checkpoint), limit_s, "reading a checkpoint")
 
-    attempt = on_rank_0(lambda: claim_attempt(run, owner, settings, machines, driver))
+    attempt = on_rank_0(lambda: claim_attempt(claimant, settings, inventories))
     damaged: dict[str, list[str]] = {}
     while attempt:
-        start = on_rank_0(functools.partial(choose_start, run, attempt, machines, damaged))
+        start = on_rank_0(functools.partial(choose_start, run, attempt, inventories, damaged))
         if start and (checkpoint := start.checkpoint):
             seen = run_on_all_ranks(group, functools.partial(find_damage, checkpoint))
             if faults := [fault for faults in gather_objects(seen, group) for fault in faults]:
                 damaged[checkpoint.name] = list(dict.fromkeys(faults))
                 continue
-        elif start and start.parts:
-            mine = run_on_all_ranks(group, functools.partial(read_parts, start.parts))
+        elif start and start.copy and start.copy.parts:
+            mine = run_on_all_ranks(group, functools.partial(readers.parts, start.copy.parts))
             if faulty := [copy for copies in gather_objects(mine, group) for copy in copies]:
-                machines = without_copies(machines, faulty)
+                inventories = without_copies(inventories, faulty)
                 continue
         return on_rank_0(functools.partial(record_choice, run, start)) if start else None
     return None
 
 
-def claim_attempt(
-    run: Run, owner: str, settings: Settings, machines: list[Machine], driver: str = ""
-) -> Attempt | None:
+def claim_attempt(claimant: Claimant, settings: Settings, inventories: list[NodeInventory]) -> Attempt | None:
     """Claim the next attempt, whose start is not chosen yet; None when this job may not train on.
 
     Raises `ConflictError` when the run was begun anew with other settings meanwhile.
     """
+    run, owner, driver = claimant.run, claimant.owner, claimant.driver
     status = read_status(run, driver) if driver else None
     for _ in range(CLAIM_TRIES):
         attempts = read_attempts(run)
@@ -182,10 +197,10 @@ def claim_attempt(
             starts_from=None,
             step=0,
             metadata={
-                "host": machines[0].host,
-                "nodes": {str(rank): machine.host for rank, machine in enumerate(machines)},
-                "world_size": len(machines),
-                FORKED: sum(machine.forked for machine in machines),
+                "host": inventories[0].host,
+                "nodes": {str(rank): inventory.host for rank, inventory in enumerate(inventories)},
+                "world_size": len(inventories),
+                FORKED: sum(inventory.forked for inventory in inventories),
                 DRIVER: driver,
                 AFTER: list(status.after) if status else [],
                 "settings": settings.environment(),
@@ -200,7 +215,9 @@ def claim_attempt(
     raise ConflictError(f"{run.location}: {CLAIM_TRIES} claims lost in a row to other processes that train this run")
 
 
-def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: Mapping[str, list[str]]) -> Start | None:
+def choose_start(
+    run: Run, attempt: Attempt, inventories: list[NodeInventory], damaged: Mapping[str, list[str]]
+) -> StartPoint | None:
     """Choose where a claimed attempt starts, given the faults of checkpoints that were read; None when superseded.
 
     Nobody else commits or deletes any more, but for what was in flight, and that is never the newest checkpoint listed
@@ -211,20 +228,20 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         return damaged.get(checkpoint.name) or find_faults_in_listing(checkpoint, listed)
 
     before = [earlier for earlier in read_attempts(run) if earlier.number < attempt.number]
-    left, crashing = without_crashing(machines, before)
-    rank, snapshot, parts = choose_copy(before, left)
+    left, crashing = without_crashing(inventories, before)
+    copy = choose_copy(before, left)
     checkpoint: Checkpoint | None = None
     passed_over: tuple[PassedOver, ...] = ()
-    if not snapshot or newest_committed(run, before) >= snapshot.step + snapshot.evaluated:
+    if not copy or newest_committed(run, before) >= copy.snapshot.step + copy.snapshot.evaluated:
         checkpoint, passed_over = find_newest_good(run, before, inspect=inspect)
-        if snapshot and (not checkpoint or checkpoint.step < snapshot.step):
+        if copy and (not checkpoint or checkpoint.step < copy.snapshot.step):
             checkpoint = None  # what looked newer by its name is damaged
         else:
-            snapshot, parts = None, []
+            copy = None
     skipped = tuple(str(each) for each in passed_over)
     if crashing:
         skipped = (f"{crashing} in memory: the last two groups that started from it took no step", *skipped)
-    if not snapshot and not checkpoint:
+    if not copy and not checkpoint:
         try:
             ensure_owner(run, attempt)  # while a run is deleted, its checkpoints look damaged
             refuse_to_begin_anew(run, before, passed_over, attempt.metadata["settings"])
@@ -233,30 +250,31 @@ def choose_start(run: Run, attempt: Attempt, machines: list[Machine], damaged: M
         except DamageError as error:
             record_error(run, attempt.number, error)  # a retry of this job finds nothing else
             raise
-    attempt = replace(
-        attempt,
-        starts_from=snapshot.checkpoint if snapshot else checkpoint.name if checkpoint else None,
-        step=snapshot.step if snapshot else checkpoint.step if checkpoint else 0,
-        skipped=skipped,
-        metadata={**attempt.metadata, TIER: "memory" if snapshot else "storage" if checkpoint else "beginning"},
-        chosen=True,
-    )
-    return Start(
-        attempt=attempt,
-        before=[earlier for earlier in before if earlier.chosen],
-        checkpoint=checkpoint,
-        snapshot=snapshot,
-        snapshot_rank=rank,
-        nodes={rank: machine.node for rank, machine in enumerate(machines)},
-        heartbeats=[heartbeat for machine in machines for heartbeat in machine.heartbeats],
+    if copy:
+        name, step, tier = copy.snapshot.checkpoint, copy.snapshot.step, "memory"
+    elif checkpoint:
+        name, step, tier = checkpoint.name, checkpoint.step, "storage"
+    else:
+        name, step, tier = None, 0, "beginning"
+    metadata = {**attempt.metadata, TIER: tier}
+    attempt = replace(attempt, starts_from=name, step=step, skipped=skipped, metadata=metadata, chosen=True)
+    past = Past(
+        heartbeats=[heartbeat for inventory in inventories for heartbeat in inventory.heartbeats],
         events=read_journal(run, "events"),
         status=read_status(run, attempt.driver),
         other=read_other_status(run, attempt.driver),
-        parts=parts,
+    )
+    return StartPoint(
+        attempt=attempt,
+        before=[earlier for earlier in before if earlier.chosen],
+        checkpoint=checkpoint,
+        copy=copy,
+        nodes={rank: inventory.node for rank, inventory in enumerate(inventories)},
+        past=past,
     )
 
 
-def record_choice(run: Run, start: Start) -> Start | None:
+def record_choice(run: Run, start: StartPoint) -> StartPoint | None:
     """Record the start that was chosen, once its state is known to be whole; None when superseded."""
     try:
         record_start(run, start.attempt)

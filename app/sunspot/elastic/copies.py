@@ -1,4 +1,4 @@
-"""Which of the copies in the nodes' shared memory a worker group may start from."""
+"""Chooses the copy in the nodes' shared memory that a worker group may start from."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ RESTORES = 2
 """Groups that may come to no step from one copy in memory before it is passed over: one may have been unlucky."""
 
 
-class Machine(NamedTuple):
+class NodeInventory(NamedTuple):
     """What a rank knows of its node."""
 
     host: str
@@ -22,21 +22,30 @@ class Machine(NamedTuple):
     "Ray's id of the node."
     snapshot: MemorySnapshot | None
     heartbeats: list[tuple[int, int, float]]
-    parts: tuple[MemorySnapshot, ...] = ()
+    parts: Sequence[MemorySnapshot] = ()
     "Of states in parts, from the lowest rank of each node alone."
     forked: bool = False
     "Whether the rank's process was forked (sunspot/warm)."
 
 
-def choose_copy(
-    attempts: list[Attempt], machines: Sequence[Machine]
-) -> tuple[int, MemorySnapshot | None, list[PartCopy]]:
-    """The newest copy on any node, and the rank that has it; of a state in parts, the first of them, and all."""
-    rank, snapshot = choose_snapshot(attempts, [machine.snapshot for machine in machines])
-    parts = choose_parts(attempts, machines)
+class ChosenCopy(NamedTuple):
+    """A copy of the state that a group starts from."""
+
+    rank: int
+    "The lowest rank whose node has it."
+    snapshot: MemorySnapshot
+    "Of a state in parts, the first one."
+    parts: Sequence[PartCopy] = ()
+    "Of a state in parts, all."
+
+
+def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
+    """The newest copy on any node."""
+    rank, snapshot = choose_snapshot(attempts, [inventory.snapshot for inventory in inventories])
+    parts = choose_parts(attempts, inventories)
     if parts and (not snapshot or _recency(parts[0].held) > _recency(snapshot)):
-        return *parts[0], parts
-    return rank, snapshot, []
+        return ChosenCopy(*parts[0], parts)
+    return ChosenCopy(rank, snapshot) if snapshot else None
 
 
 def choose_snapshot(
@@ -56,41 +65,43 @@ def choose_snapshot(
     return rank, snapshots[rank] if candidates else None
 
 
-def choose_parts(attempts: list[Attempt], machines: Sequence[Machine]) -> list[PartCopy]:
+def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:
     """The newest state of which every part is on some node, in the lineage of the newest attempt; empty without one.
 
     Each part is to be read by one rank of a node that holds it: where it is likely to be needed, if it is there.
     """
     spans, holders = lineage(attempts), dict[tuple[int, bool, str, int], dict[int, dict[str, MemorySnapshot]]]()
-    for machine in machines:
-        for held in machine.parts:
+    for inventory in inventories:
+        for held in inventory.parts:
             if held.part < held.parts and leads_to_newest(held.checkpoint, spans):
                 state = holders.setdefault((*_recency(held), held.checkpoint, held.parts), {})
-                state.setdefault(held.part, {})[machine.node] = held
+                state.setdefault(held.part, {})[inventory.node] = held
     whole = [key for key, state in holders.items() if len(state) == key[-1]]
     if not whole:
         return []
-    ranks = ranks_by_node(machine.node for machine in machines)
+    ranks = ranks_by_node(inventory.node for inventory in inventories)
     chosen, count = [], dict.fromkeys(ranks, 0)
     for part, copies in sorted(holders[max(whole)].items()):
-        likely = machines[part * len(machines) // max(whole)[-1]].node
+        likely = inventories[part * len(inventories) // max(whole)[-1]].node
         node = likely if likely in copies else min(copies, key=lambda each: count[each])
         chosen.append(PartCopy(ranks[node][count[node] % len(ranks[node])], copies[node]))
         count[node] += 1
     return chosen
 
 
-def without_copies(machines: Sequence[Machine], faulty: Sequence[PartCopy]) -> list[Machine]:
-    """The machines without copies of parts that are damaged."""
-    gone = {(machines[rank].node, held) for rank, held in faulty}
+def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
+    """The inventories without the copies of parts that are damaged."""
+    gone = {(inventories[rank].node, held) for rank, held in faulty}
     return [
-        machine._replace(parts=tuple(held for held in machine.parts if (machine.node, held) not in gone))
-        for machine in machines
+        inventory._replace(parts=tuple(held for held in inventory.parts if (inventory.node, held) not in gone))
+        for inventory in inventories
     ]
 
 
-def without_crashing(machines: Sequence[Machine], before: Sequence[Attempt]) -> tuple[list[Machine], str]:
-    """The machines without the copy from which the last RESTORES groups came to no step, and its name if there is one.
+def without_crashing(
+    inventories: Sequence[NodeInventory], before: Sequence[Attempt]
+) -> tuple[list[NodeInventory], str]:
+    """The inventories without the copy from which the last RESTORES groups took no step, and its name if there is one.
 
     Only groups count all of whose nodes are still there: the loss of a node ends a group, too, and says nothing of the
     copy that it started from.
@@ -98,24 +109,25 @@ def without_crashing(machines: Sequence[Machine], before: Sequence[Attempt]) -> 
     last = [attempt for attempt in before if attempt.chosen][-RESTORES:]
     names = {attempt.starts_from if attempt.metadata.get(TIER) == "memory" else None for attempt in last}
     hosts = {host for attempt in last for host in attempt.metadata.get("nodes", {}).values()}
-    took_step = {attempt for machine in machines for attempt, _, _ in machine.heartbeats}
-    crashed = len(last) == RESTORES and hosts <= {machine.host for machine in machines}
+    took_step = {attempt for inventory in inventories for attempt, _, _ in inventory.heartbeats}
+    crashed = len(last) == RESTORES and hosts <= {inventory.host for inventory in inventories}
     if not crashed or len(names) > 1 or None in names or took_step & {attempt.number for attempt in last}:
-        return list(machines), ""
+        return list(inventories), ""
     [name] = names
 
     def keep(held: MemorySnapshot | None) -> bool:
         return held is not None and held.checkpoint != name
 
     left = [
-        machine._replace(
-            snapshot=machine.snapshot if keep(machine.snapshot) else None, parts=tuple(filter(keep, machine.parts))
+        inventory._replace(
+            snapshot=inventory.snapshot if keep(inventory.snapshot) else None,
+            parts=tuple(filter(keep, inventory.parts)),
         )
-        for machine in machines
+        for inventory in inventories
     ]
-    return left, str(name) if left != list(machines) else ""
+    return left, str(name) if left != list(inventories) else ""
 
 
 def _recency(snapshot: MemorySnapshot) -> tuple[int, bool]:
-    """The larger, the newer."""
+    """Sort key: a larger one is a newer copy."""
     return snapshot.step, snapshot.evaluated

@@ -1,15 +1,16 @@
 """The receipt of a restart: what it cost, written by rank 0 of the new worker group after its first step."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import ray.train
 
-from sunspot.elastic.claim import Start
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.failures import reason
 from sunspot.elastic.messages import Incident
-from sunspot.elastic.restore import State
+from sunspot.elastic.restore import TrainingState
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.run.attempts import Attempt
 from sunspot.run.incidents import FORKED, Cause, Receipt, read_receipts, worker_seconds
@@ -28,16 +29,16 @@ class Phases(TypedDict, total=False):
 
 
 def make_receipt(
-    start: Start, state: State, incident: Incident, first_step: float, phases: Phases | None = None
+    start: StartPoint, state: TrainingState, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
     """The receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
     `incident` is what ended the group before (`ControlChannel.begin_group`).
     """
     attempt, before = start.attempt, start.before
-    since = max((receipt.attempt for receipt in read_receipts(start.events)), default=0)
+    since = max((receipt.attempt for receipt in read_receipts(start.past.events)), default=0)
     interrupted = [earlier for earlier in before if earlier.number >= since] or before
-    last_steps = [step for number, step, _ in start.heartbeats if number >= since and before]
+    last_steps = [step for number, step, _ in start.past.heartbeats if number >= since and before]
     left = state.taken if state.taken is not None else (interrupted[0].time if interrupted else attempt.time)
     paused_since = incident.paused_since
     paused_s = max(0.0, attempt.time - max(paused_since, left)) if paused_since else 0.0
@@ -67,7 +68,7 @@ def make_receipt(
     )
 
 
-def _cause(before: list[Attempt], incident: Incident) -> Cause:
+def _cause(before: Sequence[Attempt], incident: Incident) -> Cause:
     voluntary = incident.cause in (Cause.SCALE_UP, Cause.MOVED)
     lost_first = voluntary and incident.loss  # before it could restart
     if incident.cause and not lost_first:
@@ -81,13 +82,13 @@ def _detail(cause: Cause, incident: Incident) -> str:
     return incident.detail or incident.loss
 
 
-def first_incident(start: Start) -> Incident:
+def first_incident(start: StartPoint) -> Incident:
     """Why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
 
     Another start of the run was alive if storage took a status of its after this driver had begun. One of the same job
     is a driver that was lost: its workers may outlive it for a minute.
     """
-    own, other = start.status, start.other
+    own, other = start.past.status, start.past.other
     if not start.before:
         return Incident(Cause.BEGIN)
     if start.before[-1].driver == start.attempt.driver:

@@ -12,7 +12,8 @@ from sunspot.checkpoint.memory import as_bytes
 from sunspot.checkpoint.parts import Contents, is_sharded, load_model, load_parts, load_whole, read_contents
 from sunspot.checkpoint.tensors import in_buffer
 from sunspot.checkpoint.weights import read_weights
-from sunspot.elastic.claim import Found, Start
+from sunspot.elastic.claim import LocalState, StartPoint
+from sunspot.elastic.copies import ChosenCopy
 from sunspot.errors import ConflictError, NotFoundError, SettingsError
 from sunspot.parallel.collectives import broadcast_from_rank0, run_on_all_ranks
 from sunspot.run import Run, open_run
@@ -24,7 +25,7 @@ from sunspot.storage.limits import retry_storage
 
 
 @dataclass(frozen=True)
-class State:
+class TrainingState:
     """The training state that a worker group goes on from; at the beginning the weights of INIT_FROM, or nothing."""
 
     model: Any = None
@@ -45,21 +46,20 @@ class State:
 def load_start(
     run: Run,
     settings: Settings,
-    start: Start,
-    found: Found,
-    group: dist.ProcessGroup,
-) -> State:
+    start: StartPoint,
+    found: LocalState,
+    group: dist.ProcessGroup | None,
+) -> TrainingState:
     """The state to go on from, on every rank, out of what `agree_on_start` returned. All workers call this together."""
     if not start.checkpoint:
         found.state.close()  # of one that was damaged
-    if start.snapshot:
-        return _load_snapshot(start, found)
+    if start.copy:
+        return _load_copy(start.copy, found)
     if not start.checkpoint:
-        return State(model=read_init(settings, group)) if settings.init_from else State()
+        return TrainingState(model=read_init(settings, group)) if settings.init_from else TrainingState()
     checkpoint = start.checkpoint
-    sharded = is_sharded(checkpoint)
-    state = _load_sharded(run, settings, checkpoint, group) if sharded else found.state.load(checkpoint)
-    return State(
+    state = _load_sharded(run, settings, checkpoint, group) if is_sharded(checkpoint) else found.state.load(checkpoint)
+    return TrainingState(
         **state,
         evaluated=checkpoint.evaluated,
         metrics=checkpoint.metrics,
@@ -69,7 +69,9 @@ def load_start(
     )
 
 
-def _load_sharded(run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup) -> dict[str, Any]:
+def _load_sharded(
+    run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
     """A checkpoint in parts, on every rank; rank 0 alone reads what is in them, which is a request for each part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
@@ -85,17 +87,16 @@ def _load_sharded(run: Run, settings: Settings, checkpoint: Checkpoint, group: d
     return run_on_all_ranks(group, lambda: patiently(lambda: load_whole(run, checkpoint, contents)))
 
 
-def _load_snapshot(start: Start, found: Found) -> State:
-    """The chosen snapshot, on every rank."""
-    chosen = start.snapshot
-    assert chosen
-    if start.parts:
+def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
+    """The chosen copy, on every rank."""
+    chosen = copy.snapshot
+    if copy.parts:
         sidecar = found.parts.describe()
         state: dict[str, Any] = {"load_parts": found.parts.load}
     else:
-        data, sidecar = found.state.share(chosen, start.snapshot_rank, found.snapshot)
+        data, sidecar = found.state.share(chosen, copy.rank, found.snapshot)
         state = in_buffer(sidecar.structure, as_bytes(data))
-    return State(
+    return TrainingState(
         **state,
         evaluated=chosen.evaluated,
         metrics=sidecar.manifest_fields["metrics"],

@@ -26,6 +26,7 @@ from annotated_types import Predicate
 from sunspot.errors import ConflictError, DamageError, NotFoundError, SupersededError, by_name
 from sunspot.formatting import as_time
 from sunspot.run import Run
+from sunspot.run.claimant import Claimant
 from sunspot.run.objects import MAX_NUMBER, CheckpointName, Count, Moment, Workers, check, read_verified, with_checksum
 from sunspot.run.requests import refuse_if_deleted
 from sunspot.run.submissions import owner_of
@@ -365,11 +366,12 @@ def new_owner(run: Run, job_id: str) -> str:
     return owner_of(run, job_id) if job_id else f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def fatal_error(run: Run, owner: str, driver: str = "") -> Exception | None:
-    """Return what ended this owner's part in the run for good, or that of this start of its driver, if anything."""
+def fatal_error(claimant: Claimant) -> Exception | None:
+    """What ended the part of this owner, or of this start of its driver, in the run for good, if anything did."""
+    run, owner = claimant.run, claimant.owner
     attempts = read_attempts(run)
     try:
-        refuse_if_superseded(attempts, owner, driver)
+        refuse_if_superseded(attempts, owner, claimant.driver)
         refuse_if_deleted(run)
     except ConflictError as error:
         return error

@@ -23,6 +23,7 @@ from sunspot.formatting import as_time
 from sunspot.run import Run
 from sunspot.run.attempts import newest_number
 from sunspot.run.checkpoints import Checkpoint
+from sunspot.run.claimant import Claimant
 from sunspot.run.failures import describe_failure, record_failure
 from sunspot.run.status import (
     SILENT_S,
@@ -53,15 +54,14 @@ DRIVER_CHECK_EVERY_S = 5.0
 
 
 @contextmanager
-def recorded_outcome(
-    run: Run, owner: str, driver: str, newest: Checkpoint | None, max_starts: int
-) -> Iterator[DriverStatusWriter]:
+def recorded_outcome(claimant: Claimant, newest: Checkpoint | None, max_starts: int) -> Iterator[DriverStatusWriter]:
     """Write the run's status when the driver begins, and again when the context ends, in success or with an error.
 
     Raises `SunspotError` once the same owner has begun more than `max_starts` times in a row without a new checkpoint:
     on a cluster the operator restarts the driver for every head that is lost, without a limit.
     """
-    known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(run, owner, driver, newest))
+    run = claimant.run
+    known, before, status = with_deadline(RECORD_S, "writing the status", lambda: _begin(claimant, newest))
     begun = status.begun
 
     def fail(state: RunState, reason: str, error: BaseException) -> bool:
@@ -76,8 +76,8 @@ def recorded_outcome(
     try:
         if begun.starts > max_starts:
             raise SunspotError(
-                f"{owner} was started {max_starts} times without a new checkpoint; the logs of those starts say why. "
-                "SUNSPOT_MAX_DRIVER_STARTS allows more"
+                f"{claimant.owner} was started {max_starts} times without a new checkpoint; the logs of those starts "
+                "say why. SUNSPOT_MAX_DRIVER_STARTS allows more"
             )
         with Background(DRIVER_CHECK_EVERY_S, status.refresh):
             yield status
@@ -98,14 +98,13 @@ def recorded_outcome(
     status.end(status.state, reason="")
 
 
-def _begin(
-    run: Run, owner: str, driver: str, newest: Checkpoint | None
-) -> tuple[int, Status | None, DriverStatusWriter]:
-    """Return the number of the newest attempt, the status that was found, and the one that is kept from now on."""
+def _begin(claimant: Claimant, newest: Checkpoint | None) -> tuple[int, Status | None, DriverStatusWriter]:
+    """The number of the newest attempt, the status that was found, and the one that is kept from now on."""
+    run = claimant.run
     known, before = newest_number(run), read_status(run)
     after = tuple(sorted({driver_of(entry) for entry in list_statuses(run)}))
-    attempt = 0 if before and before.owner != owner and _trains(before) else known
-    begun = replace(_status_at_start(before, owner, driver, newest, attempt), after=after)
+    attempt = 0 if before and before.owner != claimant.owner and _trains(before) else known
+    begun = replace(_status_at_start(before, claimant, newest, attempt), after=after)
     return known, before, DriverStatusWriter(run, begun)
 
 
@@ -132,7 +131,8 @@ def _changed_nothing(run: Run, begun: Status, before: Status | None, known: int,
     return other.state.terminal or _trains(other)
 
 
-def _status_at_start(before: Status | None, owner: str, driver: str, newest: Checkpoint | None, attempt: int) -> Status:
+def _status_at_start(before: Status | None, claimant: Claimant, newest: Checkpoint | None, attempt: int) -> Status:
+    owner = claimant.owner
     name = newest.name if newest else None
     again = before is not None and before.owner == owner and before.checkpoint == name
     return replace(
@@ -143,7 +143,7 @@ def _status_at_start(before: Status | None, owner: str, driver: str, newest: Che
         began=time.time(),
         starts=before.starts + 1 if before and again else 1,
         attempt=attempt,
-        driver=driver,
+        driver=claimant.driver,
         checkpoint=name,
         checkpoint_time=newest.time if newest else None,
         step=newest.step if newest else 0,

@@ -22,10 +22,10 @@ from sunspot.checkpoint.tensors import map_tensors
 from sunspot.data.ray_loader import RayLoader
 from sunspot.data.shared_rows import LocalWorkers
 from sunspot.data.torch_loader import FullBatchLoader, TorchLoader
-from sunspot.elastic.claim import Start
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import CommandPoller, ControlClient
 from sunspot.elastic.receipts import Phases
-from sunspot.elastic.restore import State
+from sunspot.elastic.restore import TrainingState
 from sunspot.elastic.watchdog import Watchdog
 from sunspot.errors import ConflictError, SettingsError
 from sunspot.observe.prometheus import Telemetry
@@ -58,7 +58,7 @@ class Joined:
 
     plan: Plan
     run: Run
-    start: Start
+    start: StartPoint
     place: WorkerPlace
     memory: NodeMemory | None
     watchdog: Watchdog
@@ -67,7 +67,7 @@ class Joined:
     "Closing it brings what is not there yet of log, metrics and status to storage."
 
 
-def build_worker(joined: Joined, state: State, phases: Phases) -> Worker:
+def build_worker(joined: Joined, state: TrainingState, phases: Phases) -> Worker:
     """Build the worker of a process that has joined the run; `phases` says when its group reached what so far."""
     plan, start, place, watchdog = joined.plan, joined.start, joined.place, joined.watchdog
     attempt = start.attempt
@@ -109,7 +109,7 @@ def build_worker(joined: Joined, state: State, phases: Phases) -> Worker:
 # -------------------------------------------------------------------------------------------------------- the learner
 
 
-def build_learner(plan: Plan, place: WorkerPlace, attempt: Attempt, state: State) -> Learner:
+def build_learner(plan: Plan, place: WorkerPlace, attempt: Attempt, state: TrainingState) -> Learner:
     """Build model, optimizer and loader, with the state that the group starts from."""
     task = load_task(plan.settings)
     model = build_model(plan, task, state, attempt, place)
@@ -118,7 +118,7 @@ def build_learner(plan: Plan, place: WorkerPlace, attempt: Attempt, state: State
     return Learner(plan, task, place, model, optimizer, average, make_loader(plan, task, place))
 
 
-def build_model(plan: Plan, task: Task, state: State, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
+def build_model(plan: Plan, task: Task, state: TrainingState, attempt: Attempt, place: WorkerPlace) -> torch.nn.Module:
     """Build the task's model on its device, with the state's weights, or those that the seed gives it.
 
     The weights of a state in parts are loaded later, in `load_rest`.
@@ -158,7 +158,7 @@ def build_optimizer(settings: Settings, task: Task, model: torch.nn.Module) -> t
     return optimizer, WeightAverage(optimizer, settings.ema)
 
 
-def load_rest(state: State, model: torch.nn.Module, optimizer: Optimizer) -> None:
+def load_rest(state: TrainingState, model: torch.nn.Module, optimizer: Optimizer) -> None:
     """Load what `build_model` has not: the optimizer's state, and of a state in parts the weights, too."""
     if state.optimizer:
         values = state.optimizer
@@ -206,7 +206,7 @@ def make_loader(plan: Plan, task: Task, place: WorkerPlace) -> TorchLoader | Ray
 # ------------------------------------------------------------------------------------------- what differs from before
 
 
-def open_journals(run: Run, start: Start) -> dict[str, Journal]:
+def open_journals(run: Run, start: StartPoint) -> dict[str, Journal]:
     """Open the attempt's metric history and its events, which begin with skipped checkpoints and changed versions."""
     attempt = start.attempt
     journals = {kind: Journal(run, kind, attempt.number) for kind in ("events", "metrics")}  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ def describe_new_length(task: Task, step: int, before: int, now: int) -> str:
     )
 
 
-def leaves_out_evaluation(start: Start, total_steps: int) -> bool:
+def leaves_out_evaluation(start: StartPoint, total_steps: int) -> bool:
     """Tell whether to train on without the evaluation of the epoch that ends here, as EVALUATION_TRIES groups failed.
 
     The evaluation at the end of the run is begun again however often: no step waits for it.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from sunspot.errors import ConflictError, shorten
 from sunspot.formatting import visible
@@ -15,6 +16,7 @@ from sunspot.report.summary import describe
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import fatal_error, give_up_damaged, new_owner, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, PassedOver, Unusable, find_newest_good
+from sunspot.run.claimant import Claimant
 from sunspot.run.identity import Rows, keep_identity
 from sunspot.run.outcome import RECORD_S, DriverStatusWriter, recorded_outcome
 from sunspot.run.overview import read_state
@@ -50,86 +52,99 @@ def train_run(
     with_deadline(limit_s, "reading the run", lambda: give_up_damaged(run, settings.environment()))
     driver = new_driver()
 
-    def find_start() -> tuple[str, Checkpoint | None, tuple[PassedOver, ...]]:
+    def find_origin() -> tuple[str, Origin]:
         attempts = read_attempts(run)
-        claimant = owner or new_owner(run, settings.job_id)
-        refuse_if_superseded(attempts, claimant)
-        checkpoint, skipped = find_newest_good(run, attempts, trust_listing=True)  # who loads it reads it
-        if checkpoint and checkpoint.finished:  # maybe nobody will
-            checkpoint, skipped = find_newest_good(run, attempts)
-        return claimant, checkpoint, skipped
+        claimed_for = owner or new_owner(run, settings.job_id)
+        refuse_if_superseded(attempts, claimed_for)
+        origin = Origin(*find_newest_good(run, attempts, trust_listing=True))  # verified by the loader
+        if origin.checkpoint and origin.checkpoint.finished:  # maybe nobody loads it
+            origin = Origin(*find_newest_good(run, attempts))
+        return claimed_for, origin
 
     with shipped_driver_output(run), tracked(run, settings, driver), report_result(run, driver):
-        owner, checkpoint, skipped = with_deadline(limit_s, "reading the newest checkpoint", find_start)
+        owner, origin = with_deadline(limit_s, "reading the newest checkpoint", find_origin)
+        claimant = Claimant(run, owner, driver)
         print(f"run {run.name} in {run.location}")
-        for each in skipped:
+        for each in origin.skipped:
             log.warning(f"skipped {each}")
-        with recorded_outcome(run, owner, driver, checkpoint, settings.max_driver_starts) as outcome:
-            origin = describe_origin(settings, checkpoint, skipped)
-            outcome.state = train(settings, run, owner, driver, checkpoint, origin, outcome, stop_request, identity)
+        with recorded_outcome(claimant, origin.checkpoint, settings.max_driver_starts) as outcome:
+            if may_train(claimant, limit_s):
+                plan = plan_run(run, settings, identity)
+                outcome.state = train(plan, claimant, origin, outcome, stop_request)
+            else:
+                outcome.state = RunState.STOPPED
     return outcome.state
 
 
-def train(
-    settings: Settings,
-    run: Run,
-    owner: str,
-    driver: str,
-    checkpoint: Checkpoint | None,
-    origin: str,
-    outcome: DriverStatusWriter,
-    stop_request: StopRequest | None,
-    identity: Iterable[str],
-) -> RunState:
-    """Plan, and train from the newest `checkpoint` (`origin`: for people).
+class Origin(NamedTuple):
+    """What the training goes on from, as far as storage tells; nodes may have something newer in memory."""
 
-    `driver` identifies this start, and `outcome` is how it goes.
-    """
-    # Here, as torch and Ray take seconds to import.
-    from sunspot.plan import make_plan
-    from sunspot.predict.held_out import save_predictions
-    from sunspot.predict.shown import save_exhibit
-    from sunspot.ray_session import ray_session
-    from sunspot.tasks import load_task
-    from sunspot.train.trainer import fit
+    checkpoint: Checkpoint | None
+    skipped: tuple[PassedOver, ...]
 
-    limit_s = settings.storage_timeout_s
-    fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(run, owner), stop_requested(run)))
+    def describe(self, settings: Settings) -> str:
+        """For people."""
+        if self.checkpoint:
+            return self.checkpoint.name + (", or what a node has newer in memory" if settings.snapshot_cost else "")
+        if any(each.kind is Unusable.DAMAGED for each in self.skipped):
+            return "a copy in a node's memory, if there is one: no checkpoint is whole"
+        return settings.init_from or "the beginning"
+
+
+def may_train(claimant: Claimant, limit_s: float) -> bool:
+    """Whether the run is not stopped; raises what ended this owner's part in it for good."""
+    run = claimant.run
+    fatal, stopped = with_deadline(limit_s, "reading the run", lambda: (fatal_error(claimant), stop_requested(run)))
     if fatal:
         raise fatal  # this job has failed for good: a retry of it does not train either
     if stopped:
         print(f"  stopped; `sunspot resume {run.name}` lets it train again")
-        return RunState.STOPPED
+    return not stopped
+
+
+def plan_run(run: Run, settings: Settings, identity: Iterable[str]) -> Plan:
+    """Plan the training, and refuse settings and data other than those that the run began with."""
+    # Here, as torch takes seconds to import.
+    from sunspot.plan import make_plan
+    from sunspot.tasks import load_task
+
     plan = make_plan(settings, load_task(settings))
     rows = identify_rows(plan)
-    with_deadline(limit_s, "writing its identity", lambda: keep_identity(run, settings.environment(), identity, rows))
+    keep = partial(keep_identity, run, settings.environment(), identity, rows)
+    with_deadline(settings.storage_timeout_s, "writing its identity", keep)
+    return plan
+
+
+def train(
+    plan: Plan, claimant: Claimant, origin: Origin, outcome: DriverStatusWriter, stop_request: StopRequest | None
+) -> RunState:
+    """Train to the end of the plan, and predict with the last checkpoint; `outcome` shows how that goes."""
+    # Here, as torch and Ray take seconds to import.
+    from sunspot.predict.held_out import save_predictions
+    from sunspot.predict.shown import save_exhibit
+    from sunspot.ray_session import ray_session
+    from sunspot.train.trainer import fit
+
+    run = claimant.run
 
     def finish(checkpoint: Checkpoint) -> RunState:
         if checkpoint.step < plan.total_steps or not checkpoint.evaluated:
             print(f"  stopped at step {checkpoint.step}; `sunspot resume {run.name}` lets it train again")
             return RunState.STOPPED
         outcome.finishing()
-        save_predictions(plan, run, checkpoint, driver)
-        save_exhibit(plan, run, checkpoint, driver)
+        save_predictions(plan, run, checkpoint, claimant.driver)
+        save_exhibit(plan, run, checkpoint, claimant.driver)
         return RunState.SUCCEEDED
 
+    checkpoint = origin.checkpoint
     if checkpoint and checkpoint.step >= plan.total_steps and checkpoint.evaluated:
         print(f"  already finished at step {checkpoint.step}; more EPOCHS would train it further")
         return finish(checkpoint)
     for reason in plan.reasons:
         print(f"  {reason}")
-    print(f"  from: {origin}", flush=True)
+    print(f"  from: {origin.describe(plan.settings)}", flush=True)
     with ray_session():  # one for both
-        return finish(fit(plan, run, owner, driver, stop_request))
-
-
-def describe_origin(settings: Settings, checkpoint: Checkpoint | None, skipped: Sequence[PassedOver]) -> str:
-    """What the training is to go on from, as far as storage tells; nodes may have something newer in memory."""
-    if checkpoint:
-        return checkpoint.name + (", or what a node has newer in memory" if settings.snapshot_cost else "")
-    if any(each.kind is Unusable.DAMAGED for each in skipped):
-        return "a copy in a node's memory, if there is one: no checkpoint is whole"
-    return settings.init_from or "the beginning"
+        return finish(fit(plan, claimant, stop_request))
 
 
 def identify_rows(plan: Plan) -> Rows:
@@ -154,7 +169,7 @@ def report_result(run: Run, driver: str) -> AbstractContextManager[None]:
 def on_exit(report: Callable[[Exception | None], None]) -> Iterator[None]:
     """Call `report` when the context ends, with the error that ended it, if any.
 
-    Not after a `ConflictError`, as the run is not this driver's, and not when interrupted.
+    Not after a `ConflictError`, as another driver owns the run, and not when interrupted.
     """
     try:
         yield

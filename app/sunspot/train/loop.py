@@ -1,15 +1,14 @@
 """The training loop, as every worker of the group runs it."""
 
-from typing import Any
-
 from sunspot.data.source import Batch
+from sunspot.train.config import WorkerConfig
 from sunspot.train.run import TrainingRun
 from sunspot.train.setup import join_run
 from sunspot.train.worker import Worker
 
 
-def train_loop(config: dict[str, Any]) -> None:
-    """Run on every worker by Ray Train; `config` is that of sunspot/train/trainer.py."""
+def train_loop(config: WorkerConfig) -> None:
+    """What Ray Train runs on every worker."""
     with join_run(config) as worker:
         if worker:
             train(worker)

@@ -11,11 +11,11 @@ from sunspot.background import Background, Timer
 from sunspot.checkpoint import CheckpointManager
 from sunspot.checkpoint.interval import exceeds_notice
 from sunspot.data.source import rows_in
-from sunspot.elastic.claim import Start
+from sunspot.elastic.claim import StartPoint
 from sunspot.elastic.control import ControlChannel, ControlClient
 from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.elastic.receipts import Phases, make_receipt
-from sunspot.elastic.restore import State
+from sunspot.elastic.restore import TrainingState
 from sunspot.errors import StorageError
 from sunspot.formatting import plural
 from sunspot.observe.metrics import MetricWindow
@@ -47,8 +47,8 @@ class Reporter:
         self,
         run: Run,
         plan: Plan,
-        start: Start,
-        state: State,
+        start: StartPoint,
+        state: TrainingState,
         control: ControlClient,
         journals: dict[str, Journal],
         checkpoints: CheckpointManager,
@@ -71,7 +71,7 @@ class Reporter:
         )
         if start.attempt.step >= plan.total_steps:  # of its last epoch, the evaluation is missing
             self._finishing(start.attempt.step)
-        self._receipts = read_receipts(start.events)
+        self._receipts = read_receipts(start.past.events)
         self._interval_s: float | None = None
         self._goodput: float | None = None
         self._goodput_of: tuple[int, float] | None = None
@@ -248,10 +248,10 @@ def checkpoint_interval(every_s: float, steps_s: float, commit_s: float) -> floa
     return max(min(every_s or math.inf, steps_s), commit_s)
 
 
-def first_status(start: Start, plan: Plan) -> Status:
+def first_status(start: StartPoint, plan: Plan) -> Status:
     """Make the status of a worker group that has claimed its attempt, and has not taken a step yet."""
     attempt = start.attempt
-    before = start.status or Status(RunState.STARTING, attempt.owner)
+    before = start.past.status or Status(RunState.STARTING, attempt.owner)
     return replace(
         before,
         state=RunState.STARTING,

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import ray.train
 import ray.train.torch
@@ -31,37 +30,37 @@ from sunspot.ray_internals.backend import processes_up
 from sunspot.ray_internals.controller import GroupRestartError
 from sunspot.ray_internals.output import quiet_ray_train
 from sunspot.ray_internals.workers import launch_time, raylet_process
-from sunspot.run import Run, open_run
+from sunspot.run import Run
 from sunspot.run.attempts import record_error
 from sunspot.run.failures import record_failure
 from sunspot.run.hangs import Hang
 from sunspot.settings import Settings
 from sunspot.train.build import Joined, build_worker
+from sunspot.train.config import WorkerConfig
 from sunspot.train.learner import WorkerPlace
 from sunspot.train.reporter import first_status, show_claim
 from sunspot.train.worker import Worker
-from sunspot.warm.keeper import kept_server
+from sunspot.warm.fork_server import fork_server_running
 
 FAILURE_S, FATAL_S = 5.0, 60.0
 """The longest that a failed worker waits for storage to take its traceback, or an error that no retry can fix."""
 
 
 @contextmanager
-def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
+def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
     """Make this process a worker of the run; None when the run is no longer this job's to train.
 
-    `config` is that of train/trainer.py. An error that no retry can fix is recorded, so that the next worker group
-    of this job ends at once.
+    An error that no retry can fix is recorded, so that the next worker group of this job ends at once.
     """
-    plan, control = config["plan"], config["control"]
-    settings: Settings = plan.settings
-    run = open_run(settings.storage_path, settings.run_name)
+    plan, control, settings = config.plan, config.control, config.plan.settings
+    claimant = config.claimant()
+    run = claimant.run
     print_logs()
-    torch.set_num_threads(config["threads"])
+    torch.set_num_threads(config.threads)
     round_products(settings.precision == "tf32")
     quiet_ray_train()
     # One that waits for storage in a step keeps the others waiting (elsewhere, they do so in `run_on_all_ranks`).
-    limit = timedelta(seconds=settings.storage_timeout_s + config["collective_timeout_s"])
+    limit = timedelta(seconds=settings.storage_timeout_s + config.collective_timeout_s)
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
     phases = Phases(launched=launch_time(), up=processes_up(), formed=time.time())
 
@@ -74,14 +73,14 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
     context, device = ray.train.get_context(), ray.train.torch.get_device()
     place = WorkerPlace(context.get_world_rank(), context.get_world_size(), device, group)
     with ExitStack() as stack:
-        stack.enter_context(sent_warnings(partial(control.tell, ControlChannel.log)))
+        stack.enter_context(sent_warnings(lambda text: control.tell(ControlChannel.log, text)))
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
         stack.enter_context(listening_to_rounds(watchdog.heartbeat))
         memory = open_memory(run, settings)
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
-            start, found = agree_on_start(run, config["owner"], settings, group, config["driver"])
+            start, found = agree_on_start(claimant, settings, group)
         except SunspotError as error:
             control.try_ask(ControlChannel.set_fatal_error, error)
             raise
@@ -91,7 +90,7 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
         attempt = start.attempt
         watchdog.claimed(attempt)
         if memory:
-            memory.keep_parts_of(start.snapshot.checkpoint if start.snapshot else None)
+            memory.keep_parts_of(start.copy.snapshot.checkpoint if start.copy else None)
         if place.rank == 0:
             control.tell(ControlChannel.explain_start, first_incident(start))
             show_claim(run, first_status(start, plan))
@@ -111,9 +110,9 @@ def join_run(config: dict[str, Any]) -> Iterator[Worker | None]:
                 outputs.enter_context(worker.reporter.publisher)
                 outputs.callback(worker.reporter.end)
                 stack.enter_context(worker.commands)
-            if config["warm_key"] and ray.train.get_context().get_local_rank() == 0:
+            if config.warm_key and ray.train.get_context().get_local_rank() == 0:
                 node, after_s = ray.get_runtime_context().get_node_id(), settings.warm_restart_after_s
-                stack.enter_context(kept_server(config["warm_key"], node, raylet_process(), after_s))
+                stack.enter_context(fork_server_running(config.warm_key, node, raylet_process(), after_s))
             stack.enter_context(Background(EXPORT_EVERY_S, worker.telemetry.export))
             yield worker
         except GroupRestartError:

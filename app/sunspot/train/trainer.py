@@ -14,7 +14,7 @@ from ray.train import ControllerError, FailureConfig, LoggingConfig, RunConfig, 
 from sunspot.background import start_thread
 from sunspot.data.ray_loader import StepStreams
 from sunspot.data.source import rows_in
-from sunspot.elastic.control import ControlChannel, ControlClient, open_control
+from sunspot.elastic.control import ControlChannel, open_control
 from sunspot.elastic.failures import FailureJudge, WorkersFailedError
 from sunspot.elastic.groups import GroupChoice
 from sunspot.elastic.messages import GroupEnd, Incident
@@ -30,17 +30,19 @@ from sunspot.ray_internals.coordinator import install_coordinator
 from sunspot.ray_internals.nodes import reachable_nodes
 from sunspot.ray_internals.output import quiet_losses
 from sunspot.ray_session import ray_session
-from sunspot.run import Run, open_run
+from sunspot.run import open_run
 from sunspot.run.attempts import fatal_error, read_attempts
 from sunspot.run.checkpoints import Checkpoint, PassedOver, find_newest_good
+from sunspot.run.claimant import Claimant
 from sunspot.run.incidents import Cause
 from sunspot.settings import Settings
 from sunspot.storage.limits import retry_storage
 from sunspot.train.broken_gpus import BrokenInTraining, Needed, leave_out_at_start, new_nodes_tried
+from sunspot.train.config import WorkerConfig
 from sunspot.train.library import choose_trainer
 from sunspot.train.loop import train_loop
 from sunspot.train.probe import probe_all_nodes
-from sunspot.warm import keeper
+from sunspot.warm import fork_server
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,10 @@ DRIVER_BACKOFF_S = 5
 COLLECTIVE_TIMEOUT_S = 300
 """A worker that waits longer than this for the others in one all-reduce fails (torch's default is 30 minutes)."""
 
-AFTER_WATCHDOG_S = 60
+WATCHDOG_GRACE_S = 60
 """Added to HANG_TIMEOUT_S: no collective fails before the watchdogs have reported (sunspot/elastic/watchdog.py)."""
 
-NEVER_S = 1e9
+NO_RESIZE_S = 1e9
 """Ray would resize a worker group without asking it, and lose the steps since its last checkpoint: we scale up."""
 
 
@@ -66,20 +68,13 @@ def first_step(storage_path: str, run_name: str) -> int:
     return read_attempts(run)[-1].step
 
 
-def fit(
-    plan: Plan,
-    run: Run,
-    owner: str,
-    driver: str = "",
-    stop_request: StopRequest | None = None,
-) -> Checkpoint:
+def fit(plan: Plan, claimant: Claimant, stop_request: StopRequest | None = None) -> Checkpoint:
     """Train to the end of the plan, or until a stop is requested, and return the newest checkpoint.
 
-    `driver` identifies this start of the driver (`status.new_driver`). The caller, too, may ask for a stop, through
-    `stop_request`. Raises what ended the run: the workers' own `SunspotError`, `SupersededError`, or `SunspotError`
-    with Ray's reason.
+    The caller, too, may ask for a stop, through `stop_request`. Raises what ended the run: the workers' own
+    `SunspotError`, `SupersededError`, or `SunspotError` with Ray's reason.
     """
-    stop_request = StopRequest() if stop_request is None else stop_request  # an empty one is false
+    stop_request = StopRequest() if stop_request is None else stop_request  # falsy when nothing is asked
     incident = Incident()
     failure: Exception | None = None
     with ray_session():
@@ -87,10 +82,10 @@ def fit(
             reserved = reserved_groups()
             try:
                 failure = None
-                fit_once(plan, run, owner, driver, stop_request, incident)
+                fit_once(plan, claimant, stop_request, incident)
             except ControllerError as error:
                 failure = error
-                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(run, owner, driver):
+                if attempt < DRIVER_TRIES and not stop_request and not fatal_error(claimant):
                     log.warning(f"Ray's controller failed, start {attempt + 1} of {DRIVER_TRIES}: {error}")
                     time.sleep(DRIVER_BACKOFF_S * attempt)
                     # One that fails while it ends its workers leaves their places reserved: no new group would start.
@@ -100,16 +95,17 @@ def fit(
             except (TrainingFailedError, WorkersFailedError) as error:
                 failure = error
             break
-    return judge_end(plan, run, owner, driver, stop_request, failure)
+    return outcome_of_training(plan, claimant, stop_request, failure)
 
 
-def judge_end(
-    plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, failure: Exception | None
+def outcome_of_training(
+    plan: Plan, claimant: Claimant, stop_request: StopRequest, failure: Exception | None
 ) -> Checkpoint:
     """The newest checkpoint of a run that finished or was stopped; raises what ended it otherwise."""
+    run = claimant.run
 
     def read_end() -> tuple[Exception | None, Checkpoint | None, tuple[PassedOver, ...]]:
-        fatal = fatal_error(run, owner, driver)
+        fatal = fatal_error(claimant)
         return fatal, *((None, ()) if fatal else find_newest_good(run, read_attempts(run), trust_listing=True))
 
     fatal, checkpoint, skipped = retry_storage(read_end, plan.settings.storage_timeout_s, "reading the end")
@@ -129,7 +125,7 @@ def judge_end(
     raise SunspotError(f"training failed: {reason}\n{kept}; `sunspot doctor {run.name}` says more") from failure
 
 
-def fit_once(plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRequest, incident: Incident) -> None:
+def fit_once(plan: Plan, claimant: Claimant, stop_request: StopRequest, incident: Incident) -> None:
     """Run one of Ray's trainers to its end; `incident` is what ended the one before."""
     settings = plan.settings
     choice, lag_s = None, 0.0
@@ -152,14 +148,23 @@ def fit_once(plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRe
         exported_run(settings.run_name),
         open_control() as control,
         shown_progress(lambda: control.ask(ControlChannel.fetch_news), plan.total_steps, plan.steps.per_epoch),
-        watch_stop(run, control, stop_request),
+        watch_stop(claimant.run, control, stop_request),
         new_nodes_tried(control, nodes) if resources.use_gpu else nullcontext(reachable_nodes) as usable,
         watch_nodes(control, NodeMonitor(resources.per_worker, settings.num_workers, usable, lag_s, choice)),
         tempfile.TemporaryDirectory() as scratch,
     ):
         control.tell(ControlChannel.add_incident_facts, incident)
         control.tell(ControlChannel.add_left_out, left_out)
-        trainer = make_trainer(plan, owner, driver, resources, control, scratch)
+        config = WorkerConfig(
+            plan=plan,
+            owner=claimant.owner,
+            driver=claimant.driver,
+            control=control,
+            threads=resources.threads,
+            warm_key=choose_warm_key(settings),
+            collective_timeout_s=max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + WATCHDOG_GRACE_S),
+        )
+        trainer = make_trainer(config, resources, scratch)
         try:
             judge = FailureJudge(control, settings.max_failures, BrokenInTraining(control, needed))
             with quiet_losses(), asked_of_failures(judge):
@@ -174,33 +179,20 @@ def fit_once(plan: Plan, run: Run, owner: str, driver: str, stop_request: StopRe
                 raise WorkersFailedError(end.gave_up)
 
 
-def make_trainer(
-    plan: Plan, owner: str, driver: str, resources: Resources, control: ControlClient, scratch: str
-) -> Any:
+def make_trainer(config: WorkerConfig, resources: Resources, scratch: str) -> Any:
     """Ray's trainer for the plan. Ray keeps nothing that a run needs, only its own files in `scratch`.
 
     Its uploads can lose files, and one failed write of its snapshot ends the training: checkpoints, history and
     resuming are ours (sunspot/checkpoint).
     """
-    settings, workers = plan.settings, plan.settings.num_workers
-    warm_key = choose_warm_key(settings)
-    collective_timeout_s = max(COLLECTIVE_TIMEOUT_S, settings.hang_timeout_s + AFTER_WATCHDOG_S)
+    plan, settings, workers = config.plan, config.plan.settings, config.plan.settings.num_workers
     sources = {"train": plan.source, "test": plan.test} if settings.loader == "ray" else {}
-    trainer, backend = choose_trainer(plan, int(collective_timeout_s))
+    trainer, backend = choose_trainer(plan, int(config.collective_timeout_s))
     return trainer(
-        train_loop,
-        train_loop_config={
-            "plan": plan,
-            "owner": owner,
-            "driver": driver,
-            "control": control,
-            "threads": resources.threads,
-            "warm_key": warm_key,
-            "collective_timeout_s": collective_timeout_s,
-        },
+        functools.partial(train_loop, config),
         scaling_config=ScalingConfig(
             num_workers=(workers.least, workers.most) if workers.elastic or settings.node_groups else workers.least,
-            elastic_resize_monitor_interval_s=NEVER_S,
+            elastic_resize_monitor_interval_s=NO_RESIZE_S,
             use_gpu=resources.use_gpu,
             resources_per_worker=resources.per_worker,
         ),
@@ -209,8 +201,8 @@ def make_trainer(
             storage_path=scratch,
             failure_config=FailureConfig(max_failures=settings.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[FailureRecorder(control), *end_groups_at_once()],
-            worker_runtime_env={"py_executable": keeper.executable(warm_key)} if warm_key else None,
+            callbacks=[FailureRecorder(config.control), *end_groups_at_once()],
+            worker_runtime_env={"py_executable": fork_server.executable(config.warm_key)} if config.warm_key else None,
         ),
         # Row ids stand for the rows; the streams put them in order and read them.
         datasets={name: ray.data.range(rows_in(source)) for name, source in sources.items() if source},
@@ -220,13 +212,14 @@ def make_trainer(
 
 
 def choose_warm_key(settings: Settings) -> str:
-    """What the nodes' servers of this training are known by (sunspot/warm); empty: workers are not forked."""
+    """The key of this training's fork servers (sunspot/warm); empty: workers are not forked."""
     if not settings.warm_restart_after_s:
         return ""
-    if hindrance := keeper.find_hindrance(ray.get_runtime_context().runtime_env):
-        log.warning(f"no warm restarts: {hindrance}")
+    reason = fork_server.why_unsupported(ray.get_runtime_context().runtime_env)
+    if reason:
+        log.warning(f"no warm restarts: {reason}")
         return ""
-    return keeper.new_key()
+    return fork_server.new_key()
 
 
 def make_streams(plan: Plan, resources: Resources) -> StepStreams:

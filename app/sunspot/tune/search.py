@@ -14,6 +14,7 @@ from sunspot.errors import DamageError, NotFoundError, SettingsError, SunspotErr
 from sunspot.run import Run, open_run
 from sunspot.run.attempts import Attempt, ensure_owner, give_up_damaged, read_attempts, refuse_if_superseded
 from sunspot.run.checkpoints import Checkpoint, find_newest_good
+from sunspot.run.claimant import Claimant
 from sunspot.run.identity import keep_identity
 from sunspot.run.requests import refuse_if_deleted, stop_requested
 from sunspot.run.status import STATUS_EVERY_S, RunState, Status, new_driver, read_status, write_status
@@ -62,7 +63,7 @@ def main() -> int:
             log.warning(f"skipped {each}")
         # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
         starts = settings.max_driver_starts * settings.trials
-        with recorded_outcome(run, owner, driver, promoted, starts) as outcome:
+        with recorded_outcome(Claimant(run, owner, driver), promoted, starts) as outcome:
             outcome.state = train_and_promote(search, run, owner, driver, promoted, progress)
     return 0
 
@@ -83,7 +84,7 @@ def train_and_promote(
     from sunspot.tune.promotion import begin_attempt
     from sunspot.tune.trials import run_trials
 
-    if fatal := fatal_error(run, owner):
+    if fatal := fatal_error(Claimant(run, owner)):
         raise fatal
     if stop_requested(run):
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
@@ -110,7 +111,7 @@ def train_and_promote(
 
             with Background(STATUS_EVERY_S, monitor.update):
                 run_trials(trials, search.identity, owner, at_once, control, stopped, on_trial_end)
-    if fatal := monitor.superseded or fatal_error(run, owner):
+    if fatal := monitor.superseded or fatal_error(Claimant(run, owner)):
         raise fatal
     kept = f"its trials are kept, and the same command resumes it: {run.location}"
     stop_request.raise_signal(kept, search.settings.job_id)

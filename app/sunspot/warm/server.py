@@ -56,7 +56,7 @@ def main(plain_path: list[str]) -> None:
             return  # who began this is gone
         with contextlib.suppress(Exception):  # the worker meets it again, should it need that module
             importlib.import_module(module)
-    obstacle = find_obstacle()
+    obstacle = why_unfit()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if not obstacle:
         listener.bind(address(order["key"], order["node"]))
@@ -68,7 +68,7 @@ def main(plain_path: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def find_obstacle() -> str:
+def why_unfit() -> str:
     """Why this process is not fit to be forked; empty if it is."""
     gc.collect()
     gc.freeze()  # a collection would write to the pages of all that was imported, and so copy them
@@ -109,7 +109,7 @@ class Server:
                     self._poll.unregister(STARTER)
                     self._starter_lives = False
                 elif file in self._workers:
-                    self._bury(file)
+                    self._report_exit(file)
                 elif script := self._accept():
                     return script
         return ""
@@ -181,7 +181,7 @@ class Server:
             return str(sys.argv[0])
         raise ConnectionError("the client is gone")
 
-    def _bury(self, end: int) -> None:
+    def _report_exit(self, end: int) -> None:
         """Tell a client how its worker ended."""
         process, connection = self._workers.pop(end)
         self._poll.unregister(end)

@@ -51,7 +51,7 @@ def new_key() -> str:
     return secrets.token_hex(8)
 
 
-def find_hindrance(runtime_env: Collection[str]) -> str:
+def why_unsupported(runtime_env: Collection[str]) -> str:
     """Why workers cannot be forked, given the fields of the job's runtime environment; empty if they can."""
     if not hasattr(os, "pidfd_open"):
         return "this system has no pidfd_open, as Linux has since 5.3"
@@ -65,7 +65,7 @@ def executable(key: str) -> str:
 
 
 @contextmanager
-def kept_server(key: str, node: str, raylet: int, after_s: float) -> Iterator[None]:
+def fork_server_running(key: str, node: str, raylet: int, after_s: float) -> Iterator[None]:
     """Have a server on this node once the context has lasted for `after_s`; a context that ends well ends it.
 
     `raylet` is the process without which there are no workers.

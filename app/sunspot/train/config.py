@@ -1,0 +1,27 @@
+"""What the driver gives each worker of its trainer."""
+
+from dataclasses import dataclass
+
+from sunspot.elastic.control import ControlClient
+from sunspot.plan import Plan
+from sunspot.run import open_run
+from sunspot.run.claimant import Claimant
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker needs to join the run."""
+
+    plan: Plan
+    owner: str
+    driver: str
+    control: ControlClient
+    threads: int
+    warm_key: str
+    "Identifies the nodes' servers of this training (sunspot/warm); empty: workers are not forked."
+    collective_timeout_s: float
+
+    def claimant(self) -> Claimant:
+        """Who claims the run, with a connection of this process to its storage."""
+        run = open_run(self.plan.settings.storage_path, self.plan.settings.run_name)
+        return Claimant(run, self.owner, self.driver)
