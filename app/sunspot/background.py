@@ -1,4 +1,4 @@
-"""Work in threads beside the training: periodic tasks, and single ones. No thread keeps the process from ending."""
+"""Work in threads beside the training: periodic tasks, and single ones. All threads are daemons."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Background:
 
 
 class Timer:
-    """Is due every so many seconds."""
+    """True once per interval."""
 
     def __init__(self, overdue: bool = False) -> None:
         self._last = -math.inf if overdue else time.monotonic()
@@ -113,7 +113,7 @@ class Timer:
 
 
 class TokenBucket:
-    """Allows something so many times at once, and on average once every `every_s` seconds."""
+    """Token bucket: `burst` at once, and on average one every `every_s` seconds."""
 
     def __init__(self, burst: int, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._burst, self._every_s, self._clock = burst, every_s, clock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sunspot.elastic.groups import GroupChoice, find_spare
+from sunspot.elastic.groups import GroupChoice, nodes_to_release
 from sunspot.settings import NodeGroup, load_settings
 
 SPOT = NodeGroup(name="spot", most=4, after_s=300)
@@ -70,10 +70,10 @@ def test_a_driver_that_starts_again_keeps_the_nodes_it_finds() -> None:
 
 def test_nodes_are_given_back_those_without_workers_first() -> None:
     room, group_of = {"a": 1, "b": 1, "c": 1}, dict.fromkeys("abc", "ondemand")
-    assert find_spare(room, group_of, {"ondemand": 3}, "abc") == []
-    assert find_spare(room, group_of, {"ondemand": 1}, "ab") == ["c", "a"]
-    assert find_spare({"a": 2, "b": 2}, group_of, {"ondemand": 3}, "") == [], "half a node is needed"
-    assert find_spare(room, dict.fromkeys("abc", ""), {"ondemand": 0}, "") == [], "nodes of no group"
+    assert nodes_to_release(room, group_of, {"ondemand": 3}, "abc") == []
+    assert nodes_to_release(room, group_of, {"ondemand": 1}, "ab") == ["c", "a"]
+    assert nodes_to_release({"a": 2, "b": 2}, group_of, {"ondemand": 3}, "") == [], "half a node is needed"
+    assert nodes_to_release(room, dict.fromkeys("abc", ""), {"ondemand": 0}, "") == [], "nodes of no group"
 
 
 def test_the_groups_are_a_setting() -> None:

@@ -531,9 +531,9 @@ def claimed_by(driver: str, attempt: Attempt) -> Attempt:
     ("last_word", "of", "cause", "detail"),
     [
         (60.0, "old-1", Cause.TAKEN_OVER, "by new-2, from old-1 at step 20"),
-        (40.0, "old-1", Cause.DRIVER_LOST, "no word of the driver before since step 20"),
-        (60.0, "new-2", Cause.DRIVER_LOST, "no word of the driver before since step 20"),
-        (None, "old-1", Cause.DRIVER_LOST, "no word of the driver before"),
+        (40.0, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
+        (60.0, "new-2", Cause.DRIVER_LOST, "the driver before wrote nothing since step 20"),
+        (None, "old-1", Cause.DRIVER_LOST, "the driver before wrote nothing"),
     ],
     ids=["still trains", "frozen", "the same job, whose workers outlive its driver", "left no word"],
 )

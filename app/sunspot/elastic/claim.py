@@ -70,7 +70,7 @@ ANY_READERS = Readers()
 
 
 class LocalState(NamedTuple):
-    """What a rank found on its node, and read, for the start that was chosen."""
+    """The state that a rank found on its node, and what it has read of the start that was chosen."""
 
     snapshot: LoadedSnapshot | None
     state: NodeState
@@ -79,7 +79,7 @@ class LocalState(NamedTuple):
 
 @dataclass(frozen=True)
 class Past:
-    """What storage and the nodes tell of the attempts so far."""
+    """The attempts so far, as storage and the nodes tell of them."""
 
     heartbeats: Sequence[tuple[int, int, float]] = ()
     "The last steps that earlier processes are known to have taken: attempt, step, seconds since the epoch."
@@ -92,7 +92,7 @@ class Past:
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where a worker group starts; the same on every rank."""
+    """The point that a worker group starts from; the same on every rank."""
 
     attempt: Attempt
     before: Sequence[Attempt] = ()
@@ -220,8 +220,8 @@ def choose_start(
 ) -> StartPoint | None:
     """Choose where a claimed attempt starts, given the faults of checkpoints that were read; None when superseded.
 
-    Nobody else commits or deletes any more, but for what was in flight, and that is never the newest checkpoint listed
-    now. Raises `DamageError` like `refuse_to_begin_anew`.
+    From here on only this attempt commits or deletes; requests in flight may still land, but never as the newest
+    checkpoint listed now. Raises `DamageError` like `refuse_to_begin_anew`.
     """
 
     def inspect(checkpoint: Checkpoint, listed: Mapping[str, Entry]) -> list[str]:
@@ -302,7 +302,7 @@ def refuse_to_begin_anew(
 
 
 def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
-    """The checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
+    """Find the checkpoint that the lineage last started from, if any: one as new is always kept, but none is there."""
     counted = {span.label for span in lineage(attempts)}
     began = [attempt for attempt in attempts if attempt.label in counted and attempt.metadata.get(TIER) == "storage"]
     return [
@@ -313,7 +313,7 @@ def find_gone(attempts: list[Attempt]) -> list[PassedOver]:
 
 
 def newest_committed(run: Run, attempts: list[Attempt]) -> int:
-    """The step of the newest checkpoint by its name alone, damaged or not; -1 without any."""
+    """Return the step of the newest checkpoint by its name alone, damaged or not; -1 without any."""
     spans = lineage(attempts)
     names = [name for name, files in list_directories(run).items() if MANIFEST in files]
     return max((step_of(name) for name in names if leads_to_newest(name, spans)), default=-1)

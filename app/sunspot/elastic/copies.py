@@ -15,7 +15,7 @@ RESTORES = 2
 
 
 class NodeInventory(NamedTuple):
-    """What a rank knows of its node."""
+    """The contents of a node, as one of its ranks knows them."""
 
     host: str
     node: str
@@ -40,7 +40,7 @@ class ChosenCopy(NamedTuple):
 
 
 def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> ChosenCopy | None:
-    """The newest copy on any node."""
+    """Choose the newest copy on any node."""
     rank, snapshot = choose_snapshot(attempts, [inventory.snapshot for inventory in inventories])
     parts = choose_parts(attempts, inventories)
     if parts and (not snapshot or _recency(parts[0].held) > _recency(snapshot)):
@@ -51,7 +51,7 @@ def choose_copy(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -
 def choose_snapshot(
     attempts: list[Attempt], snapshots: list[MemorySnapshot | None]
 ) -> tuple[int, MemorySnapshot | None]:
-    """The newest of the ranks' snapshots in the lineage of the newest attempt, and the lowest rank that has it.
+    """Choose the newest of the ranks' snapshots in the lineage of the newest attempt, and the lowest rank that has it.
 
     A snapshot of a superseded attempt is not in that lineage, however far it went.
     """
@@ -66,7 +66,7 @@ def choose_snapshot(
 
 
 def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) -> list[PartCopy]:
-    """The newest state of which every part is on some node, in the lineage of the newest attempt; empty without one.
+    """Choose the newest state of which every part is on some node, in the lineage of the newest attempt.
 
     Each part is to be read by one rank of a node that holds it: where it is likely to be needed, if it is there.
     """
@@ -90,7 +90,7 @@ def choose_parts(attempts: list[Attempt], inventories: Sequence[NodeInventory]) 
 
 
 def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCopy]) -> list[NodeInventory]:
-    """The inventories without the copies of parts that are damaged."""
+    """Remove the copies of parts that are damaged."""
     gone = {(inventories[rank].node, held) for rank, held in faulty}
     return [
         inventory._replace(parts=tuple(held for held in inventory.parts if (inventory.node, held) not in gone))
@@ -101,7 +101,7 @@ def without_copies(inventories: Sequence[NodeInventory], faulty: Sequence[PartCo
 def without_crashing(
     inventories: Sequence[NodeInventory], before: Sequence[Attempt]
 ) -> tuple[list[NodeInventory], str]:
-    """The inventories without the copy from which the last RESTORES groups took no step, and its name if there is one.
+    """Remove the copy from which the last RESTORES groups took no step; returns its name, too, if there is one.
 
     Only groups count all of whose nodes are still there: the loss of a node ends a group, too, and says nothing of the
     copy that it started from.

@@ -57,7 +57,7 @@ class WorkersFailedError(Exception):
 
 
 def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node: str = "") -> RankError:
-    """What a rank on `node` tells of the error that ends it after `step`."""
+    """Describe the error that ends a rank on `node` after `step`."""
     return RankError(
         failure=describe_failure(error, attempt.number, rank, step),
         world_size=attempt.metadata["world_size"],
@@ -70,7 +70,7 @@ def describe_end(error: Exception, attempt: Attempt, rank: int, step: int, node:
 
 
 def find_cuda_error(error: Exception) -> int | None:
-    """CUDA's code (0: not known), if an error of CUDA is behind this one; None: there is none, or too little memory."""
+    """Return CUDA's code (0: not known) if CUDA is behind an error; None: it is not, or had too little memory."""
     if any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error)):
         return None
     codes = [getattr(one, "error_code", 0) for one in _chain(error) if isinstance(one, torch.AcceleratorError)]
@@ -100,7 +100,7 @@ class FailureJudge:
         "What the group before failed with, if all of its ranks did so alike."
 
     def __call__(self, errors: dict[int, Exception]) -> bool:
-        """Whether another group starts after one that ended with these errors, by rank."""
+        """Decide whether another group starts after one that ended with these errors, by rank."""
         end = self._ask(errors)
         if end.fatal:  # it says more, and no restart can fix it
             return False
@@ -113,7 +113,7 @@ class FailureJudge:
         return goes_on
 
     def _judge(self, end: GroupEnd, lost: bool) -> tuple[bool, str]:
-        """Whether another group starts, and why not, or how often one still may."""
+        """Decide whether another group starts, and say why not, or how often one still may."""
         if (committed := end.progress.committed) > self._committed:
             self._failures = self._starved = self._restores = 0
             self._committed = committed
@@ -138,7 +138,7 @@ class FailureJudge:
         return True, f"; starting again, {self._max - self._failures} of {self._max} MAX_FAILURES left"
 
     def _leave_out_broken(self, suspects: Suspects, why: str) -> tuple[bool, str]:
-        """Leave out the nodes whose GPU is broken: whether another group starts, and all that is told."""
+        """Leave out the nodes whose GPU is broken; returns whether another group starts, and what to say."""
         try:
             left_out = self._leave_out(suspects)
         except SunspotError as error:
@@ -149,7 +149,7 @@ class FailureJudge:
         return True, "".join(f"; {line}" for line in left_out) + why
 
     def _ask(self, errors: dict[int, Exception]) -> GroupEnd:
-        """What the control channel knows; of a program's errors, once all ranks have told theirs, or OTHERS_S later."""
+        """Ask the control channel; for a program's errors, once all ranks have reported theirs, or OTHERS_S later."""
         until = time.monotonic() + OTHERS_S
         lost = any(isinstance(error, RayError) for error in errors.values())
         end = GroupEnd()
@@ -162,7 +162,7 @@ class FailureJudge:
 
 
 def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
-    """Nodes that had an error of CUDA, and those of lost ranks.
+    """Find the nodes that had an error of CUDA, and those of lost ranks.
 
     NCCL ends a process whose GPU fails, often before it can tell, and some GPUs hang when they do.
     """
@@ -172,7 +172,7 @@ def find_suspects(end: GroupEnd, errors: dict[int, Exception]) -> Suspects:
 
 
 def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
-    """The kind, place and step of the error that all ranks of a group raised in the user's code; None: they did not."""
+    """Return kind, place and step of the error that all ranks raised alike in the user's code; None: they did not."""
     kinds = {(one.failure.type, one.failure.file, one.failure.line, one.failure.step) for one in errors}
     if len(kinds) != 1 or len(errors) < errors[0].world_size:
         return None
@@ -183,7 +183,7 @@ def in_user_code_alike(errors: list[RankError]) -> tuple[object, ...] | None:
 
 
 def describe(end: GroupEnd, errors: dict[int, Exception]) -> str:
-    """One line: what ended which ranks. An error that only follows from another's end is left out.
+    """Say in one line what ended which ranks. An error that only follows from another's end is left out.
 
     Of ranks that hung, and ended themselves, it says which the others waited for.
     """
@@ -217,6 +217,6 @@ def describe_failure_in_line(failure: Failure) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The line of an error that says why: for a lost worker, Ray puts a page of text before it."""
+    """Return the line of an error that says why: for a lost worker, Ray puts a page of text before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if line.startswith("The actor")), lines[0])[:MAX_REASON]

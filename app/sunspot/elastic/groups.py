@@ -1,4 +1,4 @@
-"""Of which groups of nodes the workers are asked, first choice first, and which nodes are given back. Pure."""
+"""Chooses the node groups to request workers from, in order of preference, and the nodes to give back. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +6,7 @@ from sunspot.settings import NodeGroup
 
 
 class GroupChoice:
-    """How many workers to ask of each group.
+    """Decides how many workers to ask of each group.
 
     The first choice is always asked for as many as may run on it, so that its nodes come as soon as there are any. A
     later one is asked for what can never run on those before it, and, once they have lacked nodes for its `after_s`,
@@ -20,9 +20,9 @@ class GroupChoice:
         "When each group was last asked for just what it should be."
 
     def choose(self, room: Mapping[str, int], now: float) -> dict[str, int]:
-        """How many workers to ask of each group.
+        """Return how many workers to ask of each group.
 
-        `room` is for how many each has nodes now, `now` in seconds of a monotonic clock.
+        `room` is how many workers the nodes of each group have room for; `now` is in seconds of a monotonic clock.
         """
         missing = beyond = self._workers
         for group in self._groups:
@@ -38,24 +38,26 @@ class GroupChoice:
         return dict(self._asked)
 
     def group_of(self, node: Mapping[str, float]) -> str:
-        """The group of a node with these resources; empty: of none."""
+        """Return the group of a node with these resources; empty: it belongs to none."""
         return next((group.name for group in self._groups if group.name in node), "")
 
 
-def room_of_groups(room: Mapping[str, int], group_of: Mapping[str, str]) -> dict[str, int]:
-    """Workers that the nodes of each group have room for; `room` and `group_of` are by node."""
+def capacity_by_group(room: Mapping[str, int], group_of: Mapping[str, str]) -> dict[str, int]:
+    """Return how many workers the nodes of each group have room for; `room` and `group_of` are by node."""
     totals: dict[str, int] = {}
     for node, workers in room.items():
         totals[group_of[node]] = totals.get(group_of[node], 0) + workers
     return totals
 
 
-def find_spare(
+def nodes_to_release(
     room: Mapping[str, int], group_of: Mapping[str, str], asked: Mapping[str, int], used: Collection[str]
 ) -> list[str]:
-    """The nodes beyond what is asked of their group, those that are not `used` first."""
+    """Return the nodes beyond what is asked of their group, those that are not `used` first."""
     spare = []
-    excess = {group: workers - asked.get(group, workers) for group, workers in room_of_groups(room, group_of).items()}
+    excess = {
+        group: workers - asked.get(group, workers) for group, workers in capacity_by_group(room, group_of).items()
+    }
     for node in sorted(room, key=lambda node: (node in used, node)):
         if room[node] <= excess[group_of[node]]:
             excess[group_of[node]] -= room[node]

@@ -11,7 +11,7 @@ import ray
 
 from sunspot.background import Background
 from sunspot.elastic.control import ControlChannel, ControlClient
-from sunspot.elastic.groups import GroupChoice, find_spare, room_of_groups
+from sunspot.elastic.groups import GroupChoice, capacity_by_group, nodes_to_release
 from sunspot.elastic.messages import Incident, WorkerGroup
 from sunspot.errors import SunspotError, shorten
 from sunspot.formatting import in_words
@@ -42,7 +42,7 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """What a check of the nodes found for a worker group."""
+    """An event that a check of the nodes found for a worker group."""
 
     cause: Cause
     detail: str
@@ -87,35 +87,34 @@ class NodeMonitor:
         draining: dict[str, float | None],
         now: float,
     ) -> NodeEvent | None:
-        """The event for this worker group, if there is one.
+        """Return the event for this worker group, if there is one.
 
-        `group` is `ControlChannel.group()`, `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in
-        seconds of a monotonic clock.
+        `nodes` is `ray.nodes()`, `draining` is `draining_nodes()`; `now` is in seconds of a monotonic clock.
         """
         room = find_room([node for node in nodes if node["NodeID"] not in draining], self.per_worker)
         if room != self._room:
             self._room, self._since, self._tries = room, now, 0
         if self._choice:
             self._group_of = groups_of(self._choice, nodes)
-            self.asked = self._choice.choose(room_of_groups(room, self._group_of), now)
+            self.asked = self._choice.choose(capacity_by_group(room, self._group_of), now)
         if not group or group.attempt == self._ended:
             return None
         found = (
             find_lost(group, nodes)
             or find_preempted(group, draining)
-            or self._find_spare(group, nodes)
+            or self._find_better(group, nodes)
             or self._find_scale_up(group, nodes, now)
         )
         if found:
             self._ended = group.attempt
         return found
 
-    def _find_spare(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-        """Nodes of the group that better ones have come for. Those without a worker end by themselves, being idle."""
+    def _find_better(self, group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
+        """Find nodes of the group that better ones can replace. Those without a worker are idle, and end."""
         if not self._choice:
             return None
         used = set(group.nodes.values())
-        spare = find_spare(self._room, self._group_of, self.asked, used)
+        spare = nodes_to_release(self._room, self._group_of, self.asked, used)
         others = [node for node in nodes if node["NodeID"] not in spare]
         if used.isdisjoint(spare) or self._possible(self._usable(others)) < group.world_size:
             return None
@@ -139,14 +138,14 @@ class NodeMonitor:
 
 
 def find_lost(group: WorkerGroup, nodes: list[dict[str, Any]]) -> NodeEvent | None:
-    """The group's nodes that are gone."""
+    """Find the nodes of the group that are gone."""
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     lost = set(group.nodes.values()) - alive
     return NodeEvent(Cause.NODE_LOST, _name(lost, group)) if lost else None
 
 
 def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> NodeEvent | None:
-    """The group's nodes that are draining, and the earliest of their deadlines."""
+    """Find the nodes of the group that are draining, and the earliest of their deadlines."""
     preempted = set(group.nodes.values()) & set(draining)
     if not preempted:
         return None
@@ -155,7 +154,7 @@ def find_preempted(group: WorkerGroup, draining: dict[str, float | None]) -> Nod
 
 
 def find_room(nodes: list[dict[str, Any]], resources_per_worker: dict[str, float]) -> dict[str, int]:
-    """How many workers each node has room for, by its id; nodes without any are left out.
+    """Return how many workers each node has room for, by its id, without the nodes that have room for none.
 
     Counts as Ray Train does (ElasticScalingPolicy): by a node's total resources, as the group's own workers are on
     these nodes, and without a head that has no CPU and no GPU.
@@ -180,7 +179,7 @@ def _name(nodes: set[str], group: WorkerGroup) -> str:
 
 
 def groups_of(choice: GroupChoice, nodes: list[dict[str, Any]]) -> dict[str, str]:
-    """The group of each node."""
+    """Return the group of each node."""
     return {node["NodeID"]: choice.group_of(node["Resources"]) for node in nodes}
 
 
@@ -196,7 +195,7 @@ def wait_for_nodes(
     while True:
         nodes = staying_nodes()
         room = find_room(nodes, resources_per_worker)
-        wanted = choice.choose(room_of_groups(room, groups_of(choice, nodes)), time.monotonic())
+        wanted = choice.choose(capacity_by_group(room, groups_of(choice, nodes)), time.monotonic())
         there = f"nodes for {sum(room.values())} of {workers} workers"
         if wanted != asked:
             asked = wanted

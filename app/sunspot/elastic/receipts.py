@@ -1,4 +1,4 @@
-"""The receipt of a restart: what it cost, written by rank 0 of the new worker group after its first step."""
+"""Receipts of restarts: what each cost, as rank 0 of the new worker group writes it after its first step."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MAX_DETAIL = 500
 
 
 class Phases(TypedDict, total=False):
-    """When a group came how far before its first step, in seconds since the epoch (`Receipt`)."""
+    """Moments of a group's start, in seconds since the epoch (`Receipt`)."""
 
     launched: float | None
     up: float | None
@@ -31,7 +31,7 @@ class Phases(TypedDict, total=False):
 def make_receipt(
     start: StartPoint, state: TrainingState, incident: Incident, first_step: float, phases: Phases | None = None
 ) -> Receipt:
-    """The receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
+    """Make the receipt of `start.attempt`, whose first step was done at `first_step` (seconds since the epoch).
 
     `incident` is what ended the group before (`ControlChannel.begin_group`).
     """
@@ -83,7 +83,7 @@ def _detail(cause: Cause, incident: Incident) -> str:
 
 
 def first_incident(start: StartPoint) -> Incident:
-    """Why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
+    """Say why a driver starts its first worker group, as that one's claim found it; nothing for a later group.
 
     Another start of the run was alive if storage took a status of its after this driver had begun. One of the same job
     is a driver that was lost: its workers may outlive it for a minute.
@@ -94,14 +94,14 @@ def first_incident(start: StartPoint) -> Incident:
     if start.before[-1].driver == start.attempt.driver:
         return Incident()
     if other is None:
-        return Incident(Cause.DRIVER_LOST, "no word of the driver before")
+        return Incident(Cause.DRIVER_LOST, "the driver before wrote nothing")
     if other.state.terminal:
         ended = f"the driver before ended at step {other.step}: {other.state}"
         return Incident(Cause.RESUMED, ended, paused_since=other.time, last_step=other.step)
     if own and own.began < other.seen and own.owner != other.owner:
         taken = f"by {own.owner}, from {other.owner} at step {other.step}"
         return Incident(Cause.TAKEN_OVER, taken, last_step=other.step)
-    silent = f"no word of the driver before since step {other.step}"
+    silent = f"the driver before wrote nothing since step {other.step}"
     return Incident(Cause.DRIVER_LOST, silent, last_step=other.step)
 
 

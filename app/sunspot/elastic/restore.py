@@ -1,4 +1,4 @@
-"""The state that a worker group goes on from: out of a node's shared memory, a checkpoint, or INIT_FROM."""
+"""Loads the state that a worker group goes on from: a node's shared memory, a checkpoint, or INIT_FROM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ def load_start(
     found: LocalState,
     group: dist.ProcessGroup | None,
 ) -> TrainingState:
-    """The state to go on from, on every rank, out of what `agree_on_start` returned. All workers call this together."""
+    """Load the state to go on from, given what `agree_on_start` returned. All workers call this together."""
     if not start.checkpoint:
         found.state.close()  # of one that was damaged
     if start.copy:
@@ -72,7 +72,7 @@ def load_start(
 def _load_sharded(
     run: Run, settings: Settings, checkpoint: Checkpoint, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """A checkpoint in parts, on every rank; rank 0 alone reads what is in them, which is a request for each part."""
+    """Load a checkpoint in parts, on every rank; rank 0 alone reads what they hold, a request for each part."""
 
     def patiently(read: Callable[[], Any]) -> Any:
         return retry_storage(read, settings.storage_timeout_s, "reading a checkpoint")
@@ -88,7 +88,7 @@ def _load_sharded(
 
 
 def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
-    """The chosen copy, on every rank."""
+    """Load the chosen copy, on every rank."""
     chosen = copy.snapshot
     if copy.parts:
         sidecar = found.parts.describe()
@@ -108,7 +108,7 @@ def _load_copy(copy: ChosenCopy, found: LocalState) -> TrainingState:
 
 
 def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
-    """The state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file.
+    """Read the state_dict that INIT_FROM names: of another run's newest good checkpoint, or of a file.
 
     All workers call this together, and get the same one: rank 0 chooses. Raises `SettingsError`, or `ConflictError`
     when it was replaced while they read it.
@@ -119,7 +119,7 @@ def read_init(settings: Settings, group: dist.ProcessGroup | None) -> Any:
 
 
 def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
-    """What INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file.
+    """Find what INIT_FROM names now: the newest good checkpoint of another run, or the SHA-256 of a file.
 
     With a checkpoint that is in parts only comes what they hold.
     """
@@ -138,7 +138,7 @@ def choose_init(settings: Settings) -> tuple[Checkpoint, Contents | None] | str:
 
 
 def load_init(settings: Settings, chosen: tuple[Checkpoint, Contents | None] | str) -> Any:
-    """The state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
+    """Load the state_dict that `choose_init` chose; raises `ConflictError` when it is not there any more."""
     wanted, content = settings.init_from, bytearray()
     replaced = f"SUNSPOT_INIT_FROM={wanted}: was replaced while it was read; start again, from what is not written to"
     try:

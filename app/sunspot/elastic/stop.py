@@ -22,7 +22,7 @@ MARKER_READ_EVERY_S = 5.0
 
 
 class StopRequest:
-    """Whether, and why, the run stops."""
+    """The request that the run stops, with its reason; falsy when nothing is asked."""
 
     def __init__(self) -> None:
         self.marked = False

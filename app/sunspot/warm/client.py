@@ -67,12 +67,12 @@ def main() -> None:
 
 
 def address(key: str, node: str) -> str:
-    """Where the server of a node listens: an abstract address of Linux, which leaves no file behind."""
+    """Return where the server of a node listens: an abstract address of Linux, which leaves no file behind."""
     return f"\0sunspot-warm-{key}-{node}"
 
 
 def connect(key: str, node: str) -> socket.socket:
-    """A connection to the node's server; raises `OSError` without one of this user."""
+    """Connect to the node's server; raises `OSError` without one of this user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(ANSWER_S)
     connection.connect(address(key, node))
@@ -82,7 +82,7 @@ def connect(key: str, node: str) -> socket.socket:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, ...]:
-    """The process, user and group at the other end."""
+    """Return the process, user and group at the other end."""
     return CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
 
 
@@ -95,7 +95,7 @@ def send(connection: socket.socket, message: dict[str, Any], files: list[int] | 
 
 
 def receive(connection: socket.socket, most_files: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """The next message and the descriptors that came with it; raises `OSError` at the end of the connection."""
+    """Receive the next message and the descriptors with it; raises `OSError` at the end of the connection."""
     head, files, *_ = socket.recv_fds(connection, LENGTH.size, most_files)
     size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 1
     content = bytearray()

@@ -1,4 +1,4 @@
-"""Keeps a server on this node: begins it once training has run for a while, and ends it with the run."""
+"""Runs a fork server on this node: starts it once training has run for a while, and ends it with the run."""
 
 import contextlib
 import json
@@ -47,12 +47,12 @@ main(plain_path)
 
 
 def new_key() -> str:
-    """What tells the servers of one driver's run from any others."""
+    """Return a key that tells the servers of one driver's run from any others."""
     return secrets.token_hex(8)
 
 
 def why_unsupported(runtime_env: Collection[str]) -> str:
-    """Why workers cannot be forked, given the fields of the job's runtime environment; empty if they can."""
+    """Say why workers cannot be forked, given the fields of the job's runtime environment; empty if they can."""
     if not hasattr(os, "pidfd_open"):
         return "this system has no pidfd_open, as Linux has since 5.3"
     others = ", ".join(sorted(set(runtime_env) - RUNTIME_ENV))
@@ -60,7 +60,7 @@ def why_unsupported(runtime_env: Collection[str]) -> str:
 
 
 def executable(key: str) -> str:
-    """What Ray is to run in place of Python."""
+    """Return the command line that Ray is to run in place of Python."""
     return shlex.join([sys.executable, "-I", "-S", client.__file__, key, NODE])
 
 
@@ -91,7 +91,7 @@ def fork_server_running(key: str, node: str, raylet: int, after_s: float) -> Ite
 
 
 def serves(key: str, node: str) -> bool:
-    """Whether there is a server."""
+    """Return whether there is a server."""
     with contextlib.suppress(OSError):
         client.connect(key, node).close()
         return True

@@ -69,7 +69,7 @@ def main(plain_path: list[str]) -> None:
 
 
 def why_unfit() -> str:
-    """Why this process is not fit to be forked; empty if it is."""
+    """Say why this process is not fit to be forked; empty if it is."""
     gc.collect()
     gc.freeze()  # a collection would write to the pages of all that was imported, and so copy them
     if (trial := os.fork()) == 0:
@@ -98,7 +98,7 @@ class Server:
             self._poll.register(file, select.POLLIN)
 
     def serve(self) -> str:
-        """Returns in each worker, with its script; and at the end, without one."""
+        """Serve; returns the script in each worker that is forked, and nothing at the end."""
         while self._workers or not self._over:
             needed = self._workers or self._starter_lives
             ready = [file for file, _ in self._poll.poll(None if needed else self._linger_s * 1000)]
