@@ -13,7 +13,7 @@
         attempts/0001-error.json          the error that ended this attempt for good
         checkpoints/step-00000460-attempt-0001-9f3c21ab/
             model.pt optimizer.pt extra_state.pt
-                                          under PARALLEL=fsdp parts instead of the first two (checkpoint/sharded.py)
+                                          under PARALLEL=fsdp parts instead of the first two (checkpoint/parts.py)
             manifest.json                 written last: without it there is no checkpoint
         metrics/attempt-0001-66c1f0a9b3e52d07-0000000000-0000000311.jsonl
                                           the metric history, a line per report: of a stream that only one process
