@@ -21,8 +21,6 @@ ALLOWED = {
     "sunspot/client.py:submit": 7,  # what a notebook's user gives, by name
     "sunspot/predict/actor.py:model_worker": 6,
     "sunspot/predict/batch.py:predict_dataset": 6,
-    "sunspot/report/charts.py:chart": 6,
-    "sunspot/report/charts.py:line_chart": 7,
     "sunspot/report/history.py:RankTotal": 10,
     "sunspot/tune/search.py:train_and_promote": 6,
     "sunspot/tune/trials.py:run_trials": 7,
