@@ -21,7 +21,7 @@ import ray, ray.train.torch, torch, torch.distributed as dist
 import sunspot.parallel.collectives as parallel
 from sunspot.elastic import claim, watchdog as hang
 from sunspot.settings import Settings
-from sunspot.train import setup
+from sunspot.train import join
 from sunspot.train.config import WorkerConfig
 from tests.harness.control import LocalControl
 storage, rank, freezes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "freezes"
@@ -30,7 +30,7 @@ ranks = {"get_world_rank": lambda: rank, "get_world_size": lambda: 2, "get_local
 ray.train.get_context = lambda: SimpleNamespace(**ranks)
 ray.train.torch.get_device = lambda: torch.device("cpu")
 ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node")
-setup.processes_up = setup.launch_time = lambda: 0.0
+join.processes_up = join.launch_time = lambda: 0.0
 class Control(LocalControl):
     def tell(self, method, *given, **named):
         print("told", method.__name__, *given, flush=True)
@@ -46,12 +46,12 @@ claim.claim_attempt, claim.find_heartbeats = read_slowly, freeze
 def load_start(*_):
     print("agreed", flush=True)
     os._exit(0)
-setup.load_start = load_start
+join.load_start = load_start
 dist.init_process_group("gloo", init_method=f"file://{storage}/init", rank=rank, world_size=2)
 settings = Settings(storage_path=storage, run_name="run", hang_timeout_s=3)
 plan = SimpleNamespace(settings=settings, total_steps=1, steps=SimpleNamespace(per_epoch=1))
 config = WorkerConfig(plan, "me", "", Control(), threads=1, warm_key="", collective_timeout_s=300)
-with setup.join_run(config):
+with join.join_run(config):
     pass
 """
 

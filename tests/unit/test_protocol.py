@@ -267,7 +267,7 @@ class Protocol(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------------- processes
 
     def train(self, process: Process, owner: str, node: int) -> None:
-        """One start of a worker group with one worker: as train/setup.py and train/loop.py have it."""
+        """One start of a worker group with one worker: as train/join.py and train/loop.py have it."""
         run = Run(process.storage, RUN)
         sunspot.checkpoint.memory.SHARED_MEMORY = self.folder / str(node)
         memory = NodeMemory(run.location)

@@ -36,7 +36,7 @@ from sunspot.run.logs import rank_stream, read_stream
 from sunspot.settings import Settings
 from sunspot.storage.local import LocalStorage
 from sunspot.tasks.defaults import learning_rate_factor
-from sunspot.train import build, setup
+from sunspot.train import build, join
 from sunspot.train.build import (
     Joined,
     describe_new_length,
@@ -46,9 +46,9 @@ from sunspot.train.build import (
     refuse_small_micro_batches,
 )
 from sunspot.train.config import WorkerConfig
+from sunspot.train.join import round_products
 from sunspot.train.learner import WorkerPlace
 from sunspot.train.probe import probe_here
-from sunspot.train.setup import round_products
 from sunspot.train.worker import DEADLINE_MARGIN_S, DRAIN_S, Beginning, Worker
 from tests.harness.control import LocalControl
 from tests.harness.process_group import in_processes
@@ -211,11 +211,11 @@ def config(monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
     """What `join_run` gets, without Ray and a group."""
     names = ("quiet_ray_train", "launch_time", "show_claim", "first_status", "record_end")
     for name in names:
-        monkeypatch.setattr(setup, name, anything)
+        monkeypatch.setattr(join, name, anything)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: SimpleNamespace(run=anything()))
-    monkeypatch.setattr(setup, "first_incident", lambda _: Incident())
-    monkeypatch.setattr(setup, "open_memory", lambda *_: None)
-    monkeypatch.setattr(setup, "Watchdog", lambda *_: Watched())
+    monkeypatch.setattr(join, "first_incident", lambda _: Incident())
+    monkeypatch.setattr(join, "open_memory", lambda *_: None)
+    monkeypatch.setattr(join, "Watchdog", lambda *_: Watched())
     monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: None)
     monkeypatch.setattr("torch.distributed.barrier", anything)
     monkeypatch.setattr("ray.train.get_context", anything)
@@ -239,11 +239,11 @@ def test_a_node_that_freezes_while_a_group_starts_is_a_hang(
         seen.append(watched.entered and not watched.paused_now)
         return StartPoint(Attempt(1, "me", None, 0), copy=copy), None
 
-    monkeypatch.setattr(setup, "agree_on_start", agree_on_start)
-    monkeypatch.setattr(setup, "shipped_worker_output", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(setup, "Watchdog", lambda *_: watched)
-    monkeypatch.setattr(setup, "load_start", load_start)
-    with pytest.raises(SettingsError), setup.join_run(config):
+    monkeypatch.setattr(join, "agree_on_start", agree_on_start)
+    monkeypatch.setattr(join, "shipped_worker_output", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(join, "Watchdog", lambda *_: watched)
+    monkeypatch.setattr(join, "load_start", load_start)
+    with pytest.raises(SettingsError), join.join_run(config):
         pytest.fail("it went on")
     assert seen == [True, True]
 
@@ -255,8 +255,8 @@ def test_the_driver_hears_what_a_worker_is_warned_of(
         logging.getLogger("sunspot.storage").warning("no answer from storage for 31 s")
         raise SettingsError("far enough")
 
-    monkeypatch.setattr(setup, "agree_on_start", agree_on_start)
-    with pytest.raises(SettingsError), setup.join_run(config):
+    monkeypatch.setattr(join, "agree_on_start", agree_on_start)
+    with pytest.raises(SettingsError), join.join_run(config):
         pytest.fail("it went on")
     logging.getLogger("sunspot.storage").warning("after the run")
     assert config.control.ask(ControlChannel.fetch_news).lines == ["warning: no answer from storage for 31 s"]
@@ -300,11 +300,11 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
         workers.append(make_worker(10, None, reporter, joined.outputs))
         return workers[0]
 
-    monkeypatch.setattr(setup, "build_worker", make_this_worker)
+    monkeypatch.setattr(join, "build_worker", make_this_worker)
     monkeypatch.setattr(WorkerConfig, "claimant", lambda _: Claimant(run, "me"))
     for name, value in [("agree_on_start", (start, None))]:
-        monkeypatch.setattr(setup, name, lambda *_, value=value: value)
-    monkeypatch.setattr(setup, "load_start", lambda *_: TrainingState())
+        monkeypatch.setattr(join, name, lambda *_, value=value: value)
+    monkeypatch.setattr(join, "load_start", lambda *_: TrainingState())
     monkeypatch.setattr(sunspot.train.worker, "EXIT_AFTER_S", 1e6)
     stored: list[Any] = []
 
@@ -316,7 +316,7 @@ def test_a_restart_takes_the_last_lines_and_metrics_along(
         finally:
             stored.extend([read_stream(run, rank_stream(1, 0)), read_journal(run, "metrics")])
 
-    with pytest.raises(GroupRestartError), setup.join_run(config):
+    with pytest.raises(GroupRestartError), join.join_run(config):
         train()
     [text, metrics] = stored
     assert b"the last line\n" in text

@@ -2,8 +2,8 @@
 
 from sunspot.data.source import Batch
 from sunspot.train.config import WorkerConfig
+from sunspot.train.join import join_run
 from sunspot.train.run import TrainingRun
-from sunspot.train.setup import join_run
 from sunspot.train.worker import Worker
 
 

@@ -77,6 +77,8 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
         watchdog = Watchdog(run, place.rank, place.world_size, settings.hang_timeout_s, note_hang)
         stack.enter_context(watchdog)
         stack.enter_context(listening_to_rounds(watchdog.heartbeat))
+
+        # Claim the run with the others, from the newest state there is.
         memory = open_memory(run, settings)
         dist.barrier(group=group)  # on every node, what earlier processes left has been tidied
         try:
@@ -98,6 +100,7 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
         outputs.enter_context(shipped_worker_output(run, attempt.number, place.rank))
         joined = Joined(plan, run, start, place, memory, watchdog, control, outputs)
         try:
+            # Load that state, and build what trains.
             state = load_start(run, settings, start, found, group)
             worker = build_worker(joined, state, phases)
             where = f"{device} of {socket.gethostname()}"
@@ -106,6 +109,8 @@ def join_run(config: WorkerConfig) -> Iterator[Worker | None]:
                 f"{attempt.step}, {state.tier}"
             )
             del state, found  # as large as the model and its optimizer
+
+            # Report as long as it trains.
             if worker.reporter:
                 outputs.enter_context(worker.reporter.publisher)
                 outputs.callback(worker.reporter.end)
