@@ -39,7 +39,7 @@ def start(run: Run, owner: str, starts_from: str | None = None, *, at: float | N
     attempts = read_attempts(run)
     number = attempts[-1].number + 1 if attempts else 1
     begun = {} if at is None else {"time": at}
-    metadata = {"driver": "00000000", **metadata}
+    metadata = {"driver": f"{number:08x}", **metadata}
     attempt = Attempt(
         number, owner, starts_from, step_of(starts_from) if starts_from else 0, metadata=metadata, **begun
     )

@@ -697,7 +697,7 @@ def test_one_rank_reads_for_all_what_is_in_a_checkpoint_in_parts(how: Any, run: 
             sunspot.elastic.restore._init_run = lambda _: its
             weight = read_init(Settings(init_from="run:run"), world)["weight"]
         else:
-            start: Any = SimpleNamespace(checkpoint=list_checkpoints(run)[0], snapshot=None)
+            start: Any = SimpleNamespace(checkpoint=list_checkpoints(run)[0], copy=None)
             state = load_start(its, Settings(parallel=how), start, Mock(), world)
             model = torch.nn.Linear(2, 6, bias=False)
             if state.load_parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -97,13 +96,10 @@ def test_a_run_that_was_copied_is_verified_by_its_bytes(run: Run, sunspot: Stora
     assert len(digests) == 4
 
 
-def test_manifests_without_versions_stay_valid(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
+def test_files_without_versions_are_hashed_each_time(run: Run, sunspot: StorageCommand, digests: list[str]) -> None:
     checkpoint = commit(run, start(run, "job"), 3)
     files = {name: {"size": f["size"], "sha256": f["sha256"]} for name, f in checkpoint.files.items()}
     write_manifest(run, replace(checkpoint, files=files))
-    record = json.loads(run.storage.read(run.key("checkpoints", checkpoint.name, MANIFEST)))
-    del record["sha256"]
-    run.storage.write(run.key("checkpoints", checkpoint.name, MANIFEST), json.dumps(record).encode())
     assert [line["verified"] for line in sunspot("checkpoints", "ls", "run", "--json").json] == [True]
     assert len(digests) == 2
 
@@ -236,13 +232,12 @@ def test_a_broken_connection_is_resumed(
     def of_model(request: s3.Request) -> bool:
         return request.operation == "GetObject" and request.path.endswith("model.pt")
 
-    s3_proxy.on(of_model, s3.cut_body(2 << 20), times=2)  # the first is the hash, as the manifest has no version
+    s3_proxy.on(of_model, s3.cut_body(3 << 19))  # in its second range
     out = str(tmp_path / "out")
     assert sunspot("checkpoints", "get", "run", name, "--output", out).code == 0
     assert (tmp_path / "out" / "model.pt").read_bytes() == content
     ranges = [r.headers.get("range") for r in s3_proxy.seen("GetObject") if of_model(r)]
-    assert ranges[0] is None
-    assert ranges[-1] not in (None, "bytes=0-"), "not from the beginning again"
+    assert [str(each).startswith("bytes=0-") for each in ranges].count(True) == 1, "not from the beginning again"
 
     s3_proxy.on(of_model, s3.cut_body(1000))
     answer = sunspot("checkpoints", "get", "run", name, "--output", str(tmp_path / "other"))
