@@ -34,11 +34,13 @@ def main() -> int:
 
         result = answer_prompts(settings, arguments.run, arguments.checkpoint, arguments.prompt, arguments.tokens)
     elif arguments.output:
+        from sunspot.predict.actor import absolute_path
         from sunspot.predict.batch import predict_dataset
+        from sunspot.predict.classifier import open_checkpoint
 
-        result = predict_dataset(
-            settings, arguments.run, arguments.checkpoint, arguments.split, arguments.output, arguments.workers
-        )
+        places = absolute_path(arguments.run), absolute_path(arguments.checkpoint)
+        model = open_checkpoint(*places, settings.storage_path)
+        result = predict_dataset(settings, model, arguments.split, arguments.output, arguments.workers)
     else:
         result = predict_files(settings, arguments.run, arguments.checkpoint, [Path(file) for file in arguments.file])
     if arguments.json:

@@ -37,7 +37,7 @@ from sunspot.errors import (
     shorten,
 )
 from sunspot.predict.actor import absolute_path, print_warnings, wants_gpu
-from sunspot.predict.classifier import Classifier, ModelCheckpoint, open_checkpoint
+from sunspot.predict.classifier import Classifier, ModelCheckpoint
 from sunspot.ray_session import ray_session
 from sunspot.run import to_json
 from sunspot.run.objects import parse, read_content
@@ -88,7 +88,7 @@ class PartPredictor(Classifier):
 
 
 def predict_dataset(
-    settings: Settings, run: str, checkpoint: str, split: str | None, output: str, workers: int = 0
+    settings: Settings, model: ModelCheckpoint, split: str | None, output: str, workers: int = 0
 ) -> dict[str, Any]:
     """Predict the rows of DATASET that `output` lacks, and return a summary of all that it has then.
 
@@ -99,7 +99,6 @@ def predict_dataset(
     Raises `ConflictError` if `output` has other predictions, `SettingsError`, `DataError`, `DamageError`, and
     `GaveUpError` when nothing progresses any more.
     """
-    model = open_checkpoint(absolute_path(run), absolute_path(checkpoint), settings.storage_path)
     print_warnings(model.warnings)
     load_predict(model.settings)  # fails here, early, if the task defines none
     source, split = choose_rows(settings, model, split)

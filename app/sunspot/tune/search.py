@@ -6,8 +6,7 @@ called `<RUN_NAME>-01` and so on. The same command resumes an interrupted search
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from sunspot.errors import DamageError, NotFoundError, SettingsError, SunspotError, SupersededError
@@ -51,27 +50,49 @@ def main() -> int:
     prove(run.storage, run.name)
     refuse_if_deleted(run)
     give_up_damaged(run, settings.environment())
-    progress = Progress()
-    driver = new_driver()
-    with shipped_driver_output(run), on_exit(lambda _: publish_results(search, run, driver, progress)):
+    running = RunningSearch(search, Claimant(run, new_owner(run, settings.job_id), new_driver()))
+    with (
+        shipped_driver_output(run),
+        on_exit(lambda _: publish_results(search, run, running.claimant.driver, running.progress)),
+    ):
         attempts = read_attempts(run)
-        owner = new_owner(run, settings.job_id)
-        refuse_if_superseded(attempts, owner)
+        refuse_if_superseded(attempts, running.claimant.owner)
         promoted, skipped = find_newest_good(run, attempts)
         print(f"search {run.name} in {run.location}")
         for each in skipped:
             log.warning(f"skipped {each}")
         # A search has no checkpoint before its end, so a driver that restarts for every trial still makes progress.
         starts = settings.max_driver_starts * settings.trials
-        with recorded_outcome(Claimant(run, owner, driver), promoted, starts) as outcome:
-            outcome.state = train_and_promote(search, run, owner, driver, promoted, progress)
+        with recorded_outcome(running.claimant, promoted, starts) as outcome:
+            outcome.state = train_and_promote(running, promoted)
     return 0
 
 
-def train_and_promote(
-    search: Search, run: Run, owner: str, driver: str, promoted: Checkpoint | None, progress: Progress
-) -> RunState:
-    """Train the trials that have not ended, and promote the best one's checkpoint; fills in `progress`."""
+@dataclass
+class RunningSearch:
+    """A search, who trains the run that it is, and what has happened since."""
+
+    search: Search
+    claimant: Claimant
+    progress: Progress = field(default_factory=Progress)
+
+    def end_trial(self, number: int, error: str) -> None:
+        """Note and print how a trial has ended."""
+        self.progress.errors[number] = error
+        print_trial(self.search, number, error)
+
+    def update_status(self, attempt: Attempt) -> None:
+        """Write how far the search is; raises `StorageError`, or `SupersededError` if another process has it."""
+        run = self.claimant.run
+        ensure_owner(run, attempt)
+        status = read_status(run, self.claimant.driver)
+        if status:
+            reason = f"{len(self.progress.errors)} of {len(self.search.trials)} trials have ended"
+            write_status(run, replace(status, state=RunState.RUNNING, attempt=attempt.number, reason=reason))
+
+
+def train_and_promote(running: RunningSearch, promoted: Checkpoint | None) -> RunState:
+    """Train the trials that have not ended, and promote the best one's checkpoint."""
     import ray
 
     from sunspot.background import Background
@@ -82,9 +103,11 @@ def train_and_promote(
     from sunspot.run.attempts import fatal_error
     from sunspot.tune.concurrency import await_nodes
     from sunspot.tune.promotion import begin_attempt
-    from sunspot.tune.trials import run_trials
+    from sunspot.tune.trials import Trials, run_trials
 
-    if fatal := fatal_error(Claimant(run, owner)):
+    search, run, owner = running.search, running.claimant.run, running.claimant.owner
+    fatal = fatal_error(running.claimant)
+    if fatal:
         raise fatal
     if stop_requested(run):
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
@@ -93,39 +116,45 @@ def train_and_promote(
     keep_identity(run, environment, search.identity)
     attempt = begin_attempt(run, owner, environment, promoted)
     stop_request = StopRequest()
+    superseded: list[SupersededError] = []
     with ray_session():
         at_once, trials, concurrency = await_nodes(
             search.trials, lambda: (ray.cluster_resources(), len(reachable_nodes(ray.nodes())))
         )
         print_plan(search, concurrency)
         with open_control() as control, watch_stop(run, control, stop_request):
-            stop = partial(control.tell, ControlChannel.request_stop)
-            monitor = SearchMonitor(run, attempt, driver, stop, progress, len(trials))
 
-            def stopped() -> bool:
-                return bool(stop_request or monitor.superseded)
+            def update() -> None:
+                try:
+                    running.update_status(attempt)
+                except SupersededError as error:
+                    superseded.append(error)
+                    control.tell(ControlChannel.request_stop)
 
-            def on_trial_end(number: int, error: str) -> None:
-                progress.errors[number] = error
-                print_trial(search, number, error)
-
-            with Background(STATUS_EVERY_S, monitor.update):
-                run_trials(trials, search.identity, owner, at_once, control, stopped, on_trial_end)
-    if fatal := monitor.superseded or fatal_error(Claimant(run, owner)):
+            with Background(STATUS_EVERY_S, update):
+                run_trials(
+                    Trials(trials, search.identity, owner, control),
+                    at_once,
+                    stopped=lambda: bool(stop_request or superseded),
+                    on_end=running.end_trial,
+                )
+    fatal = superseded[0] if superseded else fatal_error(running.claimant)
+    if fatal:
         raise fatal
     kept = f"its trials are kept, and the same command resumes it: {run.location}"
     stop_request.raise_signal(kept, search.settings.job_id)
     if stop_request.marked:
         print(f"  stopped; `sunspot resume {run.name}` lets it go on")
         return RunState.STOPPED
-    promote_best(search, run, owner, driver, progress)
+    promote_best(running)
     return RunState.SUCCEEDED
 
 
-def promote_best(search: Search, run: Run, owner: str, driver: str, progress: Progress) -> None:
+def promote_best(running: RunningSearch) -> None:
     """Copy the best checkpoint of all trials into the search; raises `SunspotError` when there is none."""
     from sunspot.tune.promotion import promote
 
+    search, run, progress = running.search, running.claimant.run, running.progress
     settings = search.settings
     metric, limit_s = settings.checkpoint_metric, settings.storage_timeout_s
     ranking = retry_storage(lambda: collect_results(search, progress), limit_s, "reading the trials").ranking
@@ -134,13 +163,15 @@ def promote_best(search: Search, run: Run, owner: str, driver: str, progress: Pr
         raise SunspotError(f"no trial succeeded:\n{lines}")
     for trial in [trial for trial in ranking if trial.eligible and trial.checkpoint]:
         environment = next(s for s in search.trials if s.run_name == trial.run).environment()
-        copy = partial(promote, run, owner, environment, Run(run.storage, trial.run), str(trial.checkpoint))
+        copy = partial(
+            promote, run, running.claimant.owner, environment, Run(run.storage, trial.run), str(trial.checkpoint)
+        )
         try:
             checkpoint = retry_storage(copy, limit_s, "promoting a checkpoint")
         except (DamageError, NotFoundError) as error:
             log.warning(f"{trial.run} skipped: {error}")
             continue
-        status = read_status(run, driver)
+        status = read_status(run, running.claimant.driver)
         if status:
             write_status(run, _promoted_status(status, checkpoint))
         progress.promoted = trial.run
@@ -164,29 +195,3 @@ def _promoted_status(status: Status, checkpoint: Checkpoint) -> Status:
         checkpoint_time=checkpoint.time,
         loss=checkpoint.metrics.get("loss"),
     )
-
-
-class SearchMonitor:
-    """Keeps the status of a running search up to date, and notices when another process takes it over."""
-
-    def __init__(
-        self, run: Run, attempt: Attempt, driver: str, stop: Callable[[], None], progress: Progress, trials: int
-    ) -> None:
-        self._run, self._attempt, self._driver = run, attempt, driver
-        self._stop, self._progress, self._trials = stop, progress, trials
-        self.superseded: SupersededError | None = None
-
-    def update(self) -> None:
-        """Write the status; called periodically. Raises `StorageError`."""
-        try:
-            ensure_owner(self._run, self._attempt)
-        except SupersededError as error:
-            self.superseded = error
-            self._stop()
-            return
-        status = read_status(self._run, self._driver)
-        if status:
-            reason = f"{len(self._progress.errors)} of {self._trials} trials have ended"
-            write_status(
-                self._run, replace(status, state=RunState.RUNNING, attempt=self._attempt.number, reason=reason)
-            )

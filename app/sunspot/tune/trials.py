@@ -8,10 +8,10 @@ killed by Tune, but stopped as a user would stop it: it saves, and stays stopped
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
@@ -60,32 +60,37 @@ PART, SCORE, ERROR = "part", "score", "error"
 error, empty if it had none."""
 
 
-def run_trials(
-    trials: Sequence[Settings],
-    identity: Sequence[str],
-    owner: str,
-    at_once: int,
-    control: ControlClient,
-    stopped: Callable[[], bool],
-    on_end: Callable[[int, str], None],
-) -> None:
+class Trials(NamedTuple):
+    """The runs of a search, and what each trial's process needs to train one."""
+
+    settings: tuple[Settings, ...]
+    identity: tuple[str, ...]
+    "Settings that may not change during a trial."
+    owner: str
+    control: ControlClient
+    "Tells the trials to stop (elastic/control.py)."
+
+
+def run_trials(trials: Trials, at_once: int, stopped: Callable[[], bool], on_end: Callable[[int, str], None]) -> None:
     """Train all trials, `at_once` at a time, until each has ended or the search is `stopped`.
 
-    `control` (elastic/control.py) tells the trials to stop. `on_end(number, error)` is called for each that has ended,
-    with its number from 1. A trial's error is passed to `on_end`, never raised: one failure must not stop the search.
+    `on_end(number, error)` is called for each that has ended, with its number from 1. A trial's error is passed to it,
+    never raised: one failure must not stop the search.
     """
-    settings = trials[0]
-    scheduler = StoppingAsha(settings.checkpoint_order, lambda number, by: stop_trial(trials[number - 1], by), on_end)
+    settings = trials.settings[0]
+    scheduler = StoppingAsha(
+        settings.checkpoint_order, lambda number, by: stop_trial(trials.settings[number - 1], by), on_end
+    )
     os.environ.update(TUNE_ENVIRONMENT)
     trainable = tune.with_resources(
-        tune.with_parameters(run_trial, trials=list(trials), identity=tuple(identity), owner=owner, control=control),
+        tune.with_parameters(run_trial, trials=trials),
         # The trials' drivers run on the head, as workers' nodes may go; they are not counted as CPU.
         tune.PlacementGroupFactory([{"CPU": 0, HEAD: 0.001}]),
     )
     with tempfile.TemporaryDirectory() as scratch:
         tuner = tune.Tuner(
             trainable,
-            param_space={"trial": tune.grid_search(list(range(1, len(trials) + 1)))},
+            param_space={"trial": tune.grid_search(list(range(1, len(trials.settings) + 1)))},
             tune_config=tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=at_once),
             run_config=tune.RunConfig(
                 name="search",
@@ -99,18 +104,16 @@ def run_trials(
         tuner.fit()
 
 
-def run_trial(
-    config: dict[str, Any], trials: Sequence[Settings], identity: Sequence[str], owner: str, control: ControlClient
-) -> None:
+def run_trial(config: dict[str, Any], trials: Trials) -> None:
     """Run a trial for Tune: train its run, and report its history, old and new."""
     print_logs()
-    settings = trials[config["trial"] - 1]
+    settings = trials.settings[config["trial"] - 1]
     run = open_run(settings.storage_path, settings.run_name)
     stop_request = StopRequest()
     history = HistoryReplay(run, settings.checkpoint_metric)
     tune.report({ERROR: ""})  # from now on the search waits for this trial
-    with CommandPoller(control) as commands, ThreadPoolExecutor(1, thread_name_prefix="train") as pool:
-        training = pool.submit(_train, settings, identity, owner, stop_request)
+    with CommandPoller(trials.control) as commands, ThreadPoolExecutor(1, thread_name_prefix="train") as pool:
+        training = pool.submit(_train, settings, trials, stop_request)
         ended = False
         while not ended:
             ended = training.done()  # checked first, so that its last records are reported
@@ -122,14 +125,14 @@ def run_trial(
         tune.report({ERROR: training.result()})
 
 
-def _train(settings: Settings, identity: Sequence[str], owner: str, stop_request: StopRequest) -> str:
+def _train(settings: Settings, trials: Trials, stop_request: StopRequest) -> str:
     """Train the run; returns its error, or ''. The status has it too, unless another process owns the run."""
     run = open_run(settings.storage_path, settings.run_name)
     try:
-        refuse_other_settings(run, settings.environment(), identity)  # before anything else of it is believed
+        refuse_other_settings(run, settings.environment(), trials.identity)  # before anything else of it is believed
         if has_ended(run, settings):
             return ""
-        state = train_run(settings, owner, stop_request, identity)
+        state = train_run(settings, trials.owner, stop_request, trials.identity)
         if state is RunState.SUCCEEDED and stop_requested(run):
             clear_stop(run)  # ASHA gave it up just as it ended
     except SunspotError as error:
