@@ -405,8 +405,9 @@ def test_results_of_another_version_are_none(run: Run, content: bytes) -> None:
 
 def test_the_page_of_a_search(run: Run) -> None:
     curves = {f"s-{n:02d}": [(step, 0.1 * n * step / 40) for step in (10, 20, 40)] for n in (1, 2, 3)}
-    page = render_search(run, results(), curves).decode()
-    assert "s-01 (best)" in page
+    page = render_search(run, results(), curves, "../{}/report.html").decode()
+    assert '<strong><a href="../s-01/report.html">s-01</a> (best)</strong>' in page
+    assert "<a" not in render_search(run, results(), curves).decode(), "no trial's report is beside a file of one's own"
     assert "highest test_accuracy" in page
     assert "&lt;why&gt;" in page
     assert page.count("<svg viewBox") == 3, "over steps, over the rate, over the activation"

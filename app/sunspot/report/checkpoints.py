@@ -55,4 +55,4 @@ def _row(report: Report, kept: KeptCheckpoint, names: Sequence[str]) -> list[Any
         found = kept.checkpoint
         results = [result(name, found.metrics.get(name)) for name in names]
         details = [found.epoch, *results, size(found.bytes), moment(found.time)]
-    return [str(step_of(kept.name)), state, which, *details, element("code", kept.name)]
+    return [str(step_of(kept.name)), state, which, *details, element("code", kept.name, class_="wide")]

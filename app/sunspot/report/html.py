@@ -76,7 +76,8 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -
         return element("td", value, class_=kind)
 
     heads = join(
-        element("th", name, scope="col", class_="number" if numeric[place] else None)
+        # A name of a metric may break where it has no space.
+        element("th", Html(text(name).replace("_", "_<wbr>")), scope="col", class_="number" if numeric[place] else None)
         for place, name in enumerate(columns)
     )
     body = join(element("tr", join(Html(cell(place, value)) for place, value in enumerate(row))) for row in rows)

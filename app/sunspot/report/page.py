@@ -33,12 +33,12 @@ STATES = {
 
 def render(report: Report) -> bytes:
     """Return the page, in UTF-8: at most 2 MB."""
-    contents = element(
-        "ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, (name, _) in SECTIONS.items())
-    )
+    # A run that no worker has begun has nothing but what stopped it; damage may hide the workers.
+    anchors = SECTIONS if report.attempts or report.troubles else ["incidents"]
+    shown = [(anchor, *SECTIONS[anchor]) for anchor in anchors]
+    contents = element("ul", join(element("li", element("a", name, href=f"#{anchor}")) for anchor, name, _ in shown))
     sections = [
-        element("section", join([element("h2", name), make(report)]), id=anchor)
-        for anchor, (name, make) in SECTIONS.items()
+        element("section", join([element("h2", name), make(report)]), id=anchor) for anchor, name, make in shown
     ]
     body = join(
         [

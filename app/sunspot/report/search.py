@@ -33,9 +33,9 @@ def gather_search(run: Run) -> tuple[Run, Results, Curves]:
     return run, results, curves
 
 
-def render_search(run: Run, results: Results, curves: Curves) -> bytes:
-    """Return the page, in UTF-8."""
-    parts = {"Trials": _trials(results), _name(results): _charts(results, curves)}
+def render_search(run: Run, results: Results, curves: Curves, link: str = "") -> bytes:
+    """Return the page, in UTF-8; `link`, with {} for the run of a trial, leads from it to that one's report."""
+    parts = {"Trials": _trials(results, link), _name(results): _charts(results, curves)}
     body = join(
         [
             element(
@@ -79,12 +79,13 @@ def _lead(results: Results) -> Html:
     return paragraph(*said, kind="lead")
 
 
-def _trials(results: Results) -> Html:
+def _trials(results: Results, link: str) -> Html:
     rows = []
     for trial in results.ranking:
         sign, colour = STATES.get(trial.state, ("", ""))
         state = element("span", f"{sign} {trial.state}".strip(), class_=f"state {colour}".strip())
-        run = element("strong", f"{trial.run} (best)") if trial.run == results.promoted else trial.run
+        run = element("a", trial.run, href=link.format(trial.run)) if link else trial.run
+        run = element("strong", join([run, " (best)"])) if trial.run == results.promoted else run
         steps = f"{trial.step:,} of {trial.total_steps:,}" if trial.total_steps else whole(trial.step)
         values = [Number(_shown(v), v) if isinstance(v, float) else v for v in map(trial.settings.get, results.space)]
         why = element("span", trial.reason, class_="wide") if trial.reason else None

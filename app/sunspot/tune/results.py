@@ -75,7 +75,7 @@ def publish_results(search: Search, run: Run, driver: str, progress: Progress) -
         if not own_status(run, driver):
             return  # another process has taken the search over while this one was frozen
         write_results(run, results)
-        run.storage.write(run.key(FILE), render_search(*gather_search(run)))
+        run.storage.write(run.key(FILE), render_search(*gather_search(run), link=f"../{{}}/{FILE}"))
         print(f"  report: {run.storage.locate(run.key(FILE))}", flush=True)
     except Exception as error:
         log.warning(f"the results could not be written: {shorten(error)}")
