@@ -1068,6 +1068,18 @@ def test_explain_names_the_profile_that_says_it(tmp_path: Path) -> None:
     assert sources["image"] == "given"
 
 
+def test_explain_names_the_profile_that_a_value_is_inherited_from(tmp_path: Path) -> None:
+    said = "settings: {sunspot_epochs: 3, LOADER: ray}\nhead: {image: registry.example/head:1}\n"
+    said += "workers: [{placement: zone, gpus: 1}, {gpus: 1}]\ndata_workers: {cpu: 1, memory: 1Gi, max: 2}\n"
+    (tmp_path / "ours.yaml").write_text(f"extends: gke-spot\nimage: registry.example/sunspot:1\n{said}")
+    mine = own_profile(tmp_path, "extends: ./ours.yaml\nnotice_s: 20")
+    sources = {value.name: value.source for value in render(mine, {"NUM_WORKERS": "1..2"}).derived}
+    for name in ("SUNSPOT_EPOCHS", "SUNSPOT_LOADER", "head's image", "data pods", "image"):
+        assert sources[name] == "profile ./ours.yaml", name
+    assert sources["placement"].startswith("profile ./ours.yaml: ")
+    assert sources["terminationGracePeriodSeconds"] == f"the notice, profile {mine}"
+
+
 def test_a_directory_for_gitops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mnist"
     for _ in range(2):

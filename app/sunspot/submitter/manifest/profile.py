@@ -311,11 +311,16 @@ def load_profile(name: str, given: Mapping[str, Any]) -> Profile:
 
 
 def find_origin(name: str, *keys: str) -> str:
-    """Find which profile sets the value at this place: the one named, or one that it extends; else ""."""
+    """Find which profile sets the value at this place: the one named, or one that it extends; else "".
+
+    Of a list, its first item counts; a setting is found however its name is written.
+    """
     for label, content in _read_chain(name).items():
         value: Any = content
         for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
+            value = value[0] if isinstance(value, list) and value else value
+            named = value if isinstance(value, dict) else {}
+            value = next((each for name, each in named.items() if key in (name, _setting_name(name))), None)
         if value is not None:
             return f"profile {label}"
     return ""

@@ -430,6 +430,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         return BASE if value is None else find_origin(name, *keys) or f"profile {name}"
 
     machine = profile.groups[0]
+    head_image = profile.head.image if profile.head else None
+    of_first = ("workers", "placement") if find_origin(name, "workers", "placement") else ("worker", "placement")
     notice = profile.notice_s or worker["terminationGracePeriodSeconds"]
     drain = next(entry["value"] for entry in ray_container(workers)["env"] if entry["name"] == DRAIN)
     per_pod = f"{shape.gpus} GPUs in a pod, a worker each" if shape.gpus > 1 else "a worker in each"
@@ -454,13 +456,13 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
             ray_container(workers)["image"],
             BASE if profile.image is None else find_origin(name, "image") or "given",
         ),
-        *([("head's image", profile.head.image, f"profile {name}")] if profile.head and profile.head.image else ()),
+        *([("head's image", head_image, source(head_image, "head", "image"))] if head_image else ()),
         ("training pods", str(shape.pods), f"NUM_WORKERS{trials}, {per_pod}"),
         *(groups if len(groups) > 1 else ()),
         ("autoscaler", *autoscaler),
         ("head", *where),
         ("head's service account", head["serviceAccountName"], "has a token" if shape.autoscaled else "has no token"),
-        ("placement", machine.placement or "spread", f"{source(machine.placement, 'worker', 'placement')}: {benefit}"),
+        ("placement", machine.placement or "spread", f"{source(machine.placement, *of_first)}: {benefit}"),
         ("terminationGracePeriodSeconds", str(notice), f"the notice, {source(profile.notice_s, 'notice_s')}"),
         (DRAIN, drain, f"the notice, less {notice - int(drain)} s for Ray to end its processes"),
         (NOTICE, drain, f"the time that {DRAIN} leaves"),
@@ -475,7 +477,8 @@ def _explain(job: dict[str, Any], profile: Profile, shape: Shape, name: str) -> 
         found.append(("head's memory", memory, f"{TRIAL_MEMORY} more for each of {shape.runs} trials but the first"))
     if profile.data_workers:
         if shape.data:
-            found.append(("data pods", f"{shape.data.min}..{shape.data.max}", f"profile {name}"))
+            most = shape.data.max
+            found.append(("data pods", f"{shape.data.min}..{most}", source(most, "data_workers", "max")))
         else:
             found.append(("data pods", "none", "only LOADER=ray with GPUs reads beside the training pods"))
     return [Derived(*entry) for entry in found]
