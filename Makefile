@@ -5,7 +5,7 @@ UV := $(BIN)/uv pip
 DATA_ROOT ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help train tune test test-all lint format emulators readers bench bench-gpu bench-failures image wheel smoke recovery soak submit render lock sample clean
+.PHONY: help train tune test test-all lint format emulators readers bench bench-gpu bench-failures image wheel cluster cluster-down smoke recovery soak submit render lock sample clean
 
 # Every SUNSPOT_ variable given to make reaches the command as one of its environment.
 SETTINGS = $(foreach name,$(filter SUNSPOT_%,$(.VARIABLES)),$(name)='$($(name))')
@@ -63,6 +63,12 @@ image:  ## the container image: make image IMAGE=registry/sunspot:1, with Lightn
 wheel: .venv/dev  ## the wheel and its source distribution, into dist/
 	rm -rf dist
 	$(BIN)/uv build -q --no-build-isolation --python $(BIN)/python
+
+cluster: .venv/submitter  ## a cluster on this machine, with operator, bucket and image; wants docker, kind, kubectl and git
+	@$(BIN)/python -m scripts.kind up --image '$(IMAGE)'
+
+cluster-down: .venv/submitter  ## take that cluster away, and what its bucket has
+	@$(BIN)/python -m scripts.kind down
 
 smoke: .venv/dev  ## the CPU smoke test, on kind or: make smoke KUBE_CONTEXT=NAME LOAD_IMAGE='COMMAND'
 	@KUBE_CONTEXT='$(KUBE_CONTEXT)' LOAD_IMAGE='$(LOAD_IMAGE)' IMAGE='$(IMAGE)' $(BIN)/python -m scripts.smoke

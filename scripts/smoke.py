@@ -13,7 +13,6 @@ import logging
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,13 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parent.parent
-KIND = "sunspot-smoke"
+from scripts.kind import REPOSITORY, call, create_cluster, create_secret, load_image, refuse_missing_tools
+from sunspot.errors import run_and_exit
+
+CLUSTER = "sunspot-smoke"
+"""The cluster that it makes with kind, where KUBE_CONTEXT names none."""
+
 NAME = f"smoke-{uuid.uuid4().hex[:12]}"
 """Of this test's folder in storage, and of its namespace."""
 
 NAMESPACE = f"sunspot-{NAME}"
-OPERATOR = "https://github.com/ray-project/kuberay/ray-operator/config/default?ref=v1.7.0"
 POD_VARIABLES = (
     "AWS_ENDPOINT_URL",
     "AWS_ACCESS_KEY_ID",
@@ -50,27 +52,23 @@ GONE_S = 240
 """For the cluster of a finished run to go: the profile's TTL, and the pods' grace."""
 
 
-def main() -> None:
+def main() -> int:
     """Run all of it, and say how long each part took."""
     image = os.environ["IMAGE"]
     loaders = os.environ.get("LOADERS", "torch ray").split()
     began = time.monotonic()
     with _cluster() as context, _s3_server(context) as secret, _namespace(context):
         with _step(f"load {image} onto the nodes"):
-            load = os.environ.get("LOAD_IMAGE") or f"kind load docker-image --name {KIND}"
-            _call(*shlex.split(load), image)
+            if load := os.environ.get("LOAD_IMAGE"):
+                call(*shlex.split(load), image)
+            else:
+                load_image(CLUSTER, image)
         with _step("create the Secret"):
-            _create_secret(context, secret)
+            create_secret(context, NAMESPACE, secret)
         for loader in loaders:
             _train(context, image, loader)
     print(f"smoke test passed in {time.monotonic() - began:.0f} s", flush=True)
-
-
-def _create_secret(context: str, values: dict[str, str]) -> None:
-    """By stdin: everybody on this machine sees the arguments of a command, and everybody who reads the log."""
-    name = {"name": "sunspot-storage", "namespace": NAMESPACE}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": name, "stringData": values}
-    _call("kubectl", "--context", context, "create", "-f", "-", text=json.dumps(secret))
+    return 0
 
 
 def _train(context: str, image: str, loader: str) -> None:
@@ -121,17 +119,13 @@ def _cluster() -> Iterator[str]:
     if context := os.environ.get("KUBE_CONTEXT"):
         yield context
         return
-    with _step("create a kind cluster with the KubeRay operator"):
-        _call("kind", "create", "cluster", "--name", KIND, "--wait", "120s")
-    context = f"kind-{KIND}"
+    refuse_missing_tools()
     try:
-        # Server-side: the CRDs are too large for the annotation of a client-side apply.
-        _call("kubectl", "--context", context, "apply", "--server-side", "-k", OPERATOR)
-        ready = ("rollout", "status", "--timeout=300s", "deployment/kuberay-operator")
-        _call("kubectl", "--context", context, "-n", "default", *ready)
-        yield context
+        with _step("create a kind cluster with the KubeRay operator"):
+            create_cluster(CLUSTER)
+        yield f"kind-{CLUSTER}"
     finally:
-        _call("kind", "delete", "cluster", "--name", KIND)
+        call("kind", "delete", "cluster", "--name", CLUSTER)
 
 
 @contextlib.contextmanager
@@ -184,7 +178,7 @@ def _folder(storage_path: str) -> Iterator[str]:
 def _address_for_nodes(context: str) -> str:
     """The address of this machine on the way to the cluster's nodes: they reach it there."""
     path = "{.items[0].status.addresses[?(@.type=='InternalIP')].address}"
-    node = _call("kubectl", "--context", context, "get", "nodes", "-o", f"jsonpath={path}", quiet=True)
+    node = call("kubectl", "--context", context, "get", "nodes", "-o", f"jsonpath={path}", quiet=True)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((node, 9))  # sends nothing
         return str(probe.getsockname()[0])
@@ -197,12 +191,12 @@ def _namespace(context: str) -> Iterator[None]:
         text = f"namespace: {NAMESPACE}\nresources: [../k8s/base]\n"
         Path(folder, "kustomization.yaml").write_text(text)
         with _step("apply k8s/base"):
-            _call("kubectl", "--context", context, "apply", "-k", folder)
+            call("kubectl", "--context", context, "apply", "-k", folder)
     try:
         yield
     finally:
         with _step("delete the namespace"):
-            _call("kubectl", "--context", context, "delete", "namespace", NAMESPACE, "--timeout=300s")
+            call("kubectl", "--context", context, "delete", "namespace", NAMESPACE, "--timeout=300s")
 
 
 def _wait_until_gone(context: str, label: str) -> None:
@@ -210,7 +204,7 @@ def _wait_until_gone(context: str, label: str) -> None:
     deadline = time.monotonic() + GONE_S
     while True:
         kinds = "rayclusters.ray.io,pods"
-        left = _call(
+        left = call(
             "kubectl", "--context", context, "-n", NAMESPACE, "get", kinds, "-l", label, "-o", "name", quiet=True
         )
         if not left:
@@ -220,18 +214,7 @@ def _wait_until_gone(context: str, label: str) -> None:
 
 
 def _sunspot(*words: str, quiet: bool = False) -> str:
-    return _call(sys.executable, "-m", "sunspot.cli", *words, quiet=quiet)
-
-
-def _call(*words: str, quiet: bool = False, text: str | None = None) -> str:
-    """Run a command in the repository, `text` being its input; its output is shown, or with `quiet` returned."""
-    if not quiet:
-        shown = ["sunspot" if word == "sunspot.cli" else word for word in words if word not in (sys.executable, "-m")]
-        print("$", shlex.join(shown), flush=True)
-    done = subprocess.run(words, cwd=REPOSITORY, input=text, text=True, stdout=subprocess.PIPE if quiet else None)
-    if done.returncode:
-        sys.exit(f"smoke test failed: {Path(words[0]).name} ended with {done.returncode}")
-    return (done.stdout or "").strip()
+    return call(sys.executable, "-m", "sunspot.cli", *words, quiet=quiet)
 
 
 @contextlib.contextmanager
@@ -243,4 +226,4 @@ def _step(name: str) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -255,7 +255,7 @@ class Settings(BaseModel):
     "How many of the best checkpoints stay; the newest always does too."
 
     checkpoint_metric: str = _setting("loss", "the name of a metric, e.g. loss or test_accuracy", min_length=1)
-    "The metric that ranks checkpoints (of training rows: its mean over the last 10,000); one without it ranks last."
+    "The metric that ranks checkpoints (of training rows: its mean over the last 10,000); without it: the worst."
 
     checkpoint_order: Literal["min", "max"] = _setting("min", "min or max")
     "Whether less or more is better."

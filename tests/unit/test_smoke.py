@@ -14,7 +14,7 @@ SECRETS = {"AWS_SECRET_ACCESS_KEY": "CANARY-KEY", "AWS_SESSION_TOKEN": "CANARY-T
 
 KUBECTL = """#!/bin/sh
 echo "$@" >> "$CALLS"
-case "$*" in *"create -f -"*) cat > "$STDIN";; esac
+case "$*" in *"-f -"*) cat > "$STDIN";; esac
 """
 
 

@@ -1,0 +1,89 @@
+"""A cluster on this machine, made with kind: with the KubeRay operator, a bucket and the image in it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from sunspot.errors import SettingsError, SunspotError
+
+REPOSITORY = Path(__file__).parents[2]
+
+NAME = "sunspot"
+
+CONTEXT = f"kind-{NAME}"
+
+OPERATOR = "https://github.com/ray-project/kuberay/ray-operator/config/default?ref=v1.7.0"
+
+TOOLS = {
+    "docker": "https://docs.docker.com/get-docker",
+    "git": "https://git-scm.com/downloads",
+    "kind": "https://kind.sigs.k8s.io/docs/user/quick-start",
+    "kubectl": "https://kubernetes.io/docs/tasks/tools",
+}
+"""What has to be on PATH, and how to install it; kubectl fetches the operator with git."""
+
+BUCKET = "s3://sunspot/runs"
+
+ENDPOINTS = {"pods": "http://bucket.bucket.svc.cluster.local:7070", "here": "http://127.0.0.1:7070"}
+"""Of the bucket (bucket.yaml): k8s/base lets pods reach port 7070, and cluster.yaml brings it to this machine."""
+
+KEYS = {"AWS_ACCESS_KEY_ID": "sunspot", "AWS_SECRET_ACCESS_KEY": "sunspot-local", "AWS_REGION": "us-east-1"}
+"""Known to all, and in bucket.yaml: the server listens on 127.0.0.1 only."""
+
+
+def create_cluster(name: str, *options: str) -> None:
+    """Create a cluster, and install the KubeRay operator."""
+    call("kind", "create", "cluster", "--name", name, "--wait", "120s", *options)
+    install_operator(f"kind-{name}")
+
+
+def install_operator(context: str) -> None:
+    """Install the KubeRay operator, and wait for it; does nothing where it runs."""
+    # Server-side: the CRDs are too large for the annotation of a client-side apply.
+    call("kubectl", "--context", context, "apply", "--server-side", "-k", OPERATOR)
+    wait_for(context, "default", "kuberay-operator")
+
+
+def wait_for(context: str, namespace: str, deployment: str) -> None:
+    """Wait until the pods of a deployment are ready."""
+    ready = ("rollout", "status", "--timeout=300s", f"deployment/{deployment}")
+    call("kubectl", "--context", context, "-n", namespace, *ready)
+
+
+def create_secret(context: str, namespace: str, values: dict[str, str]) -> None:
+    """Create or replace the Secret with the keys of a bucket.
+
+    By stdin: everybody on this machine sees the arguments of a command, and everybody who reads the log.
+    """
+    name = {"name": "sunspot-storage", "namespace": namespace}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": name, "stringData": values}
+    call("kubectl", "--context", context, "apply", "--server-side", "-f", "-", text=json.dumps(secret))
+
+
+def load_image(name: str, image: str) -> None:
+    """Bring an image of docker's onto the nodes of a cluster."""
+    call("kind", "load", "docker-image", "--name", name, image)
+
+
+def refuse_missing_tools() -> None:
+    """Raise `SettingsError` with every tool that is not on PATH."""
+    missing = {tool: place for tool, place in TOOLS.items() if not shutil.which(tool)}
+    if missing:
+        places = "; ".join(f"{tool}: {place}" for tool, place in missing.items())
+        raise SettingsError(f"{' and '.join(missing)} not found on PATH; install what is missing ({places})")
+
+
+def call(*words: str, quiet: bool = False, text: str | None = None) -> str:
+    """Run a command in the repository, `text` being its input; its output is shown, or with `quiet` returned."""
+    if not quiet:
+        print("$", shlex.join(words), flush=True)
+    done = subprocess.run(words, cwd=REPOSITORY, input=text, text=True, stdout=subprocess.PIPE if quiet else None)
+    if done.returncode:
+        raise SunspotError(
+            f"{Path(words[0]).name} ended with {done.returncode}; above are the command and what it said"
+        )
+    return (done.stdout or "").strip()

@@ -1,0 +1,69 @@
+"""`make cluster` makes a cluster on this machine, in which runs can be submitted; `make cluster-down` takes it away."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+from scripts.kind import (
+    BUCKET,
+    CONTEXT,
+    ENDPOINTS,
+    KEYS,
+    NAME,
+    call,
+    create_cluster,
+    create_secret,
+    install_operator,
+    load_image,
+    refuse_missing_tools,
+    wait_for,
+)
+from sunspot.command_line import CommandParser
+from sunspot.errors import run_and_exit
+
+AFTER = """
+The cluster is there, and so is its bucket. In this shell:
+
+  export {variables}
+  make submit PROFILE=kind RUN=digits IMAGE={image}
+  .venv/bin/sunspot wait digits
+
+`make cluster-down` takes it away, with all that the bucket has."""
+
+
+def main() -> int:
+    """Make the cluster, or what it lacks; or take it away."""
+    parser = CommandParser("scripts.kind", __doc__)
+    parser.add_argument("what", choices=("up", "down"))
+    parser.add_argument("--image", metavar="REF", default="", help="to bring onto its nodes; built if docker lacks it")
+    arguments = parser.parse()
+    refuse_missing_tools()
+    if arguments.what == "down":
+        call("kind", "delete", "cluster", "--name", NAME)
+    else:
+        make(arguments.image)
+    return 0
+
+
+def make(image: str) -> None:
+    """Make what the cluster lacks: made twice, it is the same."""
+    call("docker", "version", "--format", "docker {{.Server.Version}}")  # it may be installed and not run
+    if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
+        call("make", "image", "HEAD=1", f"IMAGE={image}")  # without CUDA: kind's nodes have no GPU
+    if NAME in call("kind", "get", "clusters", quiet=True).split():
+        install_operator(CONTEXT)
+    else:
+        create_cluster(NAME, "--config", "scripts/kind/cluster.yaml")
+    call("kubectl", "--context", CONTEXT, "apply", "-f", "scripts/kind/bucket.yaml")
+    wait_for(CONTEXT, "bucket", "bucket")
+    call("kubectl", "--context", CONTEXT, "apply", "-k", "k8s/base")
+    create_secret(CONTEXT, "sunspot", {"AWS_ENDPOINT_URL": ENDPOINTS["pods"], **KEYS})
+    load_image(NAME, image)
+    variables = {"AWS_ENDPOINT_URL": ENDPOINTS["here"], **KEYS, "SUNSPOT_STORAGE_PATH": BUCKET}
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    print(AFTER.format(variables=words, image=image))
+
+
+if __name__ == "__main__":
+    run_and_exit(main, "interrupted: `make cluster` goes on from there, `make cluster-down` takes all away")
