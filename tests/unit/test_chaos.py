@@ -261,10 +261,11 @@ def test_waiting_ends(
         training.recovers, training.commits = recovers, False
         assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
         assert f"waiting for {missing}\n" in sunspot.err
-        assert f"{missing} is missing. It goes on; `sunspot audit run" in sunspot.err
+        assert f"run has not got {missing} within" in sunspot.err
+        assert "so it has not recovered; it goes on, and `sunspot audit run" in sunspot.err
     cluster.pods = []
     assert sunspot("chaos", "run", "--kind", "kill", "--yes") == 5
-    assert "run had no ready training worker for 0 s, so fault 1 was not injected" in sunspot.err
+    assert "run has not got a ready training worker within 0 s, so fault 1 was not injected" in sunspot.err
 
 
 def test_it_ends_early_when_the_run_does(cluster: FakeCluster, sunspot: Command, training: Training) -> None:

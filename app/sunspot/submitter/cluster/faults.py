@@ -4,7 +4,7 @@ import contextlib
 import enum
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -135,7 +135,8 @@ class FaultInjector:
                 self._watch(plan.every_s)
             if not self._ended:
                 self._inject(number, kind, random)
-        self._watch_recovery()
+        audit = f"so it has not recovered; it goes on, and `sunspot audit {stored_arguments(self.run)}` audits it"
+        self._wait(self._find_missing, RECOVERED_WITHIN_S, audit)
         if self._ended:
             injected = len(self._faults)
             self.say(
@@ -152,22 +153,18 @@ class FaultInjector:
 
     def _inject(self, number: int, kind: FaultKind, random: Random) -> None:
         """Delete a pod of this kind as soon as one is ready, unless the run ends first."""
-        deadline = time.monotonic() + READY_WITHIN_S
-        waiting = False
-        pod = self._delete_one(kind, random)
-        while not pod:
-            if not waiting:
-                warn(f"waiting for a ready {kind.victim}")
-                waiting = True
-            if time.monotonic() > deadline:
-                raise GaveUpError(
-                    f"{self.run.name} had no ready {kind.victim} for {in_words(READY_WITHIN_S)}, so fault {number} was "
-                    f"not injected; `sunspot status {self._access.arguments}` says why"
-                )
-            self._watch(LOOK_EVERY_S)
-            if self._ended:
-                return
-            pod = self._delete_one(kind, random)
+        deleted: list[PodView] = []
+
+        def find_missing() -> str:
+            if pod := self._delete_one(kind, random):
+                deleted.append(pod)
+            return "" if deleted else f"a ready {kind.victim}"
+
+        why = f"so fault {number} was not injected; `sunspot status {self._access.arguments}` says why"
+        self._wait(find_missing, READY_WITHIN_S, why)
+        if not deleted:
+            return
+        [pod] = deleted
         try:
             self._attempt = max(self._attempt, *(attempt.number for attempt in read_attempts(self.run)), 0)
         except StorageError as error:
@@ -204,19 +201,16 @@ class FaultInjector:
             time.sleep(max(0.0, min(until - time.monotonic(), LOOK_EVERY_S)))
             self._look()
 
-    def _watch_recovery(self) -> None:
-        """Return when the run has recovered from every fault and committed a checkpoint since, or has ended."""
-        deadline = time.monotonic() + RECOVERED_WITHIN_S
+    def _wait(self, find_missing: Callable[[], str], seconds: float, why: str) -> None:
+        """Watch until nothing is missing or the run has ended, and say what it waits for and, on giving up, `why`."""
+        deadline = time.monotonic() + seconds
         printed = ""
-        while not self._ended and (missing := self._find_missing()):
+        while not self._ended and (missing := find_missing()):
             if missing != printed:
                 warn(f"waiting for {missing}")
                 printed = missing
             if time.monotonic() > deadline:
-                raise GaveUpError(
-                    f"{self.run.name} has not recovered after {in_words(RECOVERED_WITHIN_S)}: {missing} is missing. "
-                    f"It goes on; `sunspot audit {stored_arguments(self.run)}` audits it"
-                )
+                raise GaveUpError(f"{self.run.name} has not got {missing} within {in_words(seconds)}, {why}")
             self._watch(LOOK_EVERY_S)
 
     def _look(self) -> None:
