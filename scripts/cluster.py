@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,9 +62,8 @@ def ready_nodes(namespace: str) -> set[str]:
 
 def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
     """What kubectl prints, as it is, `text` being its input; raises `ClusterError`."""
-    context = os.environ.get("KUBE_CONTEXT")
-    command = ["kubectl", *(["--context", context] if context else []), "-n", namespace, *words]
     try:
+        command = ["kubectl", *options(namespace), *words]
         done = subprocess.run(command, input=text and text.encode(), capture_output=True, timeout=KUBECTL_S)
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"kubectl {words[0]}: no answer within {KUBECTL_S} s") from error
@@ -74,6 +75,23 @@ def kubectl(*words: str, namespace: str, text: str | None = None) -> str:
 def kubectl_json(*words: str, namespace: str) -> dict[str, Any]:
     """What kubectl knows of an object, or of a list of them."""
     return dict(json.loads(kubectl(*words, "-o", "json", namespace=namespace)))
+
+
+def options(namespace: str) -> list[str]:
+    """The options with which kubectl and the verbs find the cluster."""
+    context = os.environ.get("KUBE_CONTEXT")
+    return [*(["--context", context] if context else []), "--namespace", namespace]
+
+
+def sunspot(*words: str, quiet: bool = False) -> str:
+    """Run a verb as a user does; its output is shown, or returned with `quiet`."""
+    if not quiet:
+        print("$", shlex.join(["sunspot", *words]), flush=True)
+    command = [sys.executable, "-m", "sunspot.cli", *words]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE if quiet else None)
+    if done.returncode:
+        raise SunspotError(f"sunspot {' '.join(words)} ended with {done.returncode}")
+    return done.stdout or ""
 
 
 def commands_of_the_environment(*needed: str) -> dict[str, str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -42,7 +42,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
 
 def main() -> None:
     """Write the pages."""
-    argparse.ArgumentParser("python -m scripts.docs", description=(__doc__ or "").splitlines()[0]).parse_args()
     for page, text in pages().items():
         page.write_text(text)
         print(f"wrote {page}")
@@ -51,16 +50,12 @@ def main() -> None:
 def pages() -> dict[Path, str]:
     """Each page with its text."""
     profiles = DOCS / "profiles.md"
+    by_hand, mark, _ = profiles.read_text().partition(MARK)
     return {
         DOCS / "settings.md": settings_page(),
         DOCS / "cli.md": commands_page(),
-        profiles: _by_hand(profiles) + "\n".join(_profile_sections()),
+        profiles: by_hand + mark + "\n".join(_profile_sections()),
     }
-
-
-def _by_hand(page: Path) -> str:
-    """A page up to the mark, and the mark."""
-    return page.read_text().partition(MARK)[0] + MARK
 
 
 def settings_page() -> str:
@@ -94,14 +89,15 @@ def commands_page() -> str:
     common = set.intersection(*({_words(action) for action in _actions(parser)} for _, _, parser in verbs))
     shared = [action for action in _actions(verbs[0][2]) if _words(action) in common]
     lines = [
-        "# Commands",
-        "",
-        "Written by `python -m scripts.docs` from the parser of `sunspot`; `sunspot VERB --help` prints the same. Exit",
-        "codes are in [troubleshooting.md](troubleshooting.md#exit-codes).",
-        "",
+        """# Commands
+
+Written by `python -m scripts.docs` from the parser of `sunspot`; `sunspot VERB --help` prints the same. Exit
+codes are in [troubleshooting.md](troubleshooting.md#exit-codes).
+
+Every verb also takes:
+""",
+        _arguments(shared),
     ]
-    if shared:
-        lines += ["Every verb also takes:", "", _arguments(shared)]
     for name, about, parser in verbs:
         own = [action for action in _actions(parser) if _words(action) not in common]
         run = " RUN" if "RUN" in map(_words, own) else ""
@@ -155,18 +151,16 @@ def _arguments(actions: Sequence[argparse.Action]) -> str:
     return "".join(f"- `{_words(a)}`: {a.help}{needed[a.required and bool(a.option_strings)]}\n" for a in actions)
 
 
-def _documentation(model: type) -> dict[str, str]:
+def _documentation(model: type[BaseModel]) -> dict[str, str]:
     """The string below each field of a class, and of those it inherits from."""
     found: dict[str, str] = {}
     for owner in reversed(model.__mro__):
-        if not issubclass(owner, BaseModel) or not owner.__module__.startswith("sunspot."):
-            continue
-        [body] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
+        if owner.__module__.startswith("sunspot."):
+            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+            for field, below in pairwise(body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[name] = " ".join(text.split())
     return found
 
 

@@ -1,7 +1,4 @@
-"""Object stores on this machine, for tests and benchmarks; `make emulators` installs Google's and Azure's.
-
-All listen on 127.0.0.1 only.
-"""
+"""An S3 server on this machine, for tests and benchmarks. It listens on 127.0.0.1 only."""
 
 from __future__ import annotations
 
@@ -16,18 +13,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-EMULATORS = Path(sys.prefix, "emulators")
-
-FAKE_GCS, AZURITE = EMULATORS / "fake-gcs-server", EMULATORS / "node_modules" / ".bin" / "azurite-blob"
-
 START_S = 60.0
 
 S3_KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_REGION": "us-east-1"}
-
-AZURE_ACCOUNT = "devstoreaccount1"
-
-AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Known to all: Azurite's documentation."""
 
 
 @contextlib.contextmanager
@@ -43,7 +31,7 @@ def s3_server() -> Iterator[int]:
             command += ["--data-integrity-etag", folder]  # no MD5, which takes more of the cores than all the rest
         else:
             keys, command = {}, [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        with _serve(command, port, keys):
+        with serve(command, port, keys):
             yield port
 
 
@@ -67,32 +55,8 @@ def s3_bucket(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def google_server() -> Iterator[int]:
-    """The port of fake-gcs-server."""
-    port = free_port()
-    options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory", "-log-level", "error"]
-    urls = ["-public-host", f"127.0.0.1:{port}", "-external-url", f"http://127.0.0.1:{port}"]
-    with _serve([str(FAKE_GCS), *options, *urls], port):
-        yield port
-
-
-@contextlib.contextmanager
-def azure_server() -> Iterator[int]:
-    """The port of Azurite; its credentials are in `azure_connection`."""
-    port = free_port()
-    command = [str(AZURITE), "--blobPort", str(port), "--silent", "--skipApiVersionCheck", "--loose"]
-    with _serve([*command, "--disableTelemetry", "--inMemoryPersistence"], port):
-        yield port
-
-
-def azure_connection(port: int) -> str:
-    """As Azure's clients read it from AZURE_STORAGE_CONNECTION_STRING."""
-    url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
-    return f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};BlobEndpoint={url};"
-
-
-@contextlib.contextmanager
-def _serve(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+def serve(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Run a server while the context lasts, which begins once it listens at the port."""
     everything = {**os.environ, **(environment or {})}
     server = subprocess.Popen(command, env=everything, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

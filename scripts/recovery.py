@@ -20,14 +20,14 @@ import random
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
 
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, pods, until
 from scripts.subjects import SETTLE_S, START_S, Group, Ours, Stock, Subject, running, wait_until_complete
 from sunspot.errors import run_and_exit
 from sunspot.settings import PREFIX
+from sunspot.submitter.manifest.render import JobRequest
 
 KINDS, TARGETS = ("reclaim", "kill"), ("worker", "rank0", "all", "head")
 NEEDED = ("all", "head")
@@ -48,33 +48,34 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and what it cost. Times are in seconds from the signal."""
+    """One fault, and what it cost."""
 
     kind: str
     target: str
     nodes: list[str]
     signal: float
     "Right before the command, in seconds since the epoch."
-    first_step_s: float
-    "The first step after it."
-    replayed: int
-    "Steps taken again."
     world_before: int
-    world_after: int
+    after: Group
+    "The first worker group after it."
     complete_s: float | None = None
-    "The first step with all workers."
-    phases: dict[str, float] = field(default_factory=dict)
-    "Each time in the receipt."
-    receipt: dict[str, Any] = field(default_factory=dict)
+    "Seconds from the signal to the first step with all workers."
 
+    @property
+    def first_step_s(self) -> float:
+        """Seconds from the signal to the first step after it."""
+        return round(self.after.first_step - self.signal, 1)
 
-class Strike(NamedTuple):
-    """What was done, before anything has come of it."""
-
-    kind: str
-    target: str
-    nodes: list[str]
-    signal: float
+    def cells(self) -> list[str]:
+        """The fault as a line of the table; a time that nobody took is left out."""
+        receipt = self.after.receipt
+        times = [getattr(receipt, name, None) for name in PHASES]
+        phases = ["" if at is None else f"{at - self.signal:.1f}" for at in times]
+        workers = f"{self.world_before} to {self.after.world_size}"
+        done = ["" if self.complete_s is None else f"{self.complete_s:.1f}"]
+        forked = str(receipt.forked) if receipt else ""
+        figures = [f"{self.first_step_s:.1f}", str(self.after.replayed)]
+        return [self.kind, self.target, workers, forked, *phases, *figures, *done]
 
 
 def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], chance: random.Random) -> Fault:
@@ -97,7 +98,7 @@ def inject(subject: Subject, kind: str, target: str, commands: dict[str, str], c
     after: Group = until("step after the fault", RECOVER_S, first_after)
     if target not in NEEDED:
         bring_back(nodes, target, under_way, commands)
-    return measure(Strike(kind, target, nodes, signal), before, after)
+    return Fault(kind, target, nodes, signal, before.world_size, after)
 
 
 def bring_back(nodes: list[str], target: str, under_way: list[subprocess.Popen[str]], commands: dict[str, str]) -> None:
@@ -124,33 +125,13 @@ def choose(target: str, alive: Sequence[Pod], rank0: str, chance: random.Random)
     return [chance.choice(others)] if others else []
 
 
-def measure(strike: Strike, before: Group, after: Group) -> Fault:
-    """What a fault cost, by the first group after it."""
-    receipt = asdict(after.receipt) if after.receipt else {}
-    times = {name: receipt[name] for name in PHASES if receipt.get(name) is not None}
-    return Fault(
-        **strike._asdict(),
-        first_step_s=round(after.first_step - strike.signal, 1),
-        replayed=after.replayed,
-        world_before=before.world_size,
-        world_after=after.world_size,
-        phases={name: round(at - strike.signal, 1) for name, at in times.items()},
-        receipt=receipt,
-    )
-
-
 def table(faults: Sequence[Fault]) -> str:
     """A line for each fault, and the medians."""
     phases = [name.replace("_", " ") for name in PHASES]
-    names = ["fault", "target", "workers", "forked", *phases, "first step", "replayed"]
-    lines = [[*names, "all workers"], ["---"] * (len(names) + 1)]
-    for f in faults:
-        phases = [f"{f.phases[name]:.1f}" if name in f.phases else "" for name in PHASES]
-        last = f"{f.complete_s:.1f}" if f.complete_s is not None else ""
-        columns = [f.kind, f.target, f"{f.world_before} to {f.world_after}", str(f.receipt.get("forked", ""))]
-        lines.append([*columns, *phases, f"{f.first_step_s:.1f}", str(f.replayed), last])
-    middle = [f"{median(f.first_step_s for f in faults):.1f}", f"{median(f.replayed for f in faults):g}"]
-    lines.append(["median", *[""] * (len(names) - 3), *middle, ""])
+    names = ["fault", "target", "workers", "forked", *phases, "first step", "replayed", "all workers"]
+    middle = [f"{median(f.first_step_s for f in faults):.1f}", f"{median(f.after.replayed for f in faults):g}", ""]
+    lines = [names, ["---"] * len(names), *(fault.cells() for fault in faults)]
+    lines.append(["median", *[""] * (len(names) - 4), *middle])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -163,11 +144,11 @@ def add_options(parser: argparse.ArgumentParser, run: str) -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="VAR=VALUE", help="a setting")
 
 
-def settings_of(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, str]:
-    """The settings of the run, by their names without the prefix."""
-    given = dict(word.partition("=")[::2] for word in arguments.settings)
-    given = {name.removeprefix(PREFIX): value for name, value in given.items()}
-    return {"NUM_WORKERS": "2", **defaults, "RUN_NAME": arguments.run, **given}
+def request_of(arguments: argparse.Namespace, defaults: dict[str, str]) -> JobRequest:
+    """The run that the options ask for; its settings go by their names without the prefix."""
+    given = dict(word.removeprefix(PREFIX).partition("=")[::2] for word in arguments.settings)
+    settings = {"NUM_WORKERS": "2", **defaults, "RUN_NAME": arguments.run, **given}
+    return JobRequest(arguments.profile, settings, arguments.image, arguments.namespace)
 
 
 def main() -> int:
@@ -181,9 +162,8 @@ def main() -> int:
     add_options(parser, "recovery")
     arguments = parser.parse_args()
     commands = commands_of_the_environment(arguments.fault)
-    settings = settings_of(arguments, SETTINGS)
-    make = Stock if arguments.stock else Ours
-    subject: Subject = make(arguments.profile, settings, arguments.image, arguments.namespace)
+    request = request_of(arguments, SETTINGS)
+    subject: Subject = Stock(request) if arguments.stock else Ours(request)
     chance = random.Random(0)
     faults = []
     with running(subject, arguments.settle):

@@ -7,22 +7,21 @@ nothing else is touched.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shlex
 import socket
-import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from scripts.cluster import kubectl, options, sunspot, until
 from scripts.kind import REPOSITORY, call, create_cluster, create_secret, load_image, refuse_missing_tools
-from sunspot.errors import run_and_exit
+from sunspot.errors import SunspotError, run_and_exit
 
 CLUSTER = "sunspot-smoke"
 """The cluster that it makes with kind, where KUBE_CONTEXT names none."""
@@ -31,14 +30,8 @@ NAME = f"smoke-{uuid.uuid4().hex[:12]}"
 """Of this test's folder in storage, and of its namespace."""
 
 NAMESPACE = f"sunspot-{NAME}"
-POD_VARIABLES = (
-    "AWS_ENDPOINT_URL",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-)
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+POD_VARIABLES = ("AWS_ENDPOINT_URL", *KEYS, "AWS_REGION", "AWS_DEFAULT_REGION")
 """What reaches the S3 server from a pod, too; the others name files and profiles of this machine."""
 
 S3_PORT = 9000
@@ -55,43 +48,43 @@ GONE_S = 240
 def main() -> int:
     """Run all of it, and say how long each part took."""
     image = os.environ["IMAGE"]
-    loaders = os.environ.get("LOADERS", "torch ray").split()
     began = time.monotonic()
-    with _cluster() as context, _s3_server(context) as secret, _namespace(context):
+    with _cluster(), _s3_server() as secret, _namespace():
         with _step(f"load {image} onto the nodes"):
             if load := os.environ.get("LOAD_IMAGE"):
                 call(*shlex.split(load), image)
             else:
                 load_image(CLUSTER, image)
         with _step("create the Secret"):
-            create_secret(context, NAMESPACE, secret)
-        for loader in loaders:
-            _train(context, image, loader)
+            create_secret(os.environ["KUBE_CONTEXT"], NAMESPACE, secret)
+        for loader in os.environ.get("LOADERS", "torch ray").split():
+            _train(image, loader)
     print(f"smoke test passed in {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
-def _train(context: str, image: str, loader: str) -> None:
+def _train(image: str, loader: str) -> None:
     """One run, from submit to the end of its cluster, and what it left in storage."""
     run = f"smoke-{loader}"
-    cluster = ["--context", context, "--namespace", NAMESPACE]
+    cluster = options(NAMESPACE)
     with _step(f"{run}: submit"):
         settings = [word for name in (f"LOADER={loader}", "AUDIT=true") for word in ("--set", name)]
-        _sunspot("submit", "--run", run, "--profile", "kind", "--image", image, *settings, *cluster)
+        sunspot("submit", "--run", run, "--profile", "kind", "--image", image, *settings, *cluster)
     with _step(f"{run}: wait"):
-        _sunspot("wait", run, "--timeout", str(WAIT_S), *cluster)
+        sunspot("wait", run, "--timeout", str(WAIT_S), *cluster)
     with _step(f"{run}: check what it left"):
-        status = json.loads(_sunspot("status", run, "--json", *cluster, quiet=True))
+        status = json.loads(sunspot("status", run, "--json", *cluster, quiet=True))
         assert status["state"] == "succeeded", status
-        _sunspot("checkpoints", "verify", run)
-        _sunspot("audit", run)
+        sunspot("checkpoints", "verify", run)
+        sunspot("audit", run)
         with tempfile.TemporaryDirectory() as folder:
-            _sunspot("checkpoints", "get", run, "--output", folder)
+            sunspot("checkpoints", "get", run, "--output", folder)
             accuracy = _score(Path(folder, "model.pt"))
         print(f"accuracy on the held-out digits: {accuracy:.2%}", flush=True)
         assert accuracy >= MIN_ACCURACY, f"below {MIN_ACCURACY:.0%}"
     with _step(f"{run}: wait for its cluster to go"):
-        _wait_until_gone(context, f"sunspot/run={run}")
+        listing = ("get", "rayclusters.ray.io,pods", "-l", f"sunspot/run={run}", "-o", "name")
+        until(f"end of its RayCluster and pods ({run})", GONE_S, lambda: not kubectl(*listing, namespace=NAMESPACE))
 
 
 def _score(weights: Path) -> float:
@@ -113,23 +106,24 @@ def _score(weights: Path) -> float:
     return evaluate(task, model, load_rows(test), 500, torch.device("cpu"))["test_accuracy"]
 
 
-@contextlib.contextmanager
-def _cluster() -> Iterator[str]:
-    """The context of the cluster to use; one that was made here is deleted."""
-    if context := os.environ.get("KUBE_CONTEXT"):
-        yield context
+@contextmanager
+def _cluster() -> Iterator[None]:
+    """The cluster of KUBE_CONTEXT, or one that is made here, and deleted."""
+    if os.environ.get("KUBE_CONTEXT"):
+        yield
         return
     refuse_missing_tools()
+    os.environ["KUBE_CONTEXT"] = f"kind-{CLUSTER}"
     try:
         with _step("create a kind cluster with the KubeRay operator"):
             create_cluster(CLUSTER)
-        yield f"kind-{CLUSTER}"
+        yield
     finally:
         call("kind", "delete", "cluster", "--name", CLUSTER)
 
 
-@contextlib.contextmanager
-def _s3_server(context: str) -> Iterator[dict[str, str]]:
+@contextmanager
+def _s3_server() -> Iterator[dict[str, str]]:
     """What the Secret has to hold; this process's environment reaches the same server, and its runs' place."""
     if os.environ.get("AWS_ENDPOINT_URL"):
         with _folder(os.environ.get("SUNSPOT_STORAGE_PATH", "s3://sunspot")) as path:
@@ -141,7 +135,7 @@ def _s3_server(context: str) -> Iterator[dict[str, str]]:
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or every request makes a line
-    address = _address_for_nodes(context)
+    address = _address_for_nodes()
     server = ThreadedMotoServer(address, S3_PORT, verbose=False)
     server.start()
     secret = {
@@ -158,14 +152,14 @@ def _s3_server(context: str) -> Iterator[dict[str, str]]:
         server.stop()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _folder(storage_path: str) -> Iterator[str]:
     """A storage path of the test's own, one below another; at the end it goes, with what the test has left there."""
     from sunspot.storage import open_storage
 
     storage = open_storage(storage_path)
     if storage.list(NAME):
-        sys.exit(f"smoke test refused: {storage.locate(NAME)} is not its own")
+        raise SunspotError(f"smoke test refused: {storage.locate(NAME)} is not its own")
     try:
         yield storage.locate(NAME)
     finally:
@@ -175,50 +169,32 @@ def _folder(storage_path: str) -> Iterator[str]:
         storage.delete_folders(NAME)
 
 
-def _address_for_nodes(context: str) -> str:
+def _address_for_nodes() -> str:
     """The address of this machine on the way to the cluster's nodes: they reach it there."""
     path = "{.items[0].status.addresses[?(@.type=='InternalIP')].address}"
-    node = call("kubectl", "--context", context, "get", "nodes", "-o", f"jsonpath={path}", quiet=True)
+    node = kubectl("get", "nodes", "-o", f"jsonpath={path}", namespace="default")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((node, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
 
-@contextlib.contextmanager
-def _namespace(context: str) -> Iterator[None]:
+@contextmanager
+def _namespace() -> Iterator[None]:
     """k8s/base in a namespace of the test's own."""
     with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:  # kustomize wants a relative path to the base
-        text = f"namespace: {NAMESPACE}\nresources: [../k8s/base]\n"
-        Path(folder, "kustomization.yaml").write_text(text)
+        base = os.path.relpath(REPOSITORY / "k8s" / "base", folder)
+        Path(folder, "kustomization.yaml").write_text(f"namespace: {NAMESPACE}\nresources: [{base}]\n")
         with _step("apply k8s/base"):
-            call("kubectl", "--context", context, "apply", "-k", folder)
+            kubectl("apply", "-k", folder, namespace=NAMESPACE)
     try:
         yield
     finally:
         with _step("delete the namespace"):
-            call("kubectl", "--context", context, "delete", "namespace", NAMESPACE, "--timeout=300s")
+            kubectl("delete", "namespace", NAMESPACE, "--timeout=300s", namespace=NAMESPACE)
 
 
-def _wait_until_gone(context: str, label: str) -> None:
-    """Return when no RayCluster and no pod with this label is left."""
-    deadline = time.monotonic() + GONE_S
-    while True:
-        kinds = "rayclusters.ray.io,pods"
-        left = call(
-            "kubectl", "--context", context, "-n", NAMESPACE, "get", kinds, "-l", label, "-o", "name", quiet=True
-        )
-        if not left:
-            return
-        assert time.monotonic() < deadline, f"still there after {GONE_S} s:\n{left}"
-        time.sleep(2)
-
-
-def _sunspot(*words: str, quiet: bool = False) -> str:
-    return call(sys.executable, "-m", "sunspot.cli", *words, quiet=quiet)
-
-
-@contextlib.contextmanager
-def _step(name: str) -> Iterator[Any]:
+@contextmanager
+def _step(name: str) -> Iterator[None]:
     print(f"== {name}", flush=True)
     began = time.monotonic()
     yield

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 
-from scripts.cluster import commands_of_the_environment
-from scripts.recovery import add_options, inject, settings_of
+from scripts.cluster import commands_of_the_environment, options, sunspot
+from scripts.recovery import add_options, inject, request_of
 from scripts.smoke import MIN_ACCURACY
 from scripts.subjects import Ours, running, wait_until_complete
 from sunspot.errors import SunspotError, run_and_exit
@@ -37,9 +34,7 @@ SETTINGS = {"EPOCHS": "40", "MAX_FAILURES": "100", "AUDIT": "true"}
 
 def main() -> int:
     """Inject faults, wait for the end, and check the result."""
-    parser = argparse.ArgumentParser(
-        "soak", description="Injects faults of every kind into a run, and checks the result."
-    )
+    parser = argparse.ArgumentParser("soak", description="Injects faults of every kind, and checks the result.")
     parser.add_argument("--incidents", type=int, default=15, metavar="N", help="at least; default: 15")
     parser.add_argument("--minutes", type=float, default=30, metavar="M", help="at least; default: 30")
     parser.add_argument("--seed", type=int, help="of all that is random; default: a new one, printed")
@@ -48,11 +43,11 @@ def main() -> int:
     commands = commands_of_the_environment("reclaim", "kill")
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     print(f"== seed {seed}", flush=True)
-    run = Ours(arguments.profile, settings_of(arguments, SETTINGS), arguments.image, arguments.namespace)
+    run = Ours(request_of(arguments, SETTINGS))
     with running(run):
         inject_all(run, commands, random.Random(seed), arguments.incidents, 60 * arguments.minutes)
         print("== wait for the end", flush=True)
-        sunspot("wait", run.run.name, "--timeout", str(END_S), *on_the_cluster(run))
+        sunspot("wait", run.run.name, "--timeout", str(END_S), *options(run.namespace))
         report(run)
     return 0
 
@@ -74,10 +69,10 @@ def inject_all(run: Ours, commands: dict[str, str], chance: random.Random, incid
         print(f"== incident {injected}, after {(time.monotonic() - began) / 60:.1f} min: {how} {whom}", flush=True)
         if how == "chaos":
             seed = str(chance.randrange(10**6))
-            sunspot("chaos", run.run.name, "--kind", whom, "--seed", seed, "--yes", *on_the_cluster(run))
+            sunspot("chaos", run.run.name, "--kind", whom, "--seed", seed, "--yes", *options(run.namespace))
         else:
             fault = inject(run, how, whom, commands, chance)
-            print(f"   first step after {fault.first_step_s} s, {fault.replayed} replayed", flush=True)
+            print(f"   first step after {fault.first_step_s} s, {fault.after.replayed} replayed", flush=True)
 
 
 def report(run: Ours) -> None:
@@ -86,28 +81,12 @@ def report(run: Ours) -> None:
     for receipt in receipts:
         print(f"{time.strftime('%H:%M:%S', time.gmtime(receipt.first_step))}  {describe(receipt)}")
     sunspot("audit", run.run.name)
-    status = json.loads(sunspot("status", run.run.name, "--json", *on_the_cluster(run), quiet=True))
+    status = json.loads(sunspot("status", run.run.name, "--json", *options(run.namespace), quiet=True))
     newest = json.loads(sunspot("checkpoints", "ls", run.run.name, "--json", "--limit", "1", quiet=True))[0]
     accuracy = newest["metrics"]["test_accuracy"]
     print(f"{len(receipts)} receipts, goodput {status['goodput']:.1%}, accuracy {accuracy:.2%}, {status['state']}")
     if status["state"] != "succeeded" or accuracy < MIN_ACCURACY:
         raise SunspotError(f"it should have succeeded, with an accuracy of {MIN_ACCURACY:.0%} or more")
-
-
-def on_the_cluster(run: Ours) -> list[str]:
-    """The options with which a verb finds the run's cluster."""
-    context = os.environ.get("KUBE_CONTEXT")
-    return [*(["--context", context] if context else []), "--namespace", run.namespace]
-
-
-def sunspot(*words: str, quiet: bool = False) -> str:
-    """Run a verb as a user does; its output is shown, or returned with `quiet`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "sunspot.cli", *words], text=True, stdout=subprocess.PIPE if quiet else None
-    )
-    if done.returncode:
-        raise SunspotError(f"sunspot {' '.join(words)} ended with {done.returncode}")
-    return done.stdout or ""
 
 
 if __name__ == "__main__":

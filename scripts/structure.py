@@ -89,14 +89,9 @@ def count_fields(node: ast.ClassDef) -> int:
 def find_repeated(package: Path) -> dict[str, list[str]]:
     """Names of several modules that do not have one subject, with where they are."""
     places = defaultdict[str, list[str]](list)
-    for file in sorted(package.rglob("*.py")):
-        if not file.name.startswith("__"):
-            places[file.stem].append(file.parent.relative_to(package).as_posix() + "/")
-    return {
-        name: found
-        for name, found in places.items()
-        if len(found) > 1 and not all(place in SAME_SUBJECT for place in found)
-    }
+    for file in sorted(package.rglob("[!_]*.py")):
+        places[file.stem].append(file.parent.relative_to(package).as_posix() + "/")
+    return {name: found for name, found in places.items() if len(found) > 1 and not set(found) <= set(SAME_SUBJECT)}
 
 
 if __name__ == "__main__":

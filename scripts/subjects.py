@@ -8,10 +8,10 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -22,9 +22,16 @@ from sunspot.run.attempts import read_attempts
 from sunspot.run.history import read_journal
 from sunspot.run.incidents import Receipt, read_receipts
 from sunspot.settings import PREFIX
+from sunspot.submitter.cluster.api import connect
+from sunspot.submitter.cluster.observation import RunAccess
+from sunspot.submitter.cluster.progress_lines import print_submission
+from sunspot.submitter.cluster.start import submit
+from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs, stop_run
+from sunspot.submitter.manifest.profile import load_profile
+from sunspot.submitter.manifest.render import JobRequest, render
 
 SCRIPTS = Path(__file__).parent
-STOCK = SCRIPTS / "stock.yaml"
+STOCK, LOOPS = SCRIPTS / "stock.yaml", SCRIPTS / "bench" / "loops.py"
 
 START_S = 900
 """For all workers to train: pods have to start, a lost one to be replaced, and the image may have to be pulled."""
@@ -38,8 +45,6 @@ class Group:
     """A worker group that has taken a step."""
 
     number: int
-    from_step: int
-    "The step it went on from."
     world_size: int
     first_step: float
     "When its first step was done, in seconds since the epoch."
@@ -48,45 +53,13 @@ class Group:
     receipt: Receipt | None = None
 
 
-class Subject(Protocol):
-    """A job on the cluster that loses nodes."""
-
-    job: str
-    namespace: str
-    workers: int
-    "When it is complete."
-
-    def submit(self) -> None:
-        """Have the cluster run it."""
-
-    def groups(self) -> list[Group]:
-        """Its worker groups so far, oldest first; raises `SunspotError` if there can be no more."""
-
-    def timeline(self) -> list[tuple[float, int]]:
-        """When which steps had been taken, in seconds since the epoch, by time."""
-
-    def replayed(self) -> int:
-        """Steps that have been taken again."""
-
-    def over(self) -> str:
-        """How it has ended; empty while it may go on."""
-
-    def rank0(self) -> str:
-        """The pod of rank 0; empty if unknown."""
-
-    def end(self) -> None:
-        """Take it off the cluster."""
-
-
 class Ours:
     """A run of ours, watched through its storage."""
 
-    def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        from sunspot.submitter.cluster.api import connect
-        from sunspot.submitter.cluster.observation import RunAccess
-        from sunspot.submitter.manifest.render import JobRequest, render
+    title = "Sunspot"
 
-        self._rendered = render(JobRequest(profile, settings, image, namespace))
+    def __init__(self, request: JobRequest) -> None:
+        self._rendered = render(request)
         self._cluster = connect(os.environ.get("KUBE_CONTEXT"), self._rendered.namespace)
         chosen = self._rendered.settings
         self.job, self.namespace, self.workers = self._rendered.name, self._rendered.namespace, chosen.num_workers.most
@@ -95,22 +68,21 @@ class Ours:
 
     def submit(self) -> None:
         """Through the submitter, as a user does; a run of this name that is there goes on."""
-        from sunspot.submitter.cluster.progress_lines import print_submission
-        from sunspot.submitter.cluster.start import submit
-
         print_submission(submit(self._cluster, self._rendered), as_json=False)
 
     def groups(self) -> list[Group]:
-        """By the receipts: one for each group that has taken a step."""
+        """Its worker groups that have taken a step, oldest first, by the receipts; raises `SunspotError` once it is
+        over.
+        """
         if over := self.over():
             raise SunspotError(f"nothing is left to interrupt: {self.run.name} {over}")
         return [
-            Group(receipt.attempt, receipt.step, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
+            Group(receipt.attempt, receipt.world_after, receipt.first_step, receipt.replayed, receipt)
             for receipt in self.receipts()
         ]
 
     def replayed(self) -> int:
-        """By the receipts, too."""
+        """Steps that have been taken again, by the receipts, too."""
         return sum(receipt.replayed for receipt in self.receipts())
 
     def receipts(self) -> list[Receipt]:
@@ -118,24 +90,22 @@ class Ours:
         return read_receipts(read_journal(self.run, "events"))
 
     def timeline(self) -> list[tuple[float, int]]:
-        """By the metric history, attempts that were superseded included."""
+        """When which steps had been taken, by the metric history, attempts that were superseded included."""
         return sorted((record["time"], record["step"]) for record in read_journal(self.run, "metrics"))
 
     def over(self) -> str:
-        """By cluster and storage."""
+        """How it has ended, by cluster and storage; empty while it may go on."""
         snapshot = self._access.observe()
         state, reason = snapshot.state()
         known = state.terminal and not snapshot.cluster.trouble and not snapshot.storage.trouble
         return f"{state}, {reason}" if known else ""
 
     def rank0(self) -> str:
-        """As the newest attempt recorded it."""
+        """The pod of rank 0, as the newest attempt recorded it; empty if unknown."""
         return str(read_attempts(self.run)[-1].metadata.get("nodes", {}).get("0", ""))
 
     def end(self) -> None:
         """Stop it, so that it commits, and wait for its pods to go, also when it has finished; its storage stays."""
-        from sunspot.submitter.cluster.stopping import GONE_WITHIN_S, delete_jobs, stop_run
-
         stop_run(self._access, timeout=300)
         if not delete_jobs(self._cluster, self._access.observe().cluster.jobs, GONE_WITHIN_S):
             raise GaveUpError(f"the pods of {self.job} are still there after {GONE_WITHIN_S:.0f} s")
@@ -144,41 +114,40 @@ class Ours:
 class Stock:
     """The usual loop, watched through its driver's log."""
 
-    name = "stock"
+    name, title = "stock", "the loop of Ray's guides"
 
-    def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        from sunspot.submitter.manifest.profile import load_profile
-
+    def __init__(self, request: JobRequest) -> None:
         given = {name.removeprefix(PREFIX): value for name, value in os.environ.items() if name.startswith(PREFIX)}
-        settings = {**given, **settings}
-        self.job, self.namespace = f"{settings['RUN_NAME']}-{self.name}", namespace or "sunspot"
+        settings = {**given, **request.settings}
+        self.job, self.namespace = f"{settings['RUN_NAME']}-{self.name}", request.namespace or "sunspot"
         self.storage_path = settings.get("STORAGE_PATH", "runs")
+        self.workers = int(settings["NUM_WORKERS"].rpartition("..")[2])
         self._lines: dict[str, None] = {}
         self._read: dict[tuple[str, str], int] = {}
-        loop = SCRIPTS / "bench" / f"{self.name}_loop.py"
         manifest = yaml.safe_load(STOCK.read_text())
         manifest["metadata"] = {"name": self.job, "namespace": self.namespace}
-        manifest["spec"]["entrypoint"] = f"python /stock/{loop.name}"
+        manifest["spec"]["entrypoint"] += f" {self.name}"
         cluster = manifest["spec"]["rayClusterSpec"]
         for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
             (container,) = group["template"]["spec"]["containers"]
-            container["image"] = image or container["image"]
+            container["image"] = request.image or container["image"]
             container["env"] = [{"name": PREFIX + name, "value": value} for name, value in settings.items()]
         (workers,) = cluster["workerGroupSpecs"]
-        self.workers = int(settings["NUM_WORKERS"].rpartition("..")[2])
         workers |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), self.workers)
-        if spot := load_profile(profile, {}).spot:
+        if spot := load_profile(request.profile, {}).spot:
             toleration = {"key": spot.label, "operator": "Exists"}
             workers["template"]["spec"] |= {"nodeSelector": {spot.label: spot.value}, "tolerations": [toleration]}
         code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stock", "namespace": self.namespace}}
-        self._objects = [{**code, "data": {loop.name: loop.read_text()}}, manifest]
+        self._objects = [{**code, "data": {LOOPS.name: LOOPS.read_text()}}, manifest]
 
     def submit(self) -> None:
         """Apply its code and its RayJob."""
         kubectl("apply", "-f", "-", namespace=self.namespace, text=yaml.safe_dump_all(self._objects))
 
     def groups(self) -> list[Group]:
-        """By the driver's output; what it printed between the last read and the loss of its head is unknown."""
+        """Its worker groups, by the driver's output; what it printed between the last read and the loss of its head is
+        unknown.
+        """
         if over := self.over():
             raise SunspotError(f"{self.job} has ended: {over}")
         return read_groups(self._lines)
@@ -204,9 +173,8 @@ class Stock:
     def _read_log(self, head: str, log: str) -> None:
         """Take in the lines that it has had since; the last one may be half written, and is read again."""
         known = self._read.get((head, log), 0)
-        *lines, _ = kubectl("exec", head, "--", "tail", "-n", f"+{known + 1}", log, namespace=self.namespace).split(
-            "\n"
-        )
+        text = kubectl("exec", head, "--", "tail", "-n", f"+{known + 1}", log, namespace=self.namespace)
+        *lines, _ = text.split("\n")
         self._lines |= dict.fromkeys(lines)
         self._read[head, log] = known + len(lines)
 
@@ -224,12 +192,11 @@ class Stock:
 class Torchft(Stock):
     """The same task under TorchFT, through Ray's `TorchftConfig`; `torchft` is in the image."""
 
-    name = "torchft"
+    name, title = "torchft", "TorchFT under Ray"
 
-    def __init__(self, profile: str, settings: dict[str, str], image: str | None, namespace: str | None) -> None:
-        own = {"CPU": 1, **json.loads(settings.get("RESOURCES_PER_WORKER") or "{}"), "worker": 1}
-        settings = {**settings, "RESOURCES_PER_WORKER": json.dumps(own)}
-        super().__init__(profile, settings, image, namespace)
+    def __init__(self, request: JobRequest) -> None:
+        own = {"CPU": 1, **json.loads(request.settings.get("RESOURCES_PER_WORKER") or "{}"), "worker": 1}
+        super().__init__(replace(request, settings={**request.settings, "RESOURCES_PER_WORKER": json.dumps(own)}))
         cluster = self._objects[1]["spec"]["rayClusterSpec"]
         head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
         # Ray's lighthouse wants a processor of the head, which is kept from the workers by what only their nodes have.
@@ -251,6 +218,10 @@ class Torchft(Stock):
 def begins_anew(step: int, reached: int) -> bool:
     """Whether replicas that had reached a step have begun anew: one may tell of a step after another of the next."""
     return step < reached - 1
+
+
+Subject: TypeAlias = Ours | Stock
+"""A job on the cluster that loses nodes."""
 
 
 @contextmanager
@@ -287,8 +258,8 @@ def read_groups(lines: Iterable[str]) -> list[Group]:
         if record.get("event") == "start":
             start = record
         elif start:
-            first = start["from_step"]
-            groups.append(Group(len(groups) + 1, first, record["world"], record["time"], max(0, reached - first)))
+            again = max(0, reached - start["from_step"])
+            groups.append(Group(len(groups) + 1, record["world"], record["time"], again))
             start = None
         reached = record.get("step", reached)
     return groups

@@ -3,7 +3,8 @@
 MNIST comes from SUNSPOT_DATA_ROOT (downloaded once by torchvision). S3 is the server at AWS_ENDPOINT_URL, by default
 one on this machine. To run one benchmark: python -m scripts.bench ingest
 
-python -m scripts.bench ways prints tables of several ways each; or, as in python -m scripts.bench ways stalls, some.
+python -m scripts.bench ways prints a table of all ways for each benchmark that knows more than two; or, as in
+python -m scripts.bench ways step, for some of them.
 
 python -m scripts.bench scale prints another table: what grows with workers, rows, time and bytes; or, as in
 python -m scripts.bench scale data history, some subjects of it.
@@ -14,118 +15,88 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import ray
 
 from scripts import object_stores
-from scripts.bench import checkpoint, ingest, memory_rows, step, submitter
-from scripts.bench.scale import Subject, consensus, data, history, print_table, transfer
-from scripts.bench.ways import Ways, print_ways
+from scripts.bench import Benchmark, Figure, checkpoint, ingest, memory_rows, step, submitter
+from scripts.bench.scale import data, history, transfer
 from sunspot.ray_session import RAY_ENVIRONMENT
 
-
-@dataclass
-class Benchmark:
-    """A yardstick and the product, in the same unit, measured in pairs."""
-
-    title: str
-    yardstick: str
-    unit: str
-    higher_is_better: bool
-    goal: float
-    "The least improvement: yardstick over product if lower is better, else product over yardstick."
-    measure: Callable[[], list[tuple[float, float]]]
-    "Pairs of (yardstick, product)."
-
-
 BENCHMARKS = {
-    "step": Benchmark(
-        "step of the training loop", "torchrun DDP, an idle Ray beside it", "ms", False, 1 / 1.03, step.measure
-    ),
-    "copies": Benchmark(
-        "step with copies of the state in memory", "the same without", "ms", False, 1 / 1.03, step.measure_copies
-    ),
-    "checkpoint": Benchmark(
-        "training thread stalled by a checkpoint of 200 MB to S3",
-        "dcp.async_save with a process, to disk",
-        "ms",
-        False,
-        1,
-        checkpoint.measure,
-    ),
-    "ingest": Benchmark(
-        "rows of Parquet in S3 into batches, LOADER=ray", "batched Ray Data", "rows/s", True, 1, ingest.measure
-    ),
-    "memory_rows": Benchmark(
-        "rows in memory, into batches", "DataLoader over torchvision's MNIST", "rows/s", True, 20, memory_rows.measure
-    ),
-    "help": Benchmark("sunspot --help", "python -c pass", "ms", False, 1 / 12, submitter.measure_help),
-    "render": Benchmark("sunspot render", "python -c pass", "ms", False, 1 / 30, submitter.measure_render),
+    "step": Benchmark("step of ResNet-18, 128 rows, two cores", "ms", 1 / 1.03, step.measure),
+    "copies": Benchmark("step with copies of the state in memory", "ms", 1 / 1.03, step.measure_copies),
+    "checkpoint": Benchmark("training thread stalled by a checkpoint of 200 MB", "ms", 1, checkpoint.measure),
+    "ingest": Benchmark("rows of Parquet in S3 into batches", "rows/s", 1, ingest.measure),
+    "memory_rows": Benchmark("rows in memory into batches", "rows/s", 20, memory_rows.measure),
+    "help": Benchmark("sunspot --help", "ms", 1 / 12, submitter.measure_help),
+    "render": Benchmark("sunspot render", "ms", 1 / 30, submitter.measure_render),
     "checkpoints": Benchmark(
-        f"sunspot checkpoints ls, {submitter.CHECKPOINTS:,} in S3",
-        "the pages of the listing alone",
-        "ms",
-        False,
-        1 / 2,
-        submitter.measure_checkpoints,
+        f"sunspot checkpoints ls, {submitter.CHECKPOINTS:,} in S3", "ms", 1 / 2, submitter.measure_checkpoints
     ),
-    "runs": Benchmark(
-        f"sunspot list, {submitter.RUNS:,} runs in S3",
-        "the pages of the listing alone",
-        "ms",
-        False,
-        1 / 2,
-        submitter.measure_runs,
-    ),
+    "runs": Benchmark(f"sunspot list, {submitter.RUNS:,} runs in S3", "ms", 1 / 2, submitter.measure_runs),
 }
 
+WAYS = ("ingest", "step", "checkpoint")
 
-WAYS = {
-    "stalls": Ways("training thread stalled by a checkpoint of 200 MB", ("ms",), checkpoint.measure_ways),
-    "readers": Ways("rows of S3 into batches", ("rows/s",), ingest.measure_ways),
-    "loops": Ways("step of ResNet-18, two cores", ("ms",), step.measure_ways),
+SCALE: dict[str, Callable[[], Iterator[Figure]]] = {
+    "data": data.measure,
+    "history": history.measure,
+    "transfer": transfer.measure,
 }
-
-SCALE: dict[str, Subject] = {"data": data, "consensus": consensus, "history": history, "transfer": transfer}
 
 
 def main(names: list[str]) -> None:
     """Measure the named benchmarks, or all, and print the table."""
     if names[:1] == ["scale"]:
-        print_table({name: SCALE[name] for name in names[1:] or SCALE})
+        print("| what | at | Sunspot |\n|---|---|---|")
+        for name in names[1:] or SCALE:
+            began = time.perf_counter()
+            for what, at, value, unit in SCALE[name]():
+                print(f"| {what} | {at} | {value:,.4g} {unit} |", flush=True)
+            print(f"{name}: measured in {time.perf_counter() - began:.0f} s", file=sys.stderr)
         return
     os.environ.update(RAY_ENVIRONMENT)
     with object_stores.s3_bucket(checkpoint.BUCKET):
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         if names[:1] == ["ways"]:
             for name in names[1:] or WAYS:
-                print_ways(WAYS[name])
+                print_ways(BENCHMARKS[name])
             return
-        print(
-            "| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|", flush=True
-        )
+        print("| what | Sunspot | yardstick | | better by (median, range) | goal |\n|---|---|---|---|---|---|")
         for name in names or BENCHMARKS:
-            print(line_of(BENCHMARKS[name]), flush=True)
+            print_pair(BENCHMARKS[name])
         ray.shutdown()
 
 
-def line_of(benchmark: Benchmark) -> str:
-    """Measure, and format the result as a line of the table."""
+def print_pair(benchmark: Benchmark) -> None:
+    """Measure Sunspot and its yardstick, and print a line of the table."""
     print(f"measuring: {benchmark.title}", file=sys.stderr)
-    pairs = benchmark.measure()
-    ratios = [ours / theirs if benchmark.higher_is_better else theirs / ours for theirs, ours in pairs]
+    (_, ours), (yardstick, theirs) = benchmark.measure(2).items()
+    better = zip(ours, theirs, strict=True) if benchmark.higher_is_better else zip(theirs, ours, strict=True)
+    ratios = [more / less for more, less in better]
     cells = [
         benchmark.title,
-        f"{median(ours for _, ours in pairs):,.1f} {benchmark.unit}",
-        benchmark.yardstick,
-        f"{median(theirs for theirs, _ in pairs):,.1f} {benchmark.unit}",
-        f"{median(ratios):.3g}x ({min(ratios):.3g} to {max(ratios):.3g}, {len(pairs)} pairs)",
+        f"{median(ours):,.1f} {benchmark.unit}",
+        yardstick,
+        f"{median(theirs):,.1f} {benchmark.unit}",
+        f"{median(ratios):.3g}x ({min(ratios):.3g} to {max(ratios):.3g}, {len(ratios)} pairs)",
         f"{benchmark.goal:.3g}x",
     ]
-    return f"| {' | '.join(cells)} |"
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_ways(benchmark: Benchmark) -> None:
+    """Measure all ways, and print a table with a line for each: the median, with the range in brackets."""
+    print(f"\n| {benchmark.title} | {benchmark.unit} | turns |\n|---|---|---|")
+    for name, values in benchmark.measure(sys.maxsize).items():
+        middle, least, most = (
+            f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in (median(values), min(values), max(values))
+        )
+        print(f"| {name} | {middle} ({least} to {most}) | {len(values)} |", flush=True)
 
 
 if __name__ == "__main__":

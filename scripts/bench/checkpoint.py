@@ -11,6 +11,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray.train
@@ -20,41 +22,35 @@ from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
-from scripts.bench.ways import Figures
+from scripts.bench import Figures
 from sunspot.checkpoint import CheckpointManager, SavedObjects
 from sunspot.data.order import Steps
 from sunspot.data.source import EmptySource
 from sunspot.plan import Plan
 from sunspot.run import open_run
 from sunspot.run.attempts import Attempt, claim, read_attempts
-from sunspot.run.history import Journal
 from sunspot.settings import Settings
 
 ROUNDS = 7
 BUCKET = "bench"
-OURS, DCP = "Sunspot", "`dcp.async_save`, staged by a thread, written by a process of its own"
 WIDTH = 4096
 """One layer of 4096 x 4096 in fp32 has 67 MB, and Adam keeps twice as much again: 201 MB."""
 
-
-def measure() -> list[tuple[float, float]]:
-    """Milliseconds that one checkpoint takes from the training thread, (PyTorch's best, ours), in turns."""
-    figures = measure_ways()
-    return [(theirs, ours) for (theirs,), (ours,) in zip(figures[DCP], figures[OURS], strict=True)]
+Waits = tuple[Callable[[], object], Callable[[], object]]
+"""Of a save that has begun: until the state may change, and until it is stored."""
 
 
-def measure_ways() -> Figures:
-    """Milliseconds that one checkpoint takes from the training thread, each way in turns on one worker."""
+def measure(most: int) -> Figures:
+    """Milliseconds that one checkpoint takes from the training thread of one worker."""
     with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/figures"
+        out = Path(folder, "figures")
         TorchTrainer(
             on_worker,
-            train_loop_config={"storage": f"s3://{BUCKET}/ours", "out": out},
+            train_loop_config={"storage": f"s3://{BUCKET}/ours", "most": most, "out": str(out)},
             scaling_config=ScalingConfig(num_workers=1),
             run_config=RunConfig(name="theirs", storage_path=f"s3://{BUCKET}"),
         ).fit()
-        with open(out) as file:
-            return {way: [(each,) for each in stalls] for way, stalls in json.load(file).items()}
+        return dict(json.loads(out.read_text()))
 
 
 def on_worker(config: dict[str, Any]) -> None:
@@ -62,20 +58,15 @@ def on_worker(config: dict[str, Any]) -> None:
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     rows = torch.randn(64, WIDTH)
-    run = open_run(config["storage"], "run")
-    attempt = Attempt(1, "bench", None, 0)
-    claim(run, read_attempts(run), attempt)
-    journals: dict[str, Journal] = {"metrics": Journal(run, "metrics", 1), "events": Journal(run, "events", 1)}
-    plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((WIDTH,), WIDTH), None, Steps(6400, 64), 100)
-    checkpoints = CheckpointManager(run, attempt, plan, SavedObjects(model, optimizer), journals=journals)
-    ways: dict[str, Way] = {
-        OURS: Ours(checkpoints),
-        DCP: Dcp(AsyncCheckpointerType.PROCESS),
-        "the same, written by a thread": Dcp(AsyncCheckpointerType.THREAD),
-        "`torch.save` and `report()`, Ray uploads behind": Report("ASYNC"),
-        "`torch.save` and `report()`, Ray uploads before it returns": Report("SYNC"),
+    makers: dict[str, Callable[[], Way]] = {
+        "Sunspot": lambda: Ours(config["storage"], SavedObjects(model, optimizer)),
+        "`dcp.async_save`, staged by a thread, written by a process of its own": lambda: Dcp("PROCESS"),
+        "the same, written by a thread": lambda: Dcp("THREAD"),
+        "`torch.save` and `report()`, Ray uploads behind": lambda: Report("ASYNC"),
+        "`torch.save` and `report()`, Ray uploads before it returns": lambda: Report("SYNC"),
     }
-    stalls: dict[str, list[float]] = {name: [] for name in ways}
+    ways = {name: make() for name, make in islice(makers.items(), config["most"])}
+    stalls: Figures = {name: [] for name in ways}
     for step in range(1, 2 + ROUNDS):
         for name, way in ways.items():
             model(rows).square().mean().backward()
@@ -90,10 +81,7 @@ def on_worker(config: dict[str, Any]) -> None:
             stored()
             if step > 1:  # the first one allocates
                 stalls[name].append(1000 * stall)
-    for way in ways.values():
-        way.close()
-    with open(config["out"], "w") as out:
-        json.dump(stalls, out)
+    Path(config["out"]).write_text(json.dumps(stalls))
 
 
 def nothing() -> None:
@@ -103,38 +91,35 @@ def nothing() -> None:
 class Way(Protocol):
     """A way to save."""
 
-    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Begin to save; the waits until the state may change, and until it is stored."""
-
-    def close(self) -> None:
-        """End its threads and processes."""
+    def save(self, step: int, state: dict[str, Any]) -> Waits:
+        """Begin to save."""
 
 
 class Ours:
-    """The product's."""
+    """The product's, without copies that outlive the process."""
 
-    def __init__(self, checkpoints: CheckpointManager) -> None:
-        self._checkpoints = checkpoints
+    def __init__(self, storage: str, saved: SavedObjects) -> None:
+        run, attempt = open_run(storage, "run"), Attempt(1, "bench", None, 0)
+        claim(run, read_attempts(run), attempt)
+        plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((1,), 1), None, Steps(6400, 64), 100)
+        self._checkpoints = CheckpointManager(run, attempt, plan, saved)
 
-    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+    def save(self, step: int, state: dict[str, Any]) -> Waits:
         self._checkpoints.took_step(step, None)
         self._checkpoints.save(step, {"loss": 0.0})
         return self._checkpoints.wait_for_copy, self._checkpoints.drain
-
-    def close(self) -> None:
-        self._checkpoints.close(finished=True)
 
 
 class Dcp:
     """PyTorch's, with everything that it has against stalls on this device: staging in a thread works on a CPU, too."""
 
-    def __init__(self, kind: AsyncCheckpointerType) -> None:
+    def __init__(self, writer: str) -> None:
         cuda = torch.cuda.is_available()
         options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=True, use_non_blocking_copy=cuda)
-        self._kind, self._stager = kind, DefaultStager(options)
+        self._kind, self._stager = AsyncCheckpointerType[writer], DefaultStager(options)
         self._folder = tempfile.TemporaryDirectory()
 
-    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+    def save(self, step: int, state: dict[str, Any]) -> Waits:
         place = f"{self._folder.name}/{step}"
         begun = async_save(state, checkpoint_id=place, async_checkpointer_type=self._kind, async_stager=self._stager)
         copied: Callable[[], object]
@@ -149,10 +134,6 @@ class Dcp:
 
         return copied, stored
 
-    def close(self) -> None:
-        self._stager.close()
-        self._folder.cleanup()
-
 
 class Report:
     """Ray's, as in its guide to checkpoints."""
@@ -160,7 +141,7 @@ class Report:
     def __init__(self, mode: str) -> None:
         self._mode = ray.train.CheckpointUploadMode[mode]
 
-    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+    def save(self, step: int, state: dict[str, Any]) -> Waits:
         folder = tempfile.mkdtemp()
         torch.save(state, os.path.join(folder, "state.pt"))
         ray.train.report(
@@ -170,6 +151,3 @@ class Report:
             delete_local_checkpoint_after_upload=True,
         )
         return nothing, ray.train.get_all_reported_checkpoints
-
-    def close(self) -> None:
-        pass

@@ -7,14 +7,14 @@ Streaming; a way whose package is missing is left out.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from scripts.bench.ways import Figures
+from scripts.bench import Figures, in_turns
 from sunspot.data.image_table import SAMPLE, open_images
 from sunspot.data.order import Steps
 from sunspot.data.source import DataPlan, read_rows, rows_in
@@ -48,86 +48,70 @@ WORKERS = 2
 """Of a DataLoader."""
 
 BUCKET = "bench"
-OURS, RAY_DATA = "Sunspot, `LOADER=ray`", "Ray Data, `read_parquet`, `map_batches`, `iter_torch_batches`"
 READERS = {
-    OURS: "ours",
-    RAY_DATA: "ray_data",
+    "Sunspot, `LOADER=ray`": "ours",
+    "Ray Data, `read_parquet`, `map_batches`, `iter_torch_batches`": "ray_data",
     f"DataLoader, {WORKERS} workers, a row group at a time by pyarrow": "torch_data",
     f"LitData, {WORKERS} workers, its own format": "litdata",
     f"MosaicML Streaming, {WORKERS} workers, its own format": "streaming",
 }
 
 
-def measure() -> list[tuple[float, float]]:
-    """Rows a second, (Ray Data, ours), in turns."""
-    figures = measure_ways(OURS, RAY_DATA)
-    return [(theirs[0], ours[0]) for theirs, ours in zip(figures[RAY_DATA], figures[OURS], strict=True)]
+def measure(most: int) -> Figures:
+    """Rows a second."""
+    readers = dict(islice(READERS.items(), most))
+    call("write", "parquet")
+    for name, reader in list(readers.items()):
+        if reader in WRITERS and not call("write", reader):
+            del readers[name]
+    return in_turns({name: partial(call, "read", reader) for name, reader in readers.items()}, ROUNDS)
 
 
-def measure_ways(*names: str) -> Figures:
-    """Rows a second, each way in turns."""
-    readers = {name: READERS[name] for name in names or READERS}
-    with tempfile.TemporaryDirectory() as folder:
-        call("write", "parquet", folder)
-        for name, reader in list(readers.items()):
-            if reader in WRITERS and call("write", reader, folder) is None:
-                print(f"left out: {name}", flush=True)
-                del readers[name]
-    figures: Figures = {name: [] for name in readers}
-    for _ in range(ROUNDS):
-        for name, reader in readers.items():
-            said = call("read", reader)
-            if said:
-                figures[name].append((json.loads(said.splitlines()[-1]),))
-    return {name: turns for name, turns in figures.items() if turns}
-
-
-def call(*words: str) -> str | None:
-    """What this module prints in a process of its own; None, and why on stdout, when it fails."""
+def call(act: str, way: str) -> float:
+    """What this module prints in a process of its own; 0, and why on stderr, for a format that cannot be written."""
     path = [f"{sys.prefix}/readers", *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "scripts.bench.ingest", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-m", "scripts.bench.ingest", act, way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        print(f"{' '.join(words)}: {done.stderr.strip().splitlines()[-1]}", flush=True)
-        return None
-    return done.stdout
+        why = f"{act} {way}: {done.stderr.strip().splitlines()[-1]}"
+        if act == "read" or way == "parquet":
+            raise RuntimeError(why)
+        print(f"left out: {why}", file=sys.stderr)
+        return 0.0
+    return float(done.stdout.splitlines()[-1])
 
 
-def main(act: str, way: str, folder: str = "") -> None:
-    """Write the rows in a way's format, or read them and print the figures."""
+def main(act: str, way: str) -> None:
+    """Write the rows in a way's format into the bucket, or read them; prints the rows, or those read a second."""
+    images, labels = digits()
     if act == "write":
-        WRITERS[way](f"{folder}/{way}", *pictures())
-        upload(f"{folder}/{way}", way)
+        with tempfile.TemporaryDirectory() as folder:
+            WRITERS[way](folder, np.tile(images, (COPIES, 1, 1)), np.tile(labels, COPIES))
+            pyarrow.fs.copy_files(folder, f"{BUCKET}/ingest/{way}", destination_filesystem=s3())
+        print(COPIES * len(labels))
         return
     rows, first, began = 0, 0, 0.0
-    for images in globals()[way]():
-        rows += len(images)
+    for batch in globals()[way]():
+        rows += len(batch)
         if not first and rows >= WARM_UP:
             first, began = rows, time.perf_counter()
     seconds = time.perf_counter() - began
-    assert rows == COPIES * len(bundled()[1]), f"{rows} rows"
+    assert rows == COPIES * len(labels), f"{rows} rows"
     print((rows - first) / seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def bundled() -> tuple[np.ndarray, np.ndarray]:
-    """The digits' pixels, [n, 28, 28], and labels."""
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """The bundled digits' pixels, [n, 28, 28], and labels."""
     source = open_images(str(SAMPLE))
     rows = read_rows(source, 0, rows_in(source))
     return rows["image"][:, 0], rows["label"]
 
 
-def pictures() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels, [n, 28, 28], and labels."""
-    images, labels = bundled()
-    return np.tile(images, (COPIES, 1, 1)), np.tile(labels, COPIES)
-
-
 def write_parquet(folder: str, images: np.ndarray, labels: np.ndarray) -> None:
-    os.mkdir(folder)
     for number, chosen in enumerate(np.array_split(np.arange(len(labels)), FILES)):
         tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images[chosen])
         table = pa.table({"image": tensors, "label": labels[chosen]})
@@ -137,7 +121,6 @@ def write_parquet(folder: str, images: np.ndarray, labels: np.ndarray) -> None:
 def write_litdata(folder: str, images: np.ndarray, labels: np.ndarray) -> None:
     from litdata.streaming import Cache  # type: ignore[import-not-found]
 
-    os.mkdir(folder)
     cache = Cache(folder, chunk_bytes=CHUNK_BYTES)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         cache[number] = {"image": torch.from_numpy(image), "label": int(label)}
@@ -155,15 +138,6 @@ def write_streaming(folder: str, images: np.ndarray, labels: np.ndarray) -> None
 
 
 WRITERS = {"parquet": write_parquet, "litdata": write_litdata, "streaming": write_streaming}
-
-
-def upload(folder: str, name: str) -> None:
-    """Put the files of a folder into the bucket."""
-    import boto3
-
-    client = boto3.client("s3")
-    for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        client.upload_file(str(file), BUCKET, f"ingest/{name}/{file.relative_to(folder)}")
 
 
 # ------------------------------------------------------------------------------------------------------------- readers

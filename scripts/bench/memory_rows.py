@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 
 import torch
 from torch.utils.data import DataLoader
 
+from scripts.bench import Figures, in_turns
 from sunspot.data.mnist import open_mnist
 from sunspot.data.order import Order, Steps
 from sunspot.data.source import rows_in
@@ -19,8 +21,8 @@ PAIRS = 5
 BATCH = 128
 
 
-def measure() -> list[tuple[float, float]]:
-    """Rows a second of one epoch, (torchvision, ours), alternately."""
+def measure(most: int) -> Figures:
+    """Rows a second of one epoch."""
     from torchvision import datasets, transforms
 
     root = os.environ.get("SUNSPOT_DATA_ROOT", "data")
@@ -29,17 +31,23 @@ def measure() -> list[tuple[float, float]]:
     source, _ = open_mnist(root)
     rows, steps = load_rows(source), Steps(rows_in(source), BATCH)
     order = Order((steps.rows,), 0, steps.rows)
+    epochs = count(1)
 
-    def ours(epoch: int) -> Iterator[torch.Tensor]:
+    def ours() -> Iterator[torch.Tensor]:
+        epoch = next(epochs)
         permutation = order.permutation(epoch, order.windows(epoch)[0])
         shares = [permutation[slice(*steps.share(step, 1, 0))] for step in range(steps.per_epoch)]
         for batch in DataLoader(Selections(rows, shares), batch_size=None):
             yield normalize(batch["image"])
 
-    return [(rate(images for images, _ in theirs), rate(ours(epoch))) for epoch in range(1, 1 + PAIRS)]
+    ways = {
+        "Sunspot": lambda: rate(ours()),
+        "DataLoader over torchvision's MNIST": lambda: rate(images for images, _ in theirs),
+    }
+    return in_turns(ways, PAIRS)
 
 
-def rate(batches: Iterator[torch.Tensor]) -> float:
+def rate(batches: Iterable[torch.Tensor]) -> float:
     """Rows a second."""
     began = time.perf_counter()
     rows = sum(len(images) for images in batches)

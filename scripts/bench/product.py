@@ -9,7 +9,6 @@ from sunspot.run.attempts import new_owner
 from sunspot.run.checkpoints import Checkpoint
 from sunspot.run.claimant import Claimant
 from sunspot.run.identity import keep_identity
-from sunspot.run.incidents import Receipt
 from sunspot.settings import IDENTITY, Settings
 from sunspot.tasks import load_task
 from sunspot.train.driver import identify_rows
@@ -23,8 +22,3 @@ def train(settings: Settings) -> tuple[Run, Checkpoint]:
     keep_identity(run, settings.environment(), IDENTITY, identify_rows(plan))  # for the audit
     with redirect_stdout(io.StringIO()):
         return run, fit(plan, Claimant(run, new_owner(run, "")))
-
-
-def phases_of(receipt: Receipt, signal: float) -> dict[str, float]:
-    """Seconds from the signal to the end of each phase."""
-    return {name: receipt.began + seconds - signal for name, seconds in {"noticed": 0.0, **receipt.phases}.items()}

@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.bench import Figures, in_turns
 from scripts.bench.product import train
-from scripts.bench.ways import Figures
 from sunspot.plan import make_plan
 from sunspot.run.history import read_journal
 from sunspot.settings import Settings, load_settings
@@ -30,33 +31,27 @@ BESIDE_READING = {"CPU": 0.5}
 """Of a worker whose rows Ray Data reads: with two whole cores taken, it read none in 14 minutes."""
 
 
-def measure() -> list[tuple[float, float]]:
-    """Milliseconds of a step, (torchrun, ours), alternately."""
-    return [(torchrun(), ours()) for _ in range(PAIRS)]
-
-
-def measure_copies() -> list[tuple[float, float]]:
-    """Milliseconds of a step, (without copies in memory, with them), alternately."""
-    return [(ours(SNAPSHOT_COST="0"), ours()) for _ in range(PAIRS)]
-
-
-def measure_ways() -> Figures:
-    """Milliseconds of a step, by the loop of each introduction and by ours, in turns."""
+def measure(most: int) -> Figures:
+    """Milliseconds of a step, by ours and by the loop of each introduction."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}")
     loops: dict[str, Callable[[], float]] = {
         "Sunspot": ours,
+        "DistributedDataParallel under torchrun": lambda: in_a_process(*torchrun, "-m", "scripts.bench.step", "ddp"),
         "Sunspot, `LOADER=ray`": partial(ours, LOADER="ray", RESOURCES_PER_WORKER=json.dumps(BESIDE_READING)),
-        "PyTorch's plain loop, one process with a thread for each worker": plain,
-        "DistributedDataParallel under torchrun": torchrun,
+        "PyTorch's plain loop, one process with a thread for each worker": lambda: in_a_process(
+            "-m", "scripts.bench.step", "plain"
+        ),
         "Ray Train with Ray Data": ray_train,
     }
-    figures: Figures = {name: [] for name in loops}
-    for _ in range(PAIRS):
-        for name, loop in loops.items():
-            figures[name].append((loop(),))
-    return figures
+    return in_turns(dict(islice(loops.items(), most)), PAIRS)
 
 
-def settings(storage: str, **more: str) -> Settings:
+def measure_copies(most: int) -> Figures:
+    """Milliseconds of a step, with copies in memory and without."""
+    return in_turns({"with them": ours, "the same without": partial(ours, SNAPSHOT_COST="0")}, PAIRS)
+
+
+def settings(storage: str = "unused", **more: str) -> Settings:
     """ResNet-18 on the sample, two workers of one core."""
     return load_settings(
         {
@@ -80,24 +75,14 @@ def ours(**more: str) -> float:
     return 1000 * (last["time"] - first["time"]) / (last["step"] - first["step"])
 
 
-def torchrun() -> float:
-    """DistributedDataParallel as in its tutorial, `ddp_loop` of this file."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
-    return _in_a_process(*torchrun, "-m", "scripts.bench.step", "ddp")
-
-
-def plain() -> float:
-    """`plain_loop` of this file."""
-    return _in_a_process("-m", "scripts.bench.step", "plain")
-
-
-def _in_a_process(*words: str) -> float:
+def in_a_process(*words: str) -> float:
+    """What a loop of this file prints at its end."""
     output = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout
-    return float(json.loads(output.splitlines()[-1]))
+    return float(output.splitlines()[-1])
 
 
 def ray_train() -> float:
-    """Ray Train's introduction, with its rows from Ray Data: `on_ray` of this file."""
+    """Ray Train's introduction, with its rows from Ray Data."""
     import pyarrow as pa
     import ray.data
     from ray.train import RunConfig, ScalingConfig
@@ -108,14 +93,13 @@ def ray_train() -> float:
     rows = ray.data.from_arrow(pa.table({"image": tensors, "label": labels.numpy()}))
     with tempfile.TemporaryDirectory() as storage:
         out = Path(storage, "ms")  # a result has metrics only of reports with a checkpoint
-        trainer = TorchTrainer(
+        TorchTrainer(
             on_ray,
             train_loop_config={"out": str(out)},
             scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker=BESIDE_READING),
             run_config=RunConfig(storage_path=storage),
             datasets={"train": rows},
-        )
-        trainer.fit()
+        ).fit()
         return float(out.read_text())
 
 
@@ -124,15 +108,14 @@ def on_ray(config: dict[str, Any]) -> None:
     import ray.train.torch
 
     torch.set_num_threads(1)
-    rows, size = ray.train.get_dataset_shard("train"), settings("unused").global_batch_size // WORKERS
+    rows, size = ray.train.get_dataset_shard("train"), settings().global_batch_size // WORKERS
 
     def batches() -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         while True:
             for batch in rows.iter_torch_batches(batch_size=size, drop_last=True):
                 yield batch["image"], batch["label"]
 
-    device = ray.train.torch.get_device()
-    taken = _milliseconds(ray.train.torch.prepare_model, batches(), device)
+    taken = _milliseconds(ray.train.torch.prepare_model, batches(), ray.train.torch.get_device())
     if ray.train.get_context().get_world_rank() == 0:
         Path(config["out"]).write_text(str(taken))
 
@@ -148,10 +131,10 @@ def ddp_loop() -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
     rows = _rows()
-    loader = DataLoader(rows, settings("unused").global_batch_size // WORKERS, sampler=DistributedSampler(rows))
+    loader = DataLoader(rows, settings().global_batch_size // WORKERS, sampler=DistributedSampler(rows))
     taken = _milliseconds(lambda model: DistributedDataParallel(model.to(device)), loader, device)
     if dist.get_rank() == 0:
-        print(json.dumps(taken))
+        print(taken)
     dist.destroy_process_group()
 
 
@@ -161,8 +144,8 @@ def plain_loop() -> None:
 
     torch.set_num_threads(WORKERS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loader = DataLoader(_rows(), settings("unused").global_batch_size, shuffle=True)
-    print(json.dumps(_milliseconds(lambda model: model.to(device), loader, device)))
+    loader = DataLoader(_rows(), settings().global_batch_size, shuffle=True)
+    print(_milliseconds(lambda model: model.to(device), loader, device))
 
 
 def _rows() -> Any:
@@ -171,8 +154,7 @@ def _rows() -> Any:
 
     from sunspot.data.torch_loader import load_rows
 
-    chosen = settings("unused")
-    rows = load_rows(make_plan(chosen, load_task(chosen)).source)
+    rows = load_rows(make_plan(settings(), load_task(settings())).source)
     return TensorDataset(rows["image"], rows["label"])
 
 
@@ -181,13 +163,12 @@ def _milliseconds(
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
 ) -> float:
-    """Of a step, after the warm-up, of the same model."""
-    chosen = settings("unused")
-    task = load_task(chosen)
-    model = prepare(task.build_model(chosen, make_plan(chosen, task).source))
-    optimizer = task.build_optimizer(model, chosen)
+    """Of a step, after the warm-up, of the same model; `batches` are gone through again until there are enough."""
+    task = load_task(settings())
+    model = prepare(task.build_model(settings(), make_plan(settings(), task).source))
+    optimizer = task.build_optimizer(model, settings())
     began, step = 0.0, 0
-    while step < STEPS:
+    while True:
         for image, label in batches:
             losses, _ = task.loss(model, {"image": image.to(device), "label": label.to(device)})
             losses.mean().backward()
@@ -197,10 +178,9 @@ def _milliseconds(
             if step == WARM_UP:
                 began = time.perf_counter()
             if step == STEPS:
-                break
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - began) / (STEPS - WARM_UP)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                return 1000 * (time.perf_counter() - began) / (STEPS - WARM_UP)
 
 
 if __name__ == "__main__":

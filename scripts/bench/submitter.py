@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
+from scripts.bench import Figures, in_turns
 from scripts.bench.checkpoint import BUCKET
 from sunspot.run import Run, to_json
 from sunspot.run.attempts import Attempt, checkpoint_name, claim, step_of
@@ -34,25 +34,22 @@ CHECKPOINTS, RUNS = (10_000, 1_000) if os.environ.get("AWS_ENDPOINT_URL") else (
 ROWS = 50
 """Rows that are shown, as by default."""
 
-REPOSITORY = Path(__file__).parents[2]
 
-
-def measure_help() -> list[tuple[float, float]]:
-    """Milliseconds of (`python -c pass`, `sunspot --help`)."""
+def measure_help(most: int) -> Figures:
+    """Milliseconds of `sunspot --help`."""
     return _start_in_turns("--help")
 
 
-def measure_render() -> list[tuple[float, float]]:
-    """Milliseconds of (`python -c pass`, `sunspot render`)."""
+def measure_render(most: int) -> Figures:
+    """Milliseconds of `sunspot render`."""
     return _start_in_turns("render", "--run", "bench", "--storage", "s3://bucket/runs")
 
 
-def measure_checkpoints() -> list[tuple[float, float]]:
-    """Milliseconds of (the pages of the listing alone, `sunspot checkpoints ls`) of one run with CHECKPOINTS."""
+def measure_checkpoints(most: int) -> Figures:
+    """Milliseconds of `sunspot checkpoints ls` of one run with CHECKPOINTS."""
     with _s3_folder() as storage:
         run = Run(storage, "run")
-        attempt = Attempt(1, "bench", None, 0)
-        claim(run, [], attempt)
+        claim(run, [], Attempt(1, "bench", None, 0))
         names = [checkpoint_name(step, 1) for step in range(1, CHECKPOINTS + 1)]
         map_parallel(lambda name: storage.write(run.key("checkpoints", name, "model.pt"), name.encode()), names)
         files = list_directories(run)
@@ -66,13 +63,11 @@ def measure_checkpoints() -> list[tuple[float, float]]:
             )
 
         map_parallel(commit, names)
-        return _list_in_turns(
-            storage, run.key("checkpoints"), "checkpoints ls", lambda: list_checkpoints(run, ROWS, False)
-        )
+        return _list_in_turns(storage, run.key("checkpoints"), lambda: list_checkpoints(run, ROWS, False))
 
 
-def measure_runs() -> list[tuple[float, float]]:
-    """Milliseconds of (the pages of the listing alone, `sunspot list`) of RUNS runs."""
+def measure_runs(most: int) -> Figures:
+    """Milliseconds of `sunspot list` of RUNS runs."""
     with _s3_folder() as storage:
 
         def make(number: int) -> None:
@@ -83,44 +78,36 @@ def measure_runs() -> list[tuple[float, float]]:
             write_manifest(run, Checkpoint(checkpoint_name(10, 1), 10, 2, 5, 10, 1, {}, {}))
 
         map_parallel(make, range(RUNS))
-        return _list_in_turns(storage, "", "list", lambda: list_runs(storage, ROWS, False))
+        return _list_in_turns(storage, "", lambda: list_runs(storage, ROWS, False))
 
 
-def _start_in_turns(*words: str) -> list[tuple[float, float]]:
-    def milliseconds(*command: str) -> float:
-        began = time.perf_counter()
-        subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        return 1000 * (time.perf_counter() - began)
-
-    def pair() -> tuple[float, float]:
-        return milliseconds("-c", "pass"), milliseconds("-m", "sunspot.cli", *words)
-
-    pair()  # compiles what is not compiled yet
-    return [pair() for _ in range(STARTS)]
+def _milliseconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return 1000 * (time.perf_counter() - began)
 
 
-def _list_in_turns(storage: S3Storage, prefix: str, what: str, show: Callable[[], None]) -> list[tuple[float, float]]:
-    """Time a bare listing of `prefix` and `show` in turns; says which requests `show` makes."""
-    requests: Counter[str] = Counter()
-    storage._client.meta.events.register(
-        "before-send.s3", lambda event_name, **_: requests.update([event_name.rpartition(".")[2]])
-    )
+def _start_in_turns(*words: str) -> Figures:
+    def start(*command: str) -> None:
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
 
-    def milliseconds(act: Callable[[], object]) -> float:
-        requests.clear()
-        began = time.perf_counter()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            act()
-        return 1000 * (time.perf_counter() - began)
+    ways = {"Sunspot": ("-m", "sunspot.cli", *words), "`python -c pass`": ("-c", "pass")}
+    start(*ways["Sunspot"])  # compiles what is not compiled yet
+    return in_turns({name: partial(_milliseconds, partial(start, *way)) for name, way in ways.items()}, STARTS)
+
+
+def _list_in_turns(storage: S3Storage, prefix: str, show: Callable[[], None]) -> Figures:
+    """Time `show` beside a bare listing of `prefix`."""
 
     def bare() -> None:
         pages = storage._client.get_paginator("list_objects_v2")
         for _ in pages.paginate(Bucket=storage.bucket, Prefix=storage._full(prefix)):
             pass
 
-    pairs = [(milliseconds(bare), milliseconds(show)) for _ in range(1 + LISTINGS)]
-    print(f"  {what}, {ROWS} rows: " + ", ".join(f"{count} {name}" for name, count in requests.items()), flush=True)
-    return pairs[1:]
+    ways = {"Sunspot": partial(_milliseconds, show), "the pages of the listing alone": partial(_milliseconds, bare)}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        in_turns(ways, 1)  # opens the connections
+        return in_turns(ways, LISTINGS)
 
 
 @contextmanager
@@ -130,6 +117,4 @@ def _s3_folder() -> Iterator[S3Storage]:
     try:
         yield storage
     finally:
-        keys = [{"Key": storage._full(entry.key)} for entry in storage.list("")]
-        for first in range(0, len(keys), 1000):
-            storage._client.delete_objects(Bucket=BUCKET, Delete={"Objects": keys[first : first + 1000], "Quiet": True})
+        storage.delete_many([entry.key for entry in storage.list("")])

@@ -14,40 +14,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from scripts.cluster import commands_of_the_environment, pods, ready_nodes, until
 from scripts.failures.losses import dealt, schedule
 from scripts.failures.result import Result, read, table, write
-from scripts.failures.rows import of_checkpoints, of_replicas, of_sunspot
-from scripts.recovery import SETTINGS, add_options, settings_of
+from scripts.failures.rows import rows_of
+from scripts.recovery import SETTINGS, add_options, request_of
 from scripts.subjects import START_S, Ours, Stock, Subject, Torchft
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, StorageError, SunspotError, run_and_exit, shorten
-from sunspot.storage import open_storage
-from sunspot.submitter.proof import Epoch
 
-
-class Contender(NamedTuple):
-    """A way to train the task."""
-
-    title: str
-    subject: Callable[..., Subject]
-    count_rows: Callable[[Any], list[Epoch]]
-    "The rows of each epoch of its subject, by the code of the audit."
-
-
-CONTENDERS = {
-    "sunspot": Contender("Sunspot", Ours, lambda ours: of_sunspot(ours.run)),
-    "stock": Contender(
-        "the loop of Ray's guides", Stock, lambda stock: of_checkpoints(open_storage(stock.storage_path), stock.job)
-    ),
-    "torchft": Contender(
-        "TorchFT under Ray", Torchft, lambda torchft: of_replicas(open_storage(torchft.storage_path), torchft.job)
-    ),
-}
+CONTENDERS: dict[str, type[Subject]] = {"sunspot": Ours, "stock": Stock, "torchft": Torchft}
 
 LOOK_EVERY_S = 60.0
 """A look at ours reads all of its history, and all are to have the cores for themselves."""
@@ -83,29 +62,26 @@ def main() -> int:
     # A name of its own, as a run that is there would go on.
     arguments.run = f"{arguments.run}-{int(time.time()) % 10**6}"
     defaults = {**SETTINGS, "MAX_STEPS": str(arguments.steps), "CHECKPOINT_EVERY_STEPS": "60", "REPORT_EVERY_S": "1"}
-    settings = settings_of(arguments, defaults)
+    request = request_of(arguments, defaults)
     folder = Path(arguments.output)
     for name in arguments.only.split(","):
         if name == "torchft" and not arguments.torchft_image:
             print("TorchFT is left out: --torchft-image names none", flush=True)
             continue
-        contender = CONTENDERS[name]
         image = arguments.torchft_image if name == "torchft" else arguments.image
-        subject = contender.subject(arguments.profile, settings, image, arguments.namespace)
-        result = Result(contender.title, subject.job, arguments.steps)
+        subject = CONTENDERS[name](replace(request, image=image))
+        result = Result(subject.title, subject.job, arguments.steps)
         results = [*(each for each in read(folder) if each.name != result.name), result]
         try:
             train(subject, results, commands, arguments)
         except SunspotError as error:  # the others' figures are worth having
             result.ended = shorten(error)
         try:
-            epochs = contender.count_rows(subject)
+            if epochs := rows_of(subject):
+                result.missing = sum(epoch.missing for epoch in epochs)
+                result.repeated = sum(epoch.repeated for epoch in epochs)
         except SunspotError as error:
             print(f"the rows of {subject.job} are not known: {error}", flush=True)
-            epochs = []
-        if epochs:
-            result.missing = sum(epoch.missing for epoch in epochs)
-            result.repeated = sum(epoch.repeated for epoch in epochs)
         write(results, folder)
         print(table(results), flush=True)
     return int(any(result.ended for result in read(folder)))
@@ -129,10 +105,7 @@ def train(subject: Subject, results: list[Result], commands: dict[str, str], arg
         if heads := {pod.node for pod in pods(subject.job, subject.namespace) if pod.head} & set(nodes):
             raise SettingsError(f"--nodes {arguments.nodes}: the head of {subject.job} runs on {', '.join(heads)}")
 
-        def tell(at_s: float, kind: str, node: str) -> None:
-            result.losses.append((round(at_s, 1), kind, node))
-
-        with dealt(losses, commands, arguments.away, began, tell) as dealing:
+        with dealt(losses, result.losses, commands, arguments.away, began) as dealing:
             while result.reached < arguments.steps and not result.ended and not dealing.done():
                 time.sleep(LOOK_EVERY_S)
                 look(subject, result, began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Event
@@ -35,15 +35,11 @@ def schedule(seed: int, every_s: float, nodes: Sequence[str]) -> Iterator[Loss]:
 
 @contextmanager
 def dealt(
-    losses: Iterator[Loss],
-    commands: dict[str, str],
-    away_s: float,
-    began: float,
-    tell: Callable[[float, str, str], None],
+    losses: Iterator[Loss], told: list[tuple[float, str, str]], commands: dict[str, str], away_s: float, began: float
 ) -> Iterator[Future[None]]:
     """Deal the losses in a thread while the context lasts; each node comes back after `away_s`, before the next goes.
 
-    `began` is the time of the first step; `tell` is called with the seconds since, the kind and the node. The future is
+    `began` is the time of the first step; the seconds since, the kind and the node are added to `told`. The future is
     done when a command of the user's has failed, which is raised at the end.
     """
     stop = Event()
@@ -53,7 +49,7 @@ def dealt(
             if stop.wait(max(0.0, began + loss.at_s - time.time())):
                 return
             print(f"== {time.strftime('%H:%M:%S')} {loss.kind} {loss.node}", flush=True)
-            tell(time.time() - began, loss.kind, loss.node)
+            told.append((round(time.time() - began, 1), loss.kind, loss.node))
             finish(begin(commands[loss.kind], loss.node))
             stop.wait(away_s)
             finish(begin(commands["add"], loss.node))

@@ -1,12 +1,8 @@
-"""What a contender did in the benchmark of failures: its figures, and all of them as a table and a plot.
-
-`python -m scripts.failures.result FOLDER` makes both again from the results in the folder.
-"""
+"""What a contender did in the benchmark of failures: its figures, and all of them as a table and a plot."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -131,7 +127,3 @@ def plot(results: Sequence[Result]) -> str:
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     grown = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 {-above} {WIDTH} {HEIGHT + above}"'
     return chart.replace(box, grown, 1).removesuffix("</svg>") + "".join(added) + "</svg>\n"
-
-
-if __name__ == "__main__":
-    write(read(Path(sys.argv[1])), Path(sys.argv[1]))

@@ -12,10 +12,9 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from scripts.subjects import begins_anew
+from scripts.subjects import Stock, Subject, Torchft, begins_anew
 from sunspot.errors import NotFoundError
-from sunspot.run import Run
-from sunspot.storage import Storage
+from sunspot.storage import Storage, open_storage
 from sunspot.storage.base import Entry, map_parallel
 from sunspot.submitter.proof import Data, Epoch, count_rows, prove
 
@@ -38,10 +37,13 @@ class Told(NamedTuple):
     taken: list[Taken]
 
 
-def of_sunspot(run: Run) -> list[Epoch]:
-    """As its own audit has it; none before its first checkpoint."""
+def rows_of(subject: Subject) -> list[Epoch]:
+    """What the model of a contender has learned from, each epoch for itself; nothing before its first checkpoint."""
+    if isinstance(subject, Stock):
+        of_loop = of_replicas if isinstance(subject, Torchft) else of_checkpoints
+        return of_loop(open_storage(subject.storage_path), subject.job)
     with suppress(NotFoundError):
-        return prove(run).epochs
+        return prove(subject.run).epochs
     return []
 
 

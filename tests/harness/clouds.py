@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,19 +23,35 @@ CLOUDS = [pytest.param(scheme, marks=pytest.mark.xdist_group(scheme)) for scheme
 """Parameters of tests: one process has each emulator."""
 
 
+EMULATORS = Path(sys.prefix, "emulators")
+"""Where `make emulators` installs Google's and Azure's."""
+
+AZURE_ACCOUNT = "devstoreaccount1"
+
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Known to all: Azurite's documentation."""
+
+
 @pytest.fixture(scope="session")
 def google_server() -> Iterator[int]:
     """The port of a Google Cloud Storage."""
-    _skip_without(object_stores.FAKE_GCS)
-    with object_stores.google_server() as port:
+    program = EMULATORS / "fake-gcs-server"
+    _skip_without(program)
+    port = object_stores.free_port()
+    command = [str(program), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
+    command += ["-log-level", "error", "-public-host", f"127.0.0.1:{port}", "-external-url", f"http://127.0.0.1:{port}"]
+    with object_stores.serve(command, port):
         yield port
 
 
 @pytest.fixture(scope="session")
 def azure_server() -> Iterator[int]:
     """The port of an Azure Blob Storage."""
-    _skip_without(object_stores.AZURITE)
-    with object_stores.azure_server() as port:
+    program = EMULATORS / "node_modules" / ".bin" / "azurite-blob"
+    _skip_without(program)
+    port = object_stores.free_port()
+    command = [str(program), "--blobPort", str(port), "--silent", "--skipApiVersionCheck", "--loose"]
+    with object_stores.serve([*command, "--disableTelemetry", "--inMemoryPersistence"], port):
         yield port
 
 
@@ -82,10 +99,16 @@ def azure_container(azure_server: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
     use_azure(azure_server, monkeypatch)
     name = f"test-{uuid.uuid4().hex}"
-    BlobServiceClient.from_connection_string(object_stores.azure_connection(azure_server)).create_container(name)
+    BlobServiceClient.from_connection_string(azure_connection(azure_server)).create_container(name)
     return name
 
 
+def azure_connection(port: int) -> str:
+    """As Azure's clients read it from AZURE_STORAGE_CONNECTION_STRING."""
+    url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+    return f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};BlobEndpoint={url};"
+
+
 def use_azure(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", object_stores.azure_connection(port))
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure_connection(port))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

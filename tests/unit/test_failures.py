@@ -23,6 +23,7 @@ from scripts.failures.rows import of_checkpoints, of_replicas
 from scripts.subjects import Stock, Torchft
 from sunspot.errors import ClusterError, SettingsError, SunspotError
 from sunspot.storage import open_storage
+from sunspot.submitter.manifest.render import JobRequest
 from sunspot.submitter.proof import Epoch
 from tests.harness import REPOSITORY
 
@@ -73,7 +74,7 @@ def test_rows_of_replicas_that_lose_one_and_then_all(tmp_path: Path) -> None:
 
 def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that tells of a step after another told of the next has taken none again."""
-    torchft = Torchft("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}, None, None)
+    torchft = Torchft(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     for told, again in (([4, 5, 4, 6, 5, 6, 7], 0), ([4, 5, 6, 1, 1, 2, 1, 3], 6), ([9, 1, 2, 1, 2, 3, 1], 12)):
         lines = [f'(pid=1) {{"time": {float(number)}, "step": {step}}}' for number, step in enumerate(told)]
         monkeypatch.setattr(torchft, "_lines", dict.fromkeys(lines))
@@ -82,7 +83,7 @@ def test_replicas_take_steps_again_only_when_all_begin_anew(monkeypatch: pytest.
 
 def test_the_lighthouse_of_torchft_has_a_processor_that_no_worker_takes() -> None:
     settings = {"RUN_NAME": "mine", "NUM_WORKERS": "3", "RESOURCES_PER_WORKER": '{"CPU": 2}'}
-    _, job = Torchft("kind", settings, None, None)._objects
+    _, job = Torchft(JobRequest("kind", settings))._objects
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "1"}
@@ -102,7 +103,7 @@ def test_a_drivers_log_is_read_from_its_last_whole_line(monkeypatch: pytest.Monk
         return "\n".join(logs[head].split("\n")[asked[-1] - 1 :])
 
     monkeypatch.setattr(scripts.subjects, "kubectl", kubectl)
-    stock = Stock("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}, None, None)
+    stock = Stock(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "3"}))
     stock._read_log("a", "log")
     logs["a"] += "ee\n"
     stock._read_log("a", "log")

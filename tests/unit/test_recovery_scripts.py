@@ -15,9 +15,8 @@ import yaml
 import scripts.cluster
 import scripts.recovery
 import scripts.subjects
-import sunspot.submitter.cluster.api
 from scripts.cluster import Pod, begin, commands_of_the_environment, finish, until
-from scripts.recovery import Strike, choose, inject, measure, table
+from scripts.recovery import Fault, choose, inject, table
 from scripts.subjects import STOCK, Group, Ours, Stock, read_groups, wait_until_complete
 from sunspot.errors import ClusterError, GaveUpError, SettingsError, SunspotError
 from sunspot.run import open_run
@@ -26,6 +25,7 @@ from sunspot.run.history import Journal
 from sunspot.run.incidents import Cause, Receipt
 from sunspot.run.status import RunState
 from sunspot.submitter.cluster.observation import RunAccess
+from sunspot.submitter.manifest.render import JobRequest
 
 PODS = [
     Pod("head", "n0", "10.0.0.1", True),
@@ -56,15 +56,6 @@ class Run:
     """A run whose groups are those that it is told."""
 
     job, namespace, workers = "job", "sunspot", 2
-
-    def timeline(self) -> list[tuple[float, int]]:
-        return [(group.first_step, group.from_step) for group in self.all]
-
-    def replayed(self) -> int:
-        return sum(group.replayed for group in self.all)
-
-    def over(self) -> str:
-        return ""
 
     def __init__(self, *groups: Group) -> None:
         self.all = list(groups)
@@ -98,12 +89,11 @@ def test_whose_nodes_are_taken() -> None:
 
 
 def test_what_a_fault_cost() -> None:
-    before, after = Group(1, 0, 3, 10.0, 0), Group(2, 50, 2, 110.0, 2, RECEIPT)
-    fault = measure(Strike("reclaim", "worker", ["n1"], 100.0), before, after)
-    assert (fault.first_step_s, fault.replayed, fault.world_before, fault.world_after) == (10.0, 2, 3, 2)
-    assert fault.phases == {"noticed": 1.0, "save_began": 1.5, "restarted": 8.0}, "what nobody took is left out"
-    lines = table([fault, replace(fault, first_step_s=14.0, replayed=0, complete_s=40.0)]).splitlines()
+    fault = Fault("reclaim", "worker", ["n1"], 100.0, 3, Group(2, 2, 110.0, 2, RECEIPT))
+    better = replace(fault, after=Group(2, 2, 114.0, 0), complete_s=40.0)
+    lines = table([fault, better]).splitlines()
     assert lines[2] == "| reclaim | worker | 3 to 2 | 0 | 1.0 | 1.5 |  |  |  |  | 8.0 |  | 10.0 | 2 |  |"
+    assert lines[3] == "| reclaim | worker | 3 to 2 |  |  |  |  |  |  |  |  |  | 14.0 | 0 | 40.0 |"
     assert lines[-1].split("|")[13:15] == [" 12.0 ", " 1 "]
     assert len({line.count("|") for line in lines}) == 1
 
@@ -124,21 +114,21 @@ def test_a_fault_ends_with_the_first_step_after_it(
     log = tmp_path / "log"
     names = {"kill": "kill", "add": "add", "add_head": "add head"}
     commands = {name: f"echo {what} {{node}} >> {log}" for name, what in names.items()}
-    before, late = Group(1, 0, 2, time.time() - 60, 0), Group(2, 10, 1, time.time() - 30, 9)
+    before, late = Group(1, 2, time.time() - 60, 0), Group(2, 1, time.time() - 30, 9)
     run = Run(before)
 
     def groups() -> list[Group]:
         if not log.exists() or not log.stat().st_size:
             return [before]
         if len(run.all) == 1:
-            run.all += [late, Group(3, 10, 1, time.time() + 3600, 4)]
+            run.all += [late, Group(3, 1, time.time() + 3600, 4)]
             with log.open("a") as file:
                 file.write("step\n")
         return run.all
 
     run.groups = groups
     fault = inject(run, "kill", target, commands, random.Random(0))
-    assert (fault.target, fault.replayed, fault.world_after) == (target, 4, 1)
+    assert (fault.target, fault.after.replayed, fault.after.world_size) == (target, 4, 1)
     assert 3590 < fault.first_step_s < 3610
     said, taken = log.read_text().splitlines(), len(fault.nodes)
     assert sorted(said[:taken]) + said[taken:] == lines
@@ -147,7 +137,7 @@ def test_a_fault_ends_with_the_first_step_after_it(
 def test_a_group_is_complete_when_all_workers_have_trained_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "START_S", 0)
     now = time.time()
-    trained = Group(3, 20, 2, now - 30, 0)
+    trained = Group(3, 2, now - 30, 0)
     assert wait_until_complete(Run(trained), now - 60) is trained
     for newest in (
         replace(trained, world_size=1),
@@ -174,7 +164,7 @@ def test_groups_in_a_drivers_log() -> None:
     prefix = "\x1b[36m(RayTrainWorker pid=7, ip=10.0.0.1)\x1b[0m "
     lines = [prefix + json.dumps(record) for record in reversed(records)]
     lines += ["Training {'CPU': 1} at the time of writing", '{"time" is no json}', "", "warning: {}"]
-    assert read_groups(lines) == [Group(1, 0, 2, 2.0, 0), Group(2, 1, 2, 11.0, 2)]
+    assert read_groups(lines) == [Group(1, 2, 2.0, 0), Group(2, 2, 11.0, 2)]
 
 
 def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,8 +172,8 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     cluster, storage = SimpleNamespace(trouble=""), SimpleNamespace(trouble="")
     snapshot = SimpleNamespace(state=lambda: states[-1], cluster=cluster, storage=storage)
     monkeypatch.setattr(RunAccess, "observe", lambda access: snapshot)
-    monkeypatch.setattr(sunspot.submitter.cluster.api, "connect", lambda context, namespace: None)
-    ours = Ours("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}, None, None)
+    monkeypatch.setattr(scripts.subjects, "connect", lambda context, namespace: None)
+    ours = Ours(JobRequest("kind", {"RUN_NAME": "mine", "NUM_WORKERS": "2..3"}))
     assert (ours.job, ours.namespace, ours.workers) == (ours._rendered.name, "sunspot", 3)
     ours.run = open_run(str(tmp_path), "mine")
     assert ours.groups() == []
@@ -191,7 +181,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
     events = Journal(ours.run, "events", 2)
     events.append(RECEIPT.record())
     events.flush()
-    assert ours.groups() == [Group(2, 50, 2, 110.0, 2, RECEIPT)]
+    assert ours.groups() == [Group(2, 2, 110.0, 2, RECEIPT)]
     assert ours.rank0() == "a"
     states.append((RunState.SUCCEEDED, "at step 94"))
     with pytest.raises(SunspotError, match="nothing is left to interrupt: mine succeeded, at step 94"):
@@ -202,7 +192,7 @@ def test_a_run_of_ours_tells_its_groups_and_its_rank_0(monkeypatch: pytest.Monke
 
 def test_the_yardsticks_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts.subjects, "pods", lambda job, namespace: PODS)
-    stock = Stock("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}, None, None)
+    stock = Stock(JobRequest("kind", {"RUN_NAME": "mnist", "NUM_WORKERS": "2..3"}))
     assert (stock.job, stock.workers, stock.rank0()) == ("mnist-stock", 3, "")
     lines = [f'(RayTrainWorker pid=7, ip={ip}) {{"time": 1.0, "event": "start"}}' for ip in ("10.0.1.1", "10.0.2.1")]
     stock._lines = dict.fromkeys([*lines, '(RayTrainWorker pid=8, ip=10.0.0.2) {"time": 2.0, "step": 1}'])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import smoke
+from sunspot.errors import SunspotError
 
 SECRETS = {"AWS_SECRET_ACCESS_KEY": "CANARY-KEY", "AWS_SESSION_TOKEN": "CANARY-TOKEN"}
 
@@ -50,15 +51,15 @@ def files(folder: Path) -> list[str]:
 def test_a_test_that_fails_leaves_storage_as_it_was(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(storage)
 
-    def train(context: str, image: str, loader: str) -> None:
+    def train(image: str, loader: str) -> None:
         place = Path(os.environ["SUNSPOT_STORAGE_PATH"])
         assert place.parent == storage, "a folder of its own in the user's storage"
         (place / "smoke-torch").mkdir(parents=True)
         (place / "smoke-torch" / "run.json").write_text("{}")
-        raise SystemExit("smoke test failed")
+        raise SunspotError("smoke test failed")
 
     monkeypatch.setattr(smoke, "_train", train)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SunspotError):
         smoke.main()
     assert files(storage) == before
     assert (storage / "llama/checkpoints/1/model.pt").read_text() == "llama/checkpoints/1/model.pt"
@@ -68,7 +69,7 @@ def test_existing_runs_are_never_taken_for_its_own(storage: Path) -> None:
     (storage / smoke.NAME).mkdir()
     (storage / smoke.NAME / "run.json").write_text("{}")
     before = files(storage)
-    with pytest.raises(SystemExit, match=f"{smoke.NAME} is not its own"):
+    with pytest.raises(SunspotError, match=f"{smoke.NAME} is not its own"):
         smoke.main()
     assert files(storage) == before
 

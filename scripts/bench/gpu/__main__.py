@@ -1,4 +1,4 @@
-"""Run the subjects one after the other; one that fails, or lacks a package, is named and does not end the others."""
+"""Run the subjects one after the other; one that fails, or lacks a package, does not end the others."""
 
 import argparse
 import importlib
@@ -9,14 +9,11 @@ import sys
 import time
 import traceback
 import warnings
-from importlib.util import find_spec
 
 import torch
 
-NEEDED = ("ray", "pyarrow", "pydantic")
-
-SUBJECTS = {"ceilings": (), "checkpoints": NEEDED, "steps": NEEDED}
-"""Each a module of this package, with the packages it needs beside torch; the longest comes last."""
+SUBJECTS = ("checkpoints", "steps")
+"""Each a module of this package; the longest comes last."""
 
 
 def main() -> int:
@@ -29,10 +26,6 @@ def main() -> int:
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
     print(f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}", flush=True)
     for subject in arguments.subjects or SUBJECTS:
-        if missing := [package for package in SUBJECTS[subject] if not find_spec(package)]:
-            print(f"\n{subject}: left out, as {', '.join(missing)} cannot be imported", flush=True)
-            failed = True
-            continue
         print(f"\n{subject} ({time.monotonic() - began:.0f} s)", flush=True)
         try:
             importlib.import_module(f"scripts.bench.gpu.{subject}").measure(torch.device(arguments.device))

@@ -13,17 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from scripts.bench.checkpoint import Dcp, Ours, Way, nothing
-from scripts.bench.gpu.ceilings import synchronize
-from sunspot.checkpoint import CheckpointManager, SavedObjects
-from sunspot.data.order import Steps
-from sunspot.data.source import EmptySource
-from sunspot.plan import Plan
-from sunspot.run import open_run
-from sunspot.run.attempts import Attempt, claim, read_attempts
-from sunspot.settings import Settings
+from scripts.bench.checkpoint import Dcp, Ours, Waits, Way, nothing
+from scripts.bench.gpu.workloads import synchronize
+from sunspot.checkpoint import SavedObjects
 
 SAVES = 4
 """Of each way; the first allocates and is left out."""
@@ -42,8 +35,8 @@ def measure(device: torch.device) -> None:
         cells = []
         with tempfile.TemporaryDirectory() as folder:
             ways: dict[str, Way] = {
-                "Sunspot": Ours(manager(folder, training)),
-                "dcp.async_save": Dcp(AsyncCheckpointerType.THREAD),
+                "Sunspot": Ours(folder, SavedObjects(training.model, training.optimizer)),
+                "dcp.async_save": Dcp("THREAD"),
                 "torch.save": TorchSave(Path(folder)),
             }
             for name, way in ways.items():
@@ -97,24 +90,12 @@ def stall(way: Way, training: Training) -> tuple[list[float], list[float]]:
     return stalls, ends
 
 
-def manager(folder: str, training: Training) -> CheckpointManager:
-    """The product's, without copies that outlive the process."""
-    run = open_run(folder, "run")
-    attempt = Attempt(1, "bench", None, 0)
-    claim(run, read_attempts(run), attempt)
-    plan = Plan(Settings(checkpoints_to_keep=1), EmptySource((1,), 1), None, Steps(6400, 64), 100)
-    return CheckpointManager(run, attempt, plan, SavedObjects(training.model, training.optimizer))
-
-
 class TorchSave:
     """torch.save while the training waits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def save(self, step: int, state: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+    def save(self, step: int, state: dict[str, Any]) -> Waits:
         torch.save(state, self._folder / str(step % 2))
         return nothing, nothing
-
-    def close(self) -> None:
-        """Nothing is open."""

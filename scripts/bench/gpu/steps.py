@@ -1,12 +1,12 @@
 """The step beside plain PyTorch of the same batch, in alternating pairs, and what each option brings."""
 
+import time
 from dataclasses import replace
 from statistics import median
 
 import torch
 
-from scripts.bench.gpu.ceilings import matrix_rate
-from scripts.bench.gpu.workloads import Workload, ours, plain, workloads
+from scripts.bench.gpu.workloads import Workload, ours, plain, synchronize, workloads
 from sunspot.errors import SunspotError
 from sunspot.ray_session import ray_session
 
@@ -27,7 +27,8 @@ ON_CPU = ("fp32", "bf16", "compiled")
 
 def measure(device: torch.device) -> None:
     """Print a line for each workload, then one for each rung of the ladder."""
-    ceiling = matrix_rate(device, torch.bfloat16)
+    ceiling = matrix_rate(device)
+    print(f"matrix product, bf16 {ceiling / 1e12:8.1f} TFLOP/s", flush=True)
     with ray_session():
         for workload in workloads(device):
             precision = "bf16" if workload.tokens else "fp32"
@@ -58,6 +59,19 @@ def climb(workload: Workload, device: torch.device) -> None:
         gain = f"{before / step_ms:8.2f}x" if before else ""
         print(f"{workload.name:30} {name:12}  {step_ms:8.3f} ms {gain}", flush=True)
         before = step_ms
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Operations a second of a square product in bf16: the median of ten, after three to warm up."""
+    n = 8192 if device.type == "cuda" else 256
+    left, right = torch.randn(2, n, n, device=device, dtype=torch.bfloat16)
+    times = []
+    for _ in range(13):
+        began = time.perf_counter()
+        left @ right
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2 * n**3 / median(times[3:])
 
 
 def utilization(workload: Workload, step_ms: float, ceiling: float) -> str:

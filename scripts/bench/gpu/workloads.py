@@ -3,8 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from scripts.bench.gpu.ceilings import synchronize
 from scripts.bench.product import train
+from sunspot.data.image_table import SAMPLE
 from sunspot.data.text import REFERENCE, read_text
 from sunspot.data.torch_loader import load_rows
 from sunspot.plan import make_plan
@@ -24,6 +23,11 @@ from sunspot.tasks import load_task
 
 WARM_UP_S = 3.0
 """Seconds of a run that are not measured: cuDNN chooses kernels, allocators fill, torch.compile compiles."""
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,14 @@ class Workload:
     tokens: int = 0
     "Of a row; 0: rows are images."
 
-    def settings(self, storage: str, data: str, device: torch.device, **more: str) -> Settings:
+    def settings(self, folder: str, device: torch.device, **more: str) -> Settings:
         """One worker, no checkpoint before the end, a record four times a second."""
         return load_settings(
             {
                 "TASK": self.task,
                 "TASK_ARGS": json.dumps(self.args),
-                "DATASET": dataset(self, data),
-                "STORAGE_PATH": storage,
+                "DATASET": dataset(self, folder),
+                "STORAGE_PATH": folder,
                 "NUM_WORKERS": "1",
                 "USE_GPU": str(device.type == "cuda").lower(),
                 "GLOBAL_BATCH_SIZE": str(self.batch),
@@ -84,51 +88,40 @@ def workloads(device: torch.device) -> list[Workload]:
     ]
 
 
-@contextmanager
-def folders() -> Iterator[tuple[str, str]]:
-    """Empty folders for storage and for data."""
-    with tempfile.TemporaryDirectory() as root:
-        yield f"{root}/storage", f"{root}/data"
-
-
-def dataset(workload: Workload, data: str) -> str:
+def dataset(workload: Workload, folder: str) -> str:
     """A dataset of exactly one epoch of the workload: an evaluation or a second epoch would be measured, too."""
-    Path(data).mkdir(exist_ok=True)
     if workload.tokens:
-        path = Path(data, f"{workload.batch}.txt")
+        path = Path(folder, "rows.txt")
         text = read_text(REFERENCE)
         wanted = int(workload.batch * workload.steps * workload.tokens * 1.2)
         path.write_bytes((text * (1 + wanted // len(text)))[:wanted])
         return str(path)
-    path = Path(data, f"{workload.batch}.parquet")
-    if not path.exists():
-        table = pq.read_table(Path(__file__).parents[3] / "app" / "sunspot" / "data" / "sample.parquet")
-        rows = workload.batch * workload.steps
-        pq.write_table(pa.concat_tables([table] * (1 + rows // len(table))).slice(0, rows), path, row_group_size=8192)
+    path = Path(folder, "rows.parquet")
+    table = pq.read_table(SAMPLE)
+    rows = workload.batch * workload.steps
+    pq.write_table(pa.concat_tables([table] * (1 + rows // len(table))).slice(0, rows), path, row_group_size=8192)
     return str(path)
 
 
 def ours(workload: Workload, device: torch.device, **more: str) -> float:
     """Milliseconds of a step of a run, from its first record after the warm-up to its last."""
-    with folders() as (storage, data):
-        run, _ = train(workload.settings(storage, data, device, **more))
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = train(workload.settings(folder, device, **more))
         records = [record for record in read_journal(run, "metrics") if "rows_per_s" in record]
-    warm = [record for record in records if record["time"] > records[0]["time"] + WARM_UP_S]
-    first, last = (warm or records)[0], records[-1]
-    return 1000 * (last["time"] - first["time"]) / (last["step"] - first["step"])
+    return step_ms([(record["step"], record["time"]) for record in records])
 
 
 def plain(workload: Workload, device: torch.device, precision: str) -> float:
     """Milliseconds of a step of the loop anyone would write first, with all rows on the device already."""
-    with folders() as (storage, data):
-        settings = workload.settings(storage, data, device)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = workload.settings(folder, device)
         task = load_task(settings)
         plan = make_plan(settings, task)
         rows = {name: column.to(device) for name, column in load_rows(plan.source).items()}
     model = task.build_model(settings, plan.source).to(device)
     optimizer = task.build_optimizer(model, settings)
     order = torch.randperm(plan.steps.rows, device=device)
-    begins: list[tuple[int, float]] = []
+    marks: list[tuple[int, float]] = []
     for step in range(workload.steps):
         chosen = order[step * workload.batch : (step + 1) * workload.batch]
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -138,7 +131,12 @@ def plain(workload: Workload, device: torch.device, precision: str) -> float:
         optimizer.zero_grad()
         if step % 10 == 9:
             synchronize(device)
-            begins.append((step, time.perf_counter()))
-    warm = [mark for mark in begins if mark[1] > begins[0][1] + WARM_UP_S]
-    (first, began), (last, ended) = (warm or begins)[0], begins[-1]
+            marks.append((step, time.perf_counter()))
+    return step_ms(marks)
+
+
+def step_ms(marks: list[tuple[int, float]]) -> float:
+    """Milliseconds of a step, from the first mark (a step, and when it was done) after the warm-up to the last."""
+    warm = [mark for mark in marks if mark[1] > marks[0][1] + WARM_UP_S]
+    (first, began), (last, ended) = (warm or marks)[0], marks[-1]
     return 1000 * (ended - began) / (last - first)

@@ -13,13 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from scripts.bench.scale import Figure
+from scripts.bench import Figure
 from sunspot.background import TokenBucket
 from sunspot.observe.ranks import FLUSH_BURST, FLUSH_EVERY_S, RankHistory, to_column
 from sunspot.run import Run
@@ -37,36 +36,16 @@ LENGTHS = {HOUR_S: "an hour", DAY_S: "a day", DAYS * DAY_S: f"{DAYS} days"}
 
 LOOKS = 5
 
-PUT_USD = 0.005 / 1000
-"""Published price of S3 Standard in us-east-1 for a PUT."""
-
-
-class CountingStorage(LocalStorage):
-    """A directory that counts its writes, each a request to S3, and does not wait for the disk."""
-
-    writes = 0
-
-    def write(self, key: str, data: bytes) -> None:
-        self.writes += 1
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
 
 def measure() -> Iterator[Figure]:
-    """What a month of a run leaves in storage and costs there; what it takes to look at it, also on the way."""
+    """What a month of a run leaves in storage, and what it takes to look at it, also on the way."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        storage = CountingStorage(f"{folder}/history")
+        storage = LocalStorage(folder)
         for seconds in write_month(Run(storage, "month")):
             at = f"{RANKS} ranks, {LENGTHS[seconds]}"
-            objects = storage.list("")
-            yield Figure("history", at, sum(entry.size for entry in objects) / 1e6, "MB")
-            yield Figure("objects of it", at, len(objects), "")
-            if seconds == DAY_S:
-                yield Figure("writes in a day", at, storage.writes, "")
-                yield Figure("price of these", at, storage.writes * PUT_USD, "USD")
-            look(storage)  # compiles the modules, as installed ones are
-            yield Figure("status, from start to end", at, median(look(storage) for _ in range(LOOKS)), "s")
+            yield Figure("history", at, sum(entry.size for entry in storage.list("")) / 1e6, "MB")
+            look(folder)  # compiles what is not compiled yet
+            yield Figure("status, from start to end", at, median(look(folder) for _ in range(LOOKS)), "s")
 
 
 def write_month(run: Run) -> Iterator[int]:
@@ -117,12 +96,9 @@ def make_ranks(draw: random.Random) -> Columns:
     return {"rows": [200] * RANKS, **{name: to_column(name, values) for name, values in columns.items()}}
 
 
-def look(storage: CountingStorage) -> float:
+def look(storage: str) -> float:
     """Seconds of a whole process that shows the status."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    cache = str(storage.root.with_suffix(".cache"))
-    environment |= {"KUBECONFIG": os.devnull, "PYTHONPATH": str(Path("app").absolute()), "PYTHONPYCACHEPREFIX": cache}
     began = time.perf_counter()
-    command = [sys.executable, "-m", "sunspot", "status", "month", "--storage", str(storage.root), "--json"]
-    subprocess.run(command, capture_output=True, check=True, env=environment)
+    command = [sys.executable, "-m", "sunspot", "status", "month", "--storage", storage, "--json"]
+    subprocess.run(command, capture_output=True, check=True, env={**os.environ, "KUBECONFIG": os.devnull})
     return time.perf_counter() - began

@@ -1,26 +1,31 @@
-"""Seconds of a commit and of a restore, with S3 behind a proxy that limits each connection.
+"""Seconds of a commit and of a restore, with S3 behind a proxy that limits each connection, as object storage does.
 
 The server is versitygw where it is on PATH, else moto, which verifies nothing, so that all is read back. It shares this
-machine's cores with the client, which bounds what many connections reach together.
+machine's cores with the client, which bounds what many connections reach together. So that the proxy takes little of
+them, it is a process of its own, this module with the server's port; Linux paces what it sends and moves the bytes from
+socket to socket.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
 from scripts import object_stores
-from scripts.bench.scale import Figure
+from scripts.bench import Figure
 from sunspot.checkpoint.files import WholeState
 from sunspot.checkpoint.memory import Slot
 from sunspot.checkpoint.node_state import NodeState
@@ -30,8 +35,14 @@ from sunspot.run.attempts import Attempt, checkpoint_name, claim, read_attempts
 from sunspot.run.checkpoints import Checkpoint, delete_checkpoint, find_newest_good, write_manifest
 from sunspot.storage.s3 import S3Storage
 
-RATE, SIZES = 90e6, (0.2e9, 2e9, 10e9)
+RATE, SIZES = 90_000_000, (0.2e9, 2e9, 10e9)
 """Bytes a second of a connection, and bytes of the states."""
+
+PIECE = 1 << 20
+"""Bytes moved at once: as many as a user's pipe may hold."""
+
+SO_MAX_PACING_RATE = 47
+"""Linux's option of a socket, in bytes a second; Python has no name for it."""
 
 BUCKET = "bench"
 
@@ -42,8 +53,9 @@ the object while it is read."""
 
 def measure() -> Iterator[Figure]:
     """Each size, the smallest first."""
-    with _s3(RATE):
+    with _limited_s3():
         run = Run(S3Storage(f"s3://{BUCKET}"), "run")
+        claim(run, [], Attempt(1, "bench", None, 0))
         for size in SIZES:
             at = f"{size / 1e9:g} GB, {RATE / 1e6:.0f} MB/s a connection"
             state = make_state(int(size))
@@ -66,18 +78,12 @@ def make_state(size: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"model": {"weights": weights}, "optimizer": dict(zip(("exp_avg", "exp_avg_sq"), averages, strict=True))}
 
 
-def _manifest(run: Run) -> Checkpoint:
-    attempts = read_attempts(run)
-    if not attempts:
-        claim(run, attempts, Attempt(1, "bench", None, 0))
-    return Checkpoint(checkpoint_name(1, 1), 1, 1, 100, 100, 1)
-
-
 def commit(run: Run, state: dict[str, dict[str, torch.Tensor]]) -> Checkpoint:
     """Write a checkpoint of the state, as rank 0's thread does."""
-    snapshot = Snapshot(_manifest(run), {}, state, Slot(0, None), Future(), ChangeWatch(()), [])
-    files = WholeState(run).files(snapshot)
-    write_manifest(run, checkpoint := replace(_manifest(run), files=files))
+    empty = Checkpoint(checkpoint_name(1, 1), 1, 1, 100, 100, 1)
+    files = WholeState(run).files(Snapshot(empty, {}, state, Slot(0, None), Future(), ChangeWatch(()), []))
+    checkpoint = replace(empty, files=files)
+    write_manifest(run, checkpoint)
     return checkpoint
 
 
@@ -91,18 +97,48 @@ def restore(run: Run) -> None:
 
 
 @contextmanager
-def _s3(rate: float) -> Iterator[None]:
+def _limited_s3() -> Iterator[None]:
     """An S3 server with a bucket, and the proxy in front of it, which the AWS environment then names."""
     import boto3
 
     limits = patch("sunspot.storage.bucket.READ_TIMEOUT_S", COMPLETE_S)
     with object_stores.s3_server() as port, patch.dict(os.environ, object_stores.S3_KEYS), limits:
-        proxy = [sys.executable, "-m", "scripts.bench.scale.throttle", str(port), str(rate)]
-        with subprocess.Popen(proxy, stdout=subprocess.PIPE, text=True) as throttle:
+        command = [sys.executable, "-m", "scripts.bench.scale.transfer", str(port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as proxy:
             try:
-                assert throttle.stdout
-                os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{int(throttle.stdout.readline())}"
+                assert proxy.stdout
+                os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{int(proxy.stdout.readline())}"
                 boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=BUCKET)
                 yield
             finally:
-                throttle.terminate()
+                proxy.terminate()
+
+
+def serve_limited(upstream: int) -> None:
+    """Print the proxy's port, and accept connections until it is killed."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        print(listener.getsockname()[1], flush=True)
+        while True:
+            client, _ = listener.accept()
+            server = socket.create_connection(("127.0.0.1", upstream))
+            for source, sink in ((client, server), (server, client)):
+                sink.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, RATE)
+                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=_pass_on, args=(source, sink), daemon=True).start()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    out, into = os.pipe()
+    fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PIECE)
+    with suppress(OSError):
+        while size := os.splice(source.fileno(), into, PIECE):
+            while size:
+                size -= os.splice(out, sink.fileno(), size)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+    os.close(out)
+    os.close(into)
+
+
+if __name__ == "__main__":
+    serve_limited(int(sys.argv[1]))

@@ -1,0 +1,258 @@
+r"""`python -m scripts.bench.loops stock` (or `torchft`): the yardsticks for recovery, as Ray's own guides train.
+
+Task, data, batch, workers, MAX_STEPS, CHECKPOINT_EVERY_STEPS and MAX_FAILURES come from the SUNSPOT_ settings.
+
+`stock` follows the guides to PyTorch, fault tolerance and elastic training, and changes no default of Ray's. It writes
+to <STORAGE_PATH>/<RUN_NAME>-stock. A checkpoint has no position in the data: a restart begins the epoch again. Rank 0
+prints a line of JSON for each step, `{"time", "step", "world"}`, and for each start of the workers, `{"time", "event":
+"start", "from_step", "checkpoint_step", "world"}`; steps after `from_step` are repeated. Ray shows a worker's line
+twice.
+
+`torchft` follows the example of `TorchftConfig` in Ray 2.60, with torchft 0.2. Each worker is a replica of its own:
+when one is lost the others go on without it, and Ray replaces that one, which gets the state from them. As in the
+example, nothing is reported to Ray and nothing is saved, and a worker that is replaced begins its part of the data
+again. Each worker prints `{"time", "step", "world"}` for each step that was committed; `world` is how many took part.
+
+Times are in seconds since the epoch. With AUDIT, the ids of the rows that each step consumed are written as
+scripts/failures/rows.py reads them.
+
+Only the driver needs this file: Ray sends the function to the workers. An image for `torchft` has torchft beside
+sunspot/, and the exporter of OpenTelemetry that it imports:
+
+    pip install --no-deps --target torchft torchft==0.2.0 opentelemetry-exporter-otlp-proto-http==1.45.2 \
+      opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-otlp-common==0.66b2 \
+      opentelemetry-exporter-http-transport==0.66b2
+    FROM sunspot:0.1.0
+    COPY torchft /sunspot
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray.train
+import ray.train.collective
+import ray.train.torch
+import ray.util
+import torch
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from torch.utils.data import DataLoader, TensorDataset
+
+from sunspot.data.torch_loader import load_rows
+from sunspot.errors import run_and_exit
+from sunspot.plan import Plan, make_plan, with_absolute_paths
+from sunspot.settings import load_settings
+from sunspot.storage import open_storage
+from sunspot.tasks import load_task
+
+FILE = "checkpoint.pt"
+
+Taken = list[tuple[int, int, list[int]]]
+"""The epoch, the number, and the ids of this worker's rows, of each step that it took."""
+
+
+def train_stock(config: dict[str, Any]) -> None:
+    """The training loop of each worker, as in Ray's guides."""
+    began = time.time()
+    plan: Plan = config["plan"]
+    settings = plan.settings
+    context = ray.train.get_context()
+    world, rank = context.get_world_size(), context.get_world_rank()
+
+    task = load_task(settings)
+    model = ray.train.torch.prepare_model(task.build_model(settings, plan.source))
+    bare = model.module if world > 1 else model
+    optimizer = task.build_optimizer(bare, settings)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: task.schedule(min(step, plan.total_steps - 1), plan.total_steps)
+    )
+    loader = DataLoader(dataset_of(plan), batch_size=settings.global_batch_size // world, shuffle=True)
+    loader = ray.train.torch.prepare_data_loader(loader)
+
+    first_epoch = step = checkpoint_step = 0
+    start, parent = ray.train.collective.broadcast_from_rank_zero(f"{began:.3f}"), "none"
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            state = torch.load(os.path.join(folder, FILE))
+        bare.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        first_epoch, step, checkpoint_step = state["epoch"], state["epoch_began"], state["step"]
+        parent = state["start"]
+    if rank == 0:
+        print_event(time=began, event="start", from_step=step, checkpoint_step=checkpoint_step, world=world)
+
+    taken: Taken = []
+    for epoch in range(first_epoch, settings.epochs):
+        if world > 1:
+            loader.sampler.set_epoch(epoch)
+        epoch_began = step
+        model.train()
+        for image, label, row in loader:
+            losses, _ = task.loss(model, {"image": image, "label": label})
+            loss = losses.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            taken.append((epoch + 1, step, row.tolist()))
+            if rank == 0:
+                print_event(time=time.time(), step=step, world=world)
+
+            over = step - epoch_began == len(loader)
+            every = settings.checkpoint_every_steps
+            if over or (every and step % every == 0) or step == plan.total_steps:
+                state = {
+                    "model": bare.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "scheduler": scheduler.state_dict(),
+                    "step": step,
+                    "start": start,
+                    # A restart begins at the first row of the unfinished epoch.
+                    "epoch": epoch + over,
+                    "epoch_began": step if over else epoch_began,
+                }
+                write_rows(plan, f"-stock/rows/{start}-after-{parent}-at-{checkpoint_step}/{step}-{rank}.json", taken)
+                taken = []
+                save({"loss": loss.item(), "step": step}, state, rank)
+            if step == plan.total_steps:
+                return
+
+
+def save(metrics: dict[str, Any], state: dict[str, Any], rank: int) -> None:
+    """Report to Ray, from rank 0 with a checkpoint; return when Ray has uploaded it."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if rank == 0:
+            torch.save(state, os.path.join(folder, FILE))
+            checkpoint = Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=checkpoint)
+
+
+def train_torchft(config: dict[str, Any]) -> None:
+    """The training loop of each worker, as in Ray's example of TorchFT."""
+    import torchft  # type: ignore[import-not-found]
+    from torchft.checkpointing.pg_transport import PGTransport  # type: ignore[import-not-found]
+
+    began = time.time()
+    plan: Plan = config["plan"]
+    settings = plan.settings
+    context = ray.train.get_context()
+    world, rank = context.get_world_size(), context.get_world_rank()
+    task = load_task(settings)
+    bare = task.build_model(settings, plan.source)
+    inner = task.build_optimizer(bare, settings)
+    rates = [group["lr"] for group in inner.param_groups]
+
+    def load_state(state: dict[str, Any]) -> None:
+        bare.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=30))
+    manager = torchft.Manager(
+        pg=group,
+        min_replica_size=1,
+        load_state_dict=load_state,
+        state_dict=lambda: {"model": bare.state_dict(), "optimizer": inner.state_dict()},
+        world_size=1,
+        rank=0,
+        replica_id=f"worker-{rank}",
+        # By address: the name of a pod is known to nobody else.
+        hostname=ray.util.get_node_ip_address(),
+        lighthouse_addr=f"http://{config['driver']}:{urlsplit(os.environ['TORCHFT_LIGHTHOUSE']).port}",
+        timeout=timedelta(seconds=60),
+        checkpoint_transport=PGTransport(group, timeout=timedelta(seconds=30), device=torch.device("cpu")),
+    )
+    model, optimizer = torchft.DistributedDataParallel(manager, bare), torchft.Optimizer(manager, inner)
+    dataset = dataset_of(plan)
+    sampler = torchft.DistributedSampler(
+        dataset, replica_rank=rank, num_replica_groups=world, group_rank=0, num_replicas=1, shuffle=True
+    )
+    loader = DataLoader(dataset, settings.global_batch_size // world, sampler=sampler)
+    batches = iter(loader)
+    epoch = 0
+    "From 1; 0 until the first step tells a worker that is replaced which one the others are in."
+    model.train()
+    while (step := manager.current_step()) < plan.total_steps:
+        batch = next(batches, None)
+        if batch is None:
+            epoch += bool(epoch)
+            sampler.set_epoch(epoch)
+            batches = iter(loader)
+            continue
+        image, label, row = batch
+        for place, param_group in enumerate(inner.param_groups):
+            param_group["lr"] = rates[place] * task.schedule(step, plan.total_steps)
+        optimizer.zero_grad()
+        losses, _ = task.loss(model, {"image": image, "label": label})
+        losses.mean().backward()
+        optimizer.step()
+        if manager.current_step() > step and manager.is_participating():  # committed, with these rows
+            step = manager.current_step()
+            print_event(time=time.time(), step=step, world=manager.num_participants())
+            epoch = epoch or (step - 1) // len(loader) + 1
+            name = f"-torchft/rows/{began:.3f}-after-none-at-0/{step}-{rank}.json"
+            write_rows(plan, name, [(epoch, step, row.tolist())])
+    manager.shutdown()
+
+
+def dataset_of(plan: Plan) -> TensorDataset:
+    """All rows, in memory."""
+    rows = load_rows(plan.source)
+    return TensorDataset(rows["image"], rows["label"], rows["row"])
+
+
+def print_event(**event: Any) -> None:
+    """Print one line, which Ray forwards to the driver's output."""
+    print(json.dumps(event), flush=True)
+
+
+def write_rows(plan: Plan, name: str, taken: Taken) -> None:
+    """Write which rows were consumed, if the settings ask for that."""
+    if plan.settings.audit:
+        told = json.dumps({"rows": plan.steps.rows, "time": time.time(), "taken": taken}).encode()
+        open_storage(plan.settings.storage_path).write(plan.settings.run_name + name, told)
+
+
+def main(name: str) -> int:
+    """Read the settings and train."""
+    torchft = name == "torchft"
+    options: dict[str, Any] = {}
+    if torchft:
+        from ray.train.v2.torch.torchft_config import TorchftConfig  # noqa: TID251 (Ray 2.60 has it nowhere else)
+
+        options["torch_config"] = TorchftConfig(lighthouse_kwargs={"min_replicas": 1}, backend="gloo")
+    settings = with_absolute_paths(load_settings())
+    workers = settings.num_workers
+    ray.train.torch.TorchTrainer(
+        train_torchft if torchft else train_stock,
+        train_loop_config={
+            "plan": make_plan(settings, load_task(settings)),
+            "driver": ray.util.get_node_ip_address(),  # where the lighthouse is
+        },
+        scaling_config=ScalingConfig(
+            num_workers=(workers.least, workers.most) if workers.elastic and not torchft else workers.most,
+            use_gpu=settings.use_gpu == "true",
+            resources_per_worker=settings.resources_per_worker or None,
+        ),
+        run_config=RunConfig(
+            name=f"{settings.run_name}-{name}",
+            storage_path=settings.storage_path,
+            # By default 0: the first loss of a worker would end the run.
+            failure_config=FailureConfig(max_failures=settings.max_failures),
+        ),
+        **options,
+    ).fit()
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(lambda: main(sys.argv[1]))
